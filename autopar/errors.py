@@ -1,0 +1,88 @@
+"""Every error autopar raises on purpose, with what a user needs to act on it."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all errors that autopar raises on purpose.
+
+    The message is one sentence with the numbers in it; the optional fields are printed below it, one a line:
+    `node` (graph node), `source` (the user's ``file:line``), `shape` (global shapes), `mesh`, and `fix` (the nearest remedy).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        node: str | None = None,
+        source: str | None = None,
+        shape: object = None,
+        mesh: object = None,
+        fix: str | None = None,
+    ):
+        self.message, self.node, self.source, self.shape, self.mesh, self.fix = message, node, source, shape, mesh, fix
+        super().__init__(self.text())
+
+    def text(self) -> str:
+        lines = [self.message]
+        for label in ("node", "source", "shape", "mesh", "fix"):
+            value = getattr(self, label)
+            if value is not None:
+                lines.append(f"  {label}: {value}")
+        return "\n".join(lines)
+
+
+class MeshError(AutoparError):
+    """The mesh text is malformed, an axis is unknown, or the mesh does not match the number of processes."""
+
+
+class CaptureError(AutoparError):
+    """The model could not be traced (data-dependent control flow, an op without functional form, ...)."""
+
+
+class InputError(AutoparError):
+    """An input of a call has another structure, shape or dtype than the one compiled for, or differs between ranks."""
+
+
+class UnsupportedOpError(AutoparError):
+    """Some ops have no sharding rule and `strict=True`, or cannot be run on several devices with right numbers."""
+
+
+class StrategyError(AutoparError):
+    """A strategy, pin or layout that this model or mesh cannot follow."""
+
+
+class MemoryInfeasibleError(AutoparError):
+    """No plan fits the memory limit. Carries `missing_bytes` and a `breakdown` of the smallest need (bytes by kind)."""
+
+    def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None, **fields):
+        self.missing_bytes, self.breakdown = missing_bytes, breakdown or {}
+        super().__init__(message, **fields)
+
+
+class PlanFormatError(AutoparError):
+    """A plan file that is not a plan: bad JSON, unknown version, a missing or wrong field."""
+
+
+class PlanMismatchError(AutoparError):
+    """A plan made for another model, mesh or input shape."""
+
+
+class HardwareError(AutoparError):
+    """An unknown hardware profile, or one with a missing or impossible number."""
+
+
+class ModelError(AutoparError):
+    """An unknown model name or a model option that does not exist."""
+
+
+class DesyncError(AutoparError):
+    """Ranks disagree about the plan or about the collectives that they are going to run."""
+
+
+class VerifyError(AutoparError):
+    """A graph that breaks an invariant: autopar's own bug, caught before it could give a wrong number."""
+
+
+class MovedParameterError(AutoparError):
+    """A parameter of the source model was used after `autopar.compile` took it over."""
