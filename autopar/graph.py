@@ -1,0 +1,105 @@
+"""What the graph's nodes say about themselves: roles, phases and tensors of a captured joint graph.
+
+A joint graph is a `torch.fx.Graph` that computes outputs and gradients of a model from its parameters, buffers, inputs and
+tangents. Its metadata, set by the capture and read by everything after it:
+
+    node.meta["val"]      the global value: a fake tensor, or a tuple of them
+    node.meta["role"]     on placeholders and constants: a Role
+    node.meta["module"]   dotted path of the module that the node comes from ("model.layers.0.mlp"), "" if unknown
+    node.meta["source"]   the user's "file.py:line", "" if unknown
+    node.meta["phase"]    "forward" if some output of the forward needs the node, else "backward"
+    output.meta["roles"]  one OutputRole (or None) an output
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
+    (position of the output it belongs to) or "constant"."""
+
+    kind: str
+    name: str
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class OutputRole:
+    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient", or
+    "mutation" (name of the buffer that takes the value)."""
+
+    kind: str
+    name: str
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """Global fake values of a node's outputs, one for a single-output node."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+
+
+def is_tensor(argument: object) -> bool:
+    return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor)
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """Tensor-valued arguments in order of appearance in args, then kwargs; a repeated argument appears repeatedly."""
+    flat, _ = tree_flatten((node.args, node.kwargs))
+    return [a for a in flat if is_tensor(a)]
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node computes something (getitem only names an output of its producer)."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def tensor_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The producer of a tensor and which of its outputs it is: getitem nodes are looked through."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]
+    return node, 0
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def mark_phases(graph: fx.Graph) -> None:
+    """Set meta["phase"] of every node: "forward" for the ancestors of the forward outputs, "backward" for the rest."""
+    output = output_node(graph)
+    stack = [
+        node
+        for node, role in zip(output.args[0], output.meta["roles"])
+        if isinstance(node, fx.Node) and role is not None and role.kind in ("output", "mutation")
+    ]
+    forward: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in forward:
+            forward.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in graph.nodes:
+        is_leaf = node.op in ("placeholder", "get_attr") and node.meta["role"].kind != "tangent"
+        node.meta["phase"] = "forward" if node in forward or is_leaf else "backward"
+
+
+def describe(node: fx.Node) -> str:
+    """`mm_3: aten.mm.default (8, 16) (16, 4) -> (8, 4)` with global shapes, for errors and listings."""
+    name = str(node.target) if node.op == "call_function" else node.op
+    shapes = " ".join(str(tuple(a.meta["val"].shape)) for a in tensor_arguments(node))
+    outputs = " ".join(str(tuple(v.shape)) for v in values_of(node))
+    return f"{node.name}: {name} {shapes} -> {outputs}"
