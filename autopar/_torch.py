@@ -1,0 +1,113 @@
+"""The only file that touches torch's private interfaces, each behind a small function of autopar's own.
+
+Written for torch >= 2.11, < 2.14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def fake_mode():
+    """A mode in which tensors have shapes and dtypes but no storage."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def decomposition_table() -> dict[object, Callable]:
+    """Decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
+    from torch._decomp import get_decompositions
+
+    table = get_decompositions(
+        [
+            aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
+            aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
+            aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
+            aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.addcmul, aten.addcdiv, aten.l1_loss,
+        ]
+    )  # fmt: skip
+    return {**table, aten.mean.dim: _mean_dim, aten.mean.default: lambda x, dtype=None: _mean_dim(x, None, dtype=dtype)}
+
+
+def _mean_dim(x, dim, keepdim=False, dtype=None):
+    dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+
+def joint_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, list, list]:
+    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output.
+
+    Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index) and
+    ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", buffer name)."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(
+            stack, module, tuple(inputs), {}, decompositions=decomposition_table()
+        )
+    graph_module = joint.graph_module
+    placeholders = [_describe_input(n.meta["desc"]) for n in graph_module.graph.nodes if n.op == "placeholder"]
+    output = next(iter(reversed(graph_module.graph.nodes)))
+    return graph_module, placeholders, [_describe_output(d) for d in output.meta["desc"]]
+
+
+def _describe_input(desc) -> tuple[str, object]:
+    kind = type(desc).__name__
+    if kind == "ParamAOTInput":
+        return "parameter", desc.target
+    if kind == "BufferAOTInput":
+        return "buffer", desc.target
+    if kind == "PlainAOTInput":
+        return "input", desc.idx
+    if kind == "TangentAOTInput":
+        return "tangent", getattr(desc.output, "idx", 0)
+    raise RuntimeError(f"torch gave the joint graph an input of an unknown kind: {desc!r}")
+
+
+def _describe_output(desc) -> tuple[str, object] | None:
+    kind = type(desc).__name__
+    if kind == "PlainAOTOutput":
+        return "output", desc.idx
+    if kind == "GradAOTOutput":
+        source = desc.grad_of
+        if type(source).__name__ == "ParamAOTInput":
+            return "gradient", source.target
+        return "input_gradient", getattr(source, "idx", 0)
+    if kind == "InputMutationAOTOutput":
+        return "mutation", getattr(desc.mutated_input, "target", "?")
+    return None
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node (and a placeholder's argument) a name of our own."""
+    node._rename(name)
+    if node.op == "placeholder":
+        node.target = node.name
+
+
+def wait_tensor(tensor):
+    return c10d.wait_tensor.default(tensor)
+
+
+def strided_shard(dim: int, split_factor: int):
+    """The placement of a dim that is sharded inside each of `split_factor` blocks."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement) -> bool:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)

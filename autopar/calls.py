@@ -1,0 +1,202 @@
+"""How a module is called and what it returns, as flat lists of tensors.
+
+A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and checks later calls
+against the one that was compiled for; `Returns` puts outputs back into the object that the model returns (a dataclass, a
+transformers ModelOutput, nested containers), the loss first if there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .errors import InputError
+
+
+def split_example(example_inputs) -> tuple[tuple, dict]:
+    """`(args, kwargs)` of an example: a dict of keyword arguments, an (args, kwargs) pair, a tuple, or one tensor."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        pair = tuple(example_inputs)
+        if len(pair) == 2 and isinstance(pair[0], (tuple, list)) and isinstance(pair[1], Mapping):
+            return tuple(pair[0]), dict(pair[1])
+        return pair, {}
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    raise InputError(
+        f"example_inputs must be a dict, a tuple or an (args, kwargs) pair, got {type(example_inputs).__name__}",
+        fix="pass the batch as you pass it to the model, such as dict(input_ids=ids, labels=ids)",
+    )
+
+
+@dataclass
+class CallSignature:
+    """The structure of one call: tensors are inputs of the graph, everything else is a constant of it."""
+
+    spec: object
+    names: tuple[str, ...]  # one a leaf, for messages: "input_ids", "args[0]"
+    constants: tuple  # one a leaf; Ellipsis where a tensor goes
+    shapes: tuple[tuple[int, ...] | None, ...]  # global
+    dtypes: tuple[torch.dtype | None, ...]
+
+    @staticmethod
+    def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
+        leaves, spec = tree_flatten((args, kwargs))
+        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        signature = CallSignature(
+            spec,
+            tuple(_leaf_names(args, kwargs)),
+            tuple(... if t else x for x, t in zip(leaves, is_tensor)),
+            tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
+            tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
+        )
+        return signature, [x for x, t in zip(leaves, is_tensor) if t]
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return [n for n, c in zip(self.names, self.constants) if c is ...]
+
+    def rebuild(self, tensors) -> tuple[tuple, dict]:
+        """`(args, kwargs)` with the given tensors in place."""
+        it = iter(tensors)
+        return tree_unflatten([next(it) if c is ... else c for c in self.constants], self.spec)
+
+    def flatten(self, args: tuple, kwargs: dict, shapes: tuple | None = None) -> list[torch.Tensor]:
+        """Tensors of another call of the same form. `shapes` replaces the compiled shapes (local inputs). Raises InputError
+        naming the input, both shapes or dtypes and the remedy."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if spec != self.spec or len(leaves) != len(self.constants):
+            raise InputError(
+                f"the call passes {', '.join(_leaf_names(args, kwargs)) or 'nothing'}, "
+                f"the model was compiled for {', '.join(self.names)}",
+                fix="call it with the same arguments as example_inputs, or compile again with these",
+            )
+        tensors = []
+        for name, leaf, constant, shape, dtype in zip(self.names, leaves, self.constants, shapes or self.shapes, self.dtypes):
+            if constant is ...:
+                if not isinstance(leaf, torch.Tensor):
+                    raise InputError(f"{name} was a tensor when the model was compiled and is a {type(leaf).__name__} now")
+                if tuple(leaf.shape) != shape:
+                    raise InputError(
+                        f"{name} has shape {tuple(leaf.shape)}, the model was compiled for {shape}",
+                        shape=f"{tuple(leaf.shape)} instead of {shape}",
+                        fix="pass batches of the compiled shape (pad or drop a short last batch), or compile again with "
+                        "example_inputs of this shape",
+                    )
+                if leaf.dtype != dtype:
+                    raise InputError(
+                        f"{name} has dtype {leaf.dtype}, the model was compiled for {dtype}", fix=f"cast it to {dtype}"
+                    )
+                tensors.append(leaf)
+            elif not _same(leaf, constant):
+                raise InputError(
+                    f"{name} is {leaf!r}, the model was compiled for {constant!r}",
+                    fix="arguments that are not tensors are constants of the compiled graph: compile again to change one",
+                )
+        return tensors
+
+
+def _same(a, b) -> bool:
+    return a is b or (type(a) is type(b) and a == b)
+
+
+def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
+    names = []
+    for prefix, tree in [(f"args[{i}]", a) for i, a in enumerate(args)] + list(kwargs.items()):
+        count = len(tree_flatten(tree)[0])
+        names += [prefix] if count == 1 else [f"{prefix}.{i}" for i in range(count)]
+    return names
+
+
+@dataclass
+class Returns:
+    """Form of a model's output. `position` of a tensor is its place among the flat outputs of the graph."""
+
+    template: object = None  # the output with _Slot(position) in place of tensors
+    count: int = 0
+    loss: int | None = None  # position of the scalar loss, the only differentiable output if given
+    names: list[str] = field(default_factory=list)
+
+    def take_apart(self, output) -> list[torch.Tensor]:
+        """Flatten an output while tracing; remembers how to rebuild it."""
+        tensors: list[torch.Tensor] = []
+        self.names = []
+
+        def walk(value, name):
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                self.names.append(name or "output")
+                return _Slot(len(tensors) - 1)
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+                return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in fields.items()})
+            if isinstance(value, Mapping):
+                return {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
+            if isinstance(value, (tuple, list)):
+                return type(value)(walk(v, f"{name}[{i}]") for i, v in enumerate(value))
+            return value
+
+        self.template = walk(output, "")
+        self.count = len(tensors)
+        self.loss = self._find_loss(output, tensors)
+        return tensors
+
+    @staticmethod
+    def _find_loss(output, tensors) -> int | None:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(output, torch.Tensor):
+            loss = output
+        if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+            return next(i for i, t in enumerate(tensors) if t is loss)
+        return None
+
+    def rebuild(self, tensors):
+        """The model's output object with the given tensors."""
+
+        def walk(value):
+            if isinstance(value, _Slot):
+                return tensors[value.position]
+            if isinstance(value, _Built):
+                return value.make({k: walk(v) for k, v in value.fields.items()})
+            if isinstance(value, dict):
+                return {k: walk(v) for k, v in value.items()}
+            if isinstance(value, (tuple, list)):
+                return type(value)(walk(v) for v in value)
+            return value
+
+        return walk(self.template)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    position: int
+
+
+@dataclass(frozen=True)
+class _Built:
+    cls: type
+    fields: dict
+
+    def make(self, values: dict):
+        init = inspect.signature(self.cls).parameters
+        return self.cls(**{k: v for k, v in values.items() if k in init})
+
+
+@dataclass
+class LossOutput:
+    """What a model compiled with `loss_fn=` returns: the loss and the model's own output."""
+
+    loss: torch.Tensor
+    output: object
+
+
+def detach(tree):
+    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)

@@ -1,0 +1,226 @@
+"""From a module and an example call to a joint graph: `export` the forward, then (after the passes that rewrite it)
+`differentiate`.
+
+The exported forward graph reads parameters and buffers by `get_attr` under their own qualified names and takes the tensors of
+the call as placeholders. The joint graph has one placeholder for each of them and is annotated as autopar/graph.py says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from . import _torch
+from .calls import CallSignature, LossOutput, Returns, split_example
+from .errors import AutoparError, CaptureError, InputError
+from .graph import OutputRole, Role, mark_phases, output_node
+
+ROOT = "model"  # name of the user's module inside the traced wrapper
+
+
+@dataclass
+class Exported:
+    """The forward graph of a call. `ties` maps every name of a shared parameter to its first name."""
+
+    graph_module: fx.GraphModule
+    signature: CallSignature
+    returns: Returns
+    inputs: list[torch.Tensor]
+    ties: dict[str, str] = field(default_factory=dict)
+    trainable: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass
+class Captured:
+    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it."""
+
+    graph_module: fx.GraphModule
+    signature: CallSignature
+    returns: Returns
+    ties: dict[str, str]
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+
+class _FlatCall(nn.Module):
+    """The user's module as a function of flat tensors; without a cache, which training never reads."""
+
+    def __init__(self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None):
+        super().__init__()
+        self.add_module(ROOT, model)
+        self.signature, self.returns, self.loss_fn = signature, returns, loss_fn
+
+    def forward(self, *tensors):
+        args, kwargs = self.signature.rebuild(tensors)
+        model = getattr(self, ROOT)
+        loss_kwargs = {}
+        if self.loss_fn is not None:
+            kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
+        if "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs:
+            kwargs = {**kwargs, "use_cache": False}
+        output = model(*args, **kwargs)
+        if self.loss_fn is not None:
+            output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
+        outputs = self.returns.take_apart(output)
+        if self.returns.loss is not None:
+            outputs = [o if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
+        return tuple(outputs)
+
+
+def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
+    """Keyword arguments of the call go to the model if it takes them and to the loss function if that takes them."""
+    model_takes, loss_takes = inspect.signature(forward).parameters, list(inspect.signature(loss_fn).parameters)[1:]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in model_takes.values())
+    to_loss = {k: v for k, v in kwargs.items() if k in loss_takes}
+    return {k: v for k, v in kwargs.items() if k in model_takes or (open_ended and k not in to_loss)}, to_loss
+
+
+def export(model: nn.Module, example_inputs, loss_fn: Callable | None = None) -> Exported:
+    """Trace the forward of `model` on an example call (real, fake or meta tensors; only shapes are read).
+
+    Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
+    rejects the example."""
+    signature, inputs = CallSignature.of(*split_example(example_inputs))
+    if not inputs:
+        raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
+    returns = Returns()
+    wrapper = _FlatCall(model, signature, returns, loss_fn)
+    try:
+        program = torch.export.export(wrapper, tuple(inputs), strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} could not be traced: {_first_line(error)}",
+            source=_source_of_exception(error),
+            shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
+            fix="check that model(**example_inputs) runs, and that no Python branch depends on a tensor's values",
+        ) from error
+    graph_module = program.module(check_guards=False)
+    ties = _tie_map(model)
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and node.target.startswith(ROOT + "."):
+            name = node.target[len(ROOT) + 1 :]
+            node.target = f"{ROOT}.{ties.get(name, name)}"
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    return Exported(graph_module, signature, returns, inputs, ties, trainable)
+
+
+def _tie_map(model: nn.Module) -> dict[str, str]:
+    """Every qualified name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    ties = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            ties[name] = first.setdefault(id(tensor), name)
+    return ties
+
+
+def differentiate(exported: Exported) -> Captured:
+    """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
+    try:
+        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs)
+    except Exception as error:
+        raise CaptureError(
+            f"the forward could not be differentiated: {_first_line(error)}", source=_source_of_exception(error)
+        ) from error
+    graph = graph_module.graph
+    graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results
+    names = exported.signature.tensor_names
+    for node, (kind, name) in zip([n for n in graph.nodes if n.op == "placeholder"], placeholders):
+        if kind in ("parameter", "buffer"):
+            name = exported.ties.get(_strip(name), _strip(name))
+            node.meta["role"] = Role(kind, name, exported.trainable.get(name, False))
+        elif kind == "input":
+            node.meta["role"] = Role("input", names[name])
+        else:
+            node.meta["role"] = Role("tangent", str(name))
+        prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t"}[kind]
+        _torch.rename(node, f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', node.meta['role'].name)}")
+    output = output_node(graph)
+    kept, roles = [], []
+    for node, described in zip(output.args[0], outputs):
+        if node is None or described is None:  # a frozen parameter, or a later name of a shared one
+            continue
+        kind, name = described
+        name = exported.ties.get(_strip(name), _strip(name)) if kind in ("gradient", "mutation") else str(name)
+        kept.append(node)
+        roles.append(OutputRole(kind, name))
+    output.args = (tuple(kept),)
+    output.meta["roles"] = roles
+    _merge_shared_placeholders(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["role"] = Role("constant", str(node.target))
+            node.meta.setdefault("val", getattr(graph_module, node.target, None))
+        node.meta["module"] = _module_path(node)
+        node.meta["source"] = source_line(node)
+    mark_phases(graph)
+    graph_module.recompile()
+    return Captured(graph_module, exported.signature, exported.returns, exported.ties)
+
+
+def _merge_shared_placeholders(graph: fx.Graph) -> None:
+    """One placeholder for each shared parameter or buffer, under its first name."""
+    first: dict[Role, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        if node.meta["role"].kind in ("parameter", "buffer"):
+            keeper = first.setdefault(node.meta["role"], node)
+            if keeper is not node:
+                node.replace_all_uses_with(keeper)
+                graph.erase_node(node)
+
+
+def _strip(name: str) -> str:
+    return name[len(ROOT) + 1 :] if name.startswith(ROOT + ".") else name
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple) and isinstance(entry[0], str)]
+    return _strip(paths[-1]) if paths and paths[-1] != ROOT else ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's innermost "file.py:line" that made the node: the last frame outside torch and autopar."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [(path, line) for path, line in _FRAME.findall(trace) if not _is_internal(path)]
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+def _is_internal(path: str) -> bool:
+    return path.startswith(_INTERNAL) or path.startswith("<")
+
+
+def _source_of_exception(error: BaseException) -> str | None:
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if not _is_internal(path):
+            frames.append((path, trace.tb_lineno))
+        trace = trace.tb_next
+    if not frames:
+        return None
+    path, line = frames[-1]
+    return f"{path}:{line}: {linecache.getline(path, line).strip()}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

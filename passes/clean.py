@@ -1,0 +1,66 @@
+"""Takes out what changes nothing: aliases, copies, casts and views to the same shape and dtype, views of views, duplicates.
+
+Every node left is a node to plan, to price and to run. A value must stay in its phase, so equal nodes of the forward and the
+backward are not merged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..graph import is_tensor, mark_phases
+
+aten = torch.ops.aten
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_SAME_IF_EQUAL = _VIEWS | {
+    aten.slice.Tensor, aten.expand.default, aten.clone.default, aten._to_copy.default, aten.permute.default,
+}  # fmt: skip
+
+
+def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Rewrites a joint graph in place and returns the module."""
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
+            continue
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in _ALIASES or (node.target in _SAME_IF_EQUAL and _is_same(node)):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+        elif node.target in _VIEWS:
+            source = node.args[0]
+            if source.op == "call_function" and source.target in _VIEWS:
+                node.args = (source.args[0], node.args[1])
+            node.target = aten.reshape.default  # a shard's strides are not the whole tensor's
+            node.args = (node.args[0], list(node.meta["val"].shape))
+    _merge_equal(graph)
+    graph.eliminate_dead_code()
+    mark_phases(graph)
+    graph.lint()
+    graph_module.recompile()
+    return graph_module
+
+
+def _is_same(node: fx.Node) -> bool:
+    before, after = node.args[0].meta["val"], node.meta.get("val")
+    if before.shape != after.shape or before.dtype != after.dtype or before.device != after.device:
+        return False
+    if node.target is aten.permute.default:
+        return [d % before.dim() for d in node.args[1]] == list(range(before.dim()))
+    return True
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    seen: dict[tuple, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        key = (node.target, str(node.args), str(node.kwargs), node.meta["phase"])
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
