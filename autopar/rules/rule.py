@@ -11,6 +11,7 @@ The notation follows einsum strings and the factor rules of Shardy (github.com/o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,9 @@ class Inner:
     parts: int
 
 
-Dim = str | Inner | None  # what a tensor dim is to a rule: a factor, the inner part of one, or not shardable
+# What a tensor dim is to a rule: a factor, the inner part of one, not shardable (None), or a product of several factors,
+# outermost first, of which a strategy may shard one.
+Dim = str | Inner | None | tuple[str | Inner, ...]
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Rule:
 
     inputs, outputs: one tuple a tensor (arguments in the order of `tensor_arguments`), one entry a dim.
     linear: sets of argument positions that may be Partial together (the output is then Partial).
-    reduction: how shards of a summed-away factor combine, "sum" or "max"; `exact` if the op's own result must not be split.
+    reduction: how shards of a summed-away factor combine, "sum" or "max".
     even: factors that can only be cut into equal blocks, with the size that must divide (views merge or split such dims).
+    contiguous: factors of which a device must hold one range (the op takes the range's offset), so never a block of each part.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -44,19 +48,32 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     reduction: str = "sum"
     even: Mapping[str, int] = field(default_factory=dict)
+    contiguous: frozenset[str] = frozenset()
 
     def factors(self) -> list[str]:
         """Factor names in order of first use."""
-        names = [name_of(entry) for dims in self.inputs + self.outputs for entry in dims]
-        return list(dict.fromkeys(name for name in names if name))
+        return list(dict.fromkeys(name for dims in self.inputs + self.outputs for name in names_in(dims)))
 
 
-def name_of(entry: Dim) -> str | None:
+def entries_of(dim: Dim) -> tuple[str | Inner, ...]:
+    """The factors of one dim, outermost first; none if it cannot be sharded."""
+    return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
+
+
+def name_of(entry: str | Inner) -> str:
     return entry.factor if isinstance(entry, Inner) else entry
 
 
+def names_in(dims: Sequence[Dim]) -> list[str]:
+    """Names of all factors of one tensor."""
+    return [name_of(entry) for dim in dims for entry in entries_of(dim)]
+
+
 def rule(text: str, linear: Sequence[Sequence[int]] = (), reduction: str = "sum") -> Rule:
-    """`rule("m k, k n -> m n")`: factors separated by blanks, tensors by commas, `_` for a dim that cannot be sharded."""
+    """`rule("m k, k n -> m n")`: factors separated by blanks, tensors by commas, `_` for a dim that cannot be sharded.
+
+    `linear` as in Rule: `[[0], [1]]` for a bilinear op, `[[0, 1]]` for a sum.
+    """
     left, right = text.split("->")
 
     def tensors(side: str) -> tuple[tuple[Dim, ...], ...]:
@@ -115,32 +132,30 @@ def _strategy(rule, choice, input_shapes, output_shapes, mesh) -> Strategy | Non
             sharded.setdefault(factor, []).append(axis)
             ways *= mesh.size(axis)
     for factor, axes in sharded.items():
-        count = 1
-        for axis in axes:
-            count *= mesh.size(axis)
-        if factor in rule.even and (rule.even[factor] % (count * parts[factor])):
+        count = math.prod(mesh.size(axis) for axis in axes)
+        if factor in rule.even and rule.even[factor] % (count * parts[factor]):
             return None
 
-    in_inputs = {name_of(e) for dims in rule.inputs for e in dims}
+    in_inputs = {name for dims in rule.inputs for name in names_in(dims)}
 
-    def layout(dims: tuple[Dim, ...], argument: int | None) -> Layout:
-        names = {name_of(e) for e in dims}
-        axes = tuple(tuple(sharded.get(name_of(e), ())) for e in dims)
-        counts = tuple(
-            (parts.get(name_of(e), 1) * (e.parts if isinstance(e, Inner) else 1)) if name_of(e) in sharded else 1
-            for e in dims
-        )
+    def layout(dims: tuple[Dim, ...], argument: int | None) -> Layout | None:
+        axes, counts = [], []
+        for dim in dims:
+            cut = [entry for entry in entries_of(dim) if name_of(entry) in sharded]
+            if len(cut) > 1:  # no layout says that two factors of one dim are cut
+                return None
+            axes.append(tuple(sharded[name_of(cut[0])]) if cut else ())
+            counts.append(parts[name_of(cut[0])] * (cut[0].parts if isinstance(cut[0], Inner) else 1) if cut else 1)
         partial = [(a, "sum") for a, arguments in through.items() if argument is None or argument in arguments]
         if argument is None:
-            partial += [
-                (a, rule.reduction) for f, fa in sharded.items() if f not in names and f in in_inputs for a in fa
-            ]
-        return Layout(axes, tuple(sorted(partial)), counts)
+            summed_away = in_inputs - set(names_in(dims))
+            partial += [(a, rule.reduction) for f, fa in sharded.items() if f in summed_away for a in fa]
+        return Layout(tuple(axes), tuple(sorted(partial)), tuple(counts))
 
     inputs = tuple(layout(dims, i) for i, dims in enumerate(rule.inputs))
     outputs = tuple(layout(dims, None) for dims in rule.outputs)
     for layouts, shapes in ((inputs, input_shapes), (outputs, output_shapes)):
-        if not all(is_legal(shape, l, mesh) for l, shape in zip(layouts, shapes)):
+        if not all(l is not None and is_legal(shape, l, mesh) for l, shape in zip(layouts, shapes)):
             return None
     label = tuple(f if p == 1 else f"{f}/{p}" for f, p in choice)
     return Strategy(inputs, outputs, label, ways)

@@ -1,0 +1,153 @@
+"""Rule builders for families of ops: the table names an op and one of these says what it means.
+
+A builder takes what the table knows and returns a function from a node to its Rule. `linear` lists sets of argument positions
+that may be Partial together: ([0],) for a linear op, ([0], [1]) for a product, ([0, 1],) for a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from ..graph import tensor_arguments
+from .reading import aligned, bound, dims_of, input_shapes, named, output_shapes
+from .rule import Rule, rule
+
+Builder = Callable[[fx.Node], Rule | None]
+Linear = tuple[Sequence[int], ...]
+
+
+def sets(linear: Linear) -> tuple[frozenset[int], ...]:
+    return tuple(map(frozenset, linear))
+
+
+def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Builder:
+    """Factors written as in an einsum; "..." stands for any number of leading factors b0, b1, ... that tensors share.
+    Arguments that the node lacks (an optional bias) drop from the end of the left side."""
+    left, right = text.split("->")
+
+    def build(node: fx.Node) -> Rule:
+        shapes = input_shapes(node)
+        tensors = left.split(",")[: len(shapes)]
+        batch = 0
+        for tensor, shape in zip(tensors, shapes):
+            if "..." in tensor:
+                batch = len(shape) - len(tensor.split()) + 1
+        spelled = f"{','.join(tensors)}->{right}".replace("...", " ".join(f"b{i}" for i in range(batch)))
+        made = rule(spelled, linear)
+        return Rule(made.inputs, made.outputs, made.linear, contiguous=frozenset(contiguous.split()))
+
+    return build
+
+
+def pointwise(*linear: Sequence[int]) -> Builder:
+    """Every output element depends on the elements at its own place; arguments broadcast."""
+
+    def build(node: fx.Node) -> Rule:
+        outputs = output_shapes(node)
+        names = named(len(outputs[0]))
+        inputs = tuple(aligned(shape, outputs[0], names) for shape in input_shapes(node))
+        return Rule(inputs, (names,) * len(outputs), sets(linear))
+
+    return build
+
+
+def cast(node: fx.Node) -> Rule:
+    """A change of type is linear unless it rounds: partial sums are added up in the wider type."""
+    source, target = tensor_arguments(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    widens = torch.promote_types(source, target) == target
+    return pointwise(*([[0]] if widens else []))(node)
+
+
+def masked(position: int, *linear: Sequence[int]) -> Builder:
+    """Pointwise; the scalar argument at `position` takes the place of some elements, so linear only if it is zero."""
+
+    def build(node: fx.Node) -> Rule:
+        return pointwise(*(linear if node.args[position] == 0 else []))(node)
+
+    return build
+
+
+def along(*dims: str | int, linear: Linear = ()) -> Builder:
+    """All tensors have the same dims, and the op mixes elements along some: numbers, or names of arguments that list them
+    (None or an empty list: all dims)."""
+
+    def build(node: fx.Node) -> Rule:
+        arguments, ndim = bound(node), len(output_shapes(node)[0])
+        mixed = set().union(*(dims_of(arguments[d] if isinstance(d, str) else d, ndim) for d in dims))
+        names = tuple(None if i in mixed else name for i, name in enumerate(named(ndim)))
+        return Rule(*((names,) * len(shapes) for shapes in (input_shapes(node), output_shapes(node))), sets(linear))
+
+    return build
+
+
+def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) -> Builder:
+    """Reduces the dims of the argument `dim` (all dims if there is none). kind "sum" or "max": parts of a sharded dim combine
+    that way; None: reduced dims cannot be sharded. For some ops an empty list means no dim instead of all."""
+
+    def build(node: fx.Node) -> Rule:
+        arguments, (shape, *_) = bound(node), input_shapes(node)
+        dim = arguments.get("dim")
+        reduced = set() if dim == [] and not empty_is_all else dims_of(dim, len(shape))
+        names = named(len(shape))
+        keep = arguments.get("keepdim", False)
+        source = tuple(n if kind or i not in reduced else None for i, n in enumerate(names))
+        result = tuple(None if i in reduced else n for i, n in enumerate(names) if keep or i not in reduced)
+        return Rule((source,), (result,) * len(output_shapes(node)), sets(linear), kind or "sum")
+
+    return build
+
+
+def loss(*linear: Sequence[int]) -> Builder:
+    """Elementwise losses and their backwards: reduction none (0) or sum (2). A mean (1) divides by a local size: not sharded."""
+
+    def build(node: fx.Node) -> Rule:
+        inputs, outputs = input_shapes(node), output_shapes(node)
+        full = max(inputs, key=len)
+        names = (None,) * len(full) if bound(node)["reduction"] == 1 else named(len(full))
+        return Rule(*(tuple(aligned(s, full, names) for s in side) for side in (inputs, outputs)), sets(linear))
+
+    return build
+
+
+def blocked(node: fx.Node) -> Rule:
+    """A known op with nothing to shard."""
+    return Rule(*(tuple((None,) * len(s) for s in side) for side in (input_shapes(node), output_shapes(node))))
+
+
+def keeps_last(count: int, *linear: Sequence[int]) -> Builder:
+    """Acts within the last `count` dims (pooling, resizing, padding of images) and alike on all others."""
+
+    def build(node: fx.Node) -> Rule:
+        names = [named(len(s) - count) + (None,) * count for s in input_shapes(node) + output_shapes(node)]
+        inputs = len(input_shapes(node))
+        return Rule(tuple(names[:inputs]), tuple(names[inputs:]), sets(linear))
+
+    return build
+
+
+def affine(node: fx.Node) -> Rule:
+    """bias + a @ b (addmm, baddbmm, addmv): the bias broadcasts and would be added once a device if k were sharded."""
+    product = {1: rule("m _, _ -> m"), 2: rule("m _, _ n -> m n"), 3: rule("b m _, b _ n -> b m n")}
+    (bias, *_), (shape,) = input_shapes(node), output_shapes(node)
+    made = product[len(shape)]
+    names = aligned(bias, shape, made.outputs[0])
+    return Rule((names, *made.inputs), made.outputs, sets(([0, 1], [0, 2])))
+
+
+def created(node: fx.Node) -> Rule:
+    """A tensor made from nothing (or from another's dtype only): each device makes its own part."""
+    names = named(len(output_shapes(node)[0]))
+    inputs = tuple(
+        names if s == output_shapes(node)[0] else (None,) * len(s) for s in input_shapes(node)
+    )
+    return Rule(inputs, (names,))
+
+
+def counted(node: fx.Node) -> Rule:
+    """arange(start, end, step): a device starts at its own offset. Float steps are not sharded, their ends may round."""
+    arguments = bound(node)
+    whole = all(isinstance(arguments.get(name, 1), int) for name in ("start", "end", "step"))
+    return Rule((), (("d0",) if whole else (None,),), contiguous=frozenset({"d0"}))

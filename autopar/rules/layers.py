@@ -1,0 +1,150 @@
+"""Rules of neural-network layers: attention, normalisation, convolution, quantisation."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from ..graph import is_tensor
+from .families import sets
+from .reading import bound, input_shapes, output_shapes, shape_of, tensors_by_name
+from .rule import Dim, Rule, rule
+
+
+def attention(node: fx.Node) -> Rule | None:
+    """Forward and backward: batch and heads. With grouped queries (fewer key heads) heads are cut between groups; a single
+    key head belongs to all devices, so its gradient is Partial over the heads. Sequences and head dims are not sharded."""
+    arguments = bound(node)
+    if arguments.get("dropout_p", 0.0) != 0.0:
+        return None
+    heads = {shape_of(arguments[name])[1] for name in _attention_names(arguments, "q", "k")}
+    grouped = heads - {1}
+
+    def dims(name: str) -> tuple[Dim, ...]:
+        shape = shape_of(arguments[name])
+        full = (None, None, "b", "h", None, None)[-len(shape) :] if "mask" in name else ("b", "h", None, None)[: len(shape)]
+        return tuple(None if size == 1 else factor for factor, size in zip(full, shape))
+
+    def result(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return tuple(None if size == 1 else factor for factor, size in zip(("b", "h", None, None), shape))
+
+    is_backward = len(output_shapes(node)) == 3
+    return Rule(
+        tuple(dims(name) for name in tensors_by_name(node)),
+        tuple(map(result, output_shapes(node))),
+        sets(([0],)) if is_backward else (),
+        even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
+    )
+
+
+def _attention_names(arguments: dict, *roles: str) -> list[str]:
+    long = {"q": "query", "k": "key"}
+    return [role if role in arguments else long[role] for role in roles]
+
+
+def layer_norm(node: fx.Node) -> Rule:
+    """Layer and RMS norm, forward: rows are independent, normalised dims whole. Statistics keep them with size 1."""
+    arguments = bound(node)
+    rows = len(shape_of(arguments["input"])) - len(arguments["normalized_shape"])
+    return Rule(
+        tuple(_rows(s, rows) if n == "input" else (None,) * len(s) for n, s in _named_inputs(node)),
+        tuple(_rows(s, rows) for s in output_shapes(node)),
+    )
+
+
+def layer_norm_backward(node: fx.Node) -> Rule:
+    """As the forward; gradients of weight and bias sum over the rows, so they are Partial where rows are sharded."""
+    arguments = bound(node)
+    rows = len(shape_of(arguments["input"])) - len(arguments["normalized_shape"])
+    return Rule(
+        tuple((None,) * len(s) if n in ("weight", "bias") else _rows(s, rows) for n, s in _named_inputs(node)),
+        tuple(_rows(s, rows) if len(s) > rows > 0 and s == shape_of(arguments["input"]) else (None,) * len(s)
+              for s in output_shapes(node)),
+        sets(([0],)),
+    )  # fmt: skip
+
+
+def _rows(shape: tuple[int, ...], rows: int) -> tuple[Dim, ...]:
+    return tuple(f"d{i}" if i < rows else None for i in range(len(shape)))
+
+
+def _named_inputs(node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
+    return list(zip(tensors_by_name(node), input_shapes(node)))
+
+
+def group_norm(node: fx.Node) -> Rule:
+    """Batch only. Gradients of weight and bias are Partial over it."""
+    arguments = bound(node)
+    batch = arguments["N"]
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return ("n",) + (None,) * (len(shape) - 1) if len(shape) > 1 and shape[0] == batch else (None,) * len(shape)
+
+    linear = ([0],) if "grad_out" in arguments else ()
+    return Rule(tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))), sets(linear))
+
+
+def batch_norm(node: fx.Node) -> Rule:
+    """Channels only while training (statistics span the batch); in evaluation the batch as well."""
+    arguments = bound(node)
+    training = arguments.get("training", arguments.get("train", "no_training" not in str(node.target)))
+    backward = "grad_out" in arguments
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        if len(shape) > 1:
+            return (None if training or backward else "n", "c") + (None,) * (len(shape) - 2)
+        return ("c",) if shape != (0,) else (None,)
+
+    return Rule(
+        tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))), sets(([0],)) if backward else ()
+    )
+
+
+def convolution(node: fx.Node) -> Rule:
+    """Batch n, output channels o, input channels i (summed away, so not with a bias), or groups g if there are several.
+    Spatial dims are whole."""
+    arguments = bound(node)
+    transposed, groups = arguments["transposed"], arguments["groups"]
+    if groups > 1:
+        made = rule("n _, _ _, _ -> n _") if transposed else rule("n g, g _, g -> n g")
+    else:
+        i = "_" if is_tensor(arguments.get("bias")) else "i"
+        made = rule(f"n {i}, {i} o, o -> n o") if transposed else rule(f"n {i}, o {i}, o -> n o")
+    linear = ([1, 2],) if is_tensor(arguments.get("bias")) else ([0], [1])
+    return _spatial(node, made, sets(linear), groups)
+
+
+def convolution_backward(node: fx.Node) -> Rule:
+    """Gradients of input, weight and bias. The bias' gradient is whole on every device unless o is sharded, so with it the
+    input channels i are not."""
+    arguments = bound(node)
+    transposed, groups, wanted = arguments["transposed"], arguments["groups"], arguments["output_mask"]
+    if groups > 1:
+        text = "n _, n _, _ _ -> n _, _ _, _" if transposed else "n g, n g, g _ -> n g, g _, g"
+    else:
+        i = "_" if wanted[2] else "i"
+        weight = f"{i} o" if transposed else f"o {i}"
+        text = f"n o, n {i}, {weight} -> n {i}, {weight}, o"
+    made = rule(text)
+    outputs = tuple(dims for dims, kept in zip(made.outputs, wanted) if kept)
+    return _spatial(node, Rule(made.inputs, outputs), sets(([0],)), groups)
+
+
+def _spatial(node: fx.Node, made: Rule, linear: tuple[frozenset[int], ...], groups: int) -> Rule:
+    """Fills up the dims that `made` leaves out, and drops its tensors that the node does not have."""
+
+    def fill(side: tuple[tuple[Dim, ...], ...], shapes: list[tuple[int, ...]]) -> tuple[tuple[Dim, ...], ...]:
+        return tuple(dims + (None,) * (len(shape) - len(dims)) for dims, shape in zip(side, shapes))
+
+    inputs, outputs = fill(made.inputs, input_shapes(node)), fill(made.outputs, output_shapes(node))
+    return Rule(inputs, outputs, linear, even={"g": groups})
+
+
+def per_channel(node: fx.Node) -> Rule:
+    """Fake quantisation with one scale a channel."""
+    arguments = bound(node)
+    channel = f"d{arguments['axis'] % len(shape_of(arguments['self']))}"
+    inputs = [tuple(f"d{i}" for i in range(len(s))) if n == "self" else (channel,) for n, s in _named_inputs(node)]
+    return Rule(tuple(inputs), (inputs[0],) * len(output_shapes(node)))
+

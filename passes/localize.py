@@ -1,0 +1,207 @@
+"""From the global joint graph to the graph of one rank: shapes become local and redistributions become collectives.
+
+For each op in order: every tensor argument is brought from its producer's layout into the layout that the op's sharding asks
+for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake local tensors, whose
+shapes must be those that the layouts imply.
+
+A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution starts from
+the furthest copy on its way. The backward does not see the forward's copies unless they are in `sharding.kept`.
+
+Metadata of the local graph's nodes, besides role, phase, module and source (see autopar/graph.py):
+
+    val         the local fake value
+    global      the fake value of the global tensor (or tuple of tensors) of which the node holds a part
+    layout      the Layout of that part, or a tuple of them, one a tensor output; absent inside a redistribution
+    sharding    on ops of the joint graph: their NodeSharding
+    collective  on collectives: a passes.emit.Collective
+    tensor      on nodes of a redistribution: name of the global tensor
+
+The graph module's own `meta` has "rank" and "mesh".
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .. import rules
+from ..errors import VerifyError
+from ..graph import describe, is_tensor, tensor_arguments, tensor_of, values_of
+from ..layout import Layout, local_part, local_shape
+from ..sharding import NodeSharding, Sharding
+from .emit import Builder, Emitter
+
+aten = torch.ops.aten
+
+# A view needs strides that a local value may not have; reshape gives the same values and copies where it must.
+RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native") -> fx.GraphModule:
+    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter)."""
+    localizer = _Localizer(joint, sharding, rank, reduce_scatter)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            localizer.placeholder(node)
+        elif node.op == "get_attr":
+            localizer.constant(node)
+        elif node.op == "output":
+            localizer.output(node)
+        elif node.target is operator.getitem:
+            localizer.item(node)
+        else:
+            localizer.op(node)
+    return localizer.finish()
+
+
+class _Localizer:
+    """The state of the walk: `own` has every tensor's local value in its producer's layout, `copies` all others."""
+
+    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str):
+        self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
+        self.coordinate = self.mesh.coordinate(rank)
+        self.root = torch.nn.Module()
+        self.builder = Builder(fx.Graph())
+        self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
+        self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
+        self.several: dict[str, fx.Node] = {}  # ops with several outputs
+        self.copies: dict[tuple[str, int, Layout, str], fx.Node] = {}
+
+    def placeholder(self, node: fx.Node) -> None:
+        local = self.builder.graph.create_node("placeholder", node.name, (), {}, node.name)
+        self._leaf(node, local)
+
+    def constant(self, node: fx.Node) -> None:
+        tensor = operator.attrgetter(node.target)(self.joint)
+        name = node.target.replace(".", "_")
+        self.root.register_buffer(name, local_part(tensor, self._leaf_layout(node), self.mesh, self.coordinate))
+        self._leaf(node, self.builder.graph.create_node("get_attr", name, (), {}, node.name))
+
+    def _leaf_layout(self, node: fx.Node) -> Layout:
+        return self.sharding.leaves.get(node.name, Layout.replicated(node.meta["val"].dim()))
+
+    def _leaf(self, node: fx.Node, local: fx.Node) -> None:
+        value, layout = node.meta["val"], self._leaf_layout(node)
+        shape = local_shape(value.shape, layout, self.mesh, self.coordinate)
+        local.meta = {**node.meta, "val": self.builder.empty(shape, value), "global": value, "layout": layout}
+        self.own[node.name, 0] = local, layout
+
+    def item(self, node: fx.Node) -> None:
+        """One output of an op. It belongs to the op's phase whoever reads it, so that ops stay whole when phases part."""
+        producer, index = tensor_of(node)
+        local = self.several[producer.name]
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        layout = local.meta["layout"][sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:index])]
+        self.builder.meta = {**_origin(node), "phase": local.meta["phase"], "global": node.meta["val"], "layout": layout}
+        self.own[producer.name, index] = self.builder.call(operator.getitem, local, index, name=node.name), layout
+
+    def op(self, node: fx.Node) -> None:
+        sharding = self.sharding.nodes.get(node.name) or _replicated(node)
+        tensors = tensor_arguments(node)
+        if len(tensors) != len(sharding.inputs):
+            raise _error(f"{len(sharding.inputs)} layouts for {len(tensors)} tensor arguments", node, sharding)
+        layouts = iter(sharding.inputs)
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
+        args, kwargs = tree_unflatten(flat, spec)
+        args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
+        single = isinstance(node.meta["val"], torch.Tensor)
+        self.builder.meta = {
+            **_origin(node),
+            "global": node.meta["val"],
+            "layout": sharding.outputs[0] if single else tuple(sharding.outputs),
+            "sharding": sharding,
+        }
+        try:
+            local = self.builder.call(RESHAPE.get(node.target, node.target), *args, name=node.name, **kwargs)
+        except Exception as error:
+            raise _error(f"the local op failed on rank {self.rank}: {error}", node, sharding) from error
+        self._check(node, local, sharding)
+        if single:
+            self.own[node.name, 0] = local, sharding.outputs[0]
+        else:
+            self.several[node.name] = local
+
+    def _check(self, node: fx.Node, local: fx.Node, sharding) -> None:
+        got, values = values_of(local), values_of(node)
+        if not len(got) == len(values) == len(sharding.outputs):
+            raise _error(f"{len(got)} local outputs, {len(sharding.outputs)} layouts", node, sharding)
+        for mine, value, layout in zip(got, values, sharding.outputs):
+            shape = local_shape(value.shape, layout, self.mesh, self.coordinate)
+            if tuple(mine.shape) != shape or mine.dtype != value.dtype:
+                raise _error(
+                    f"the local op gives {tuple(mine.shape)} {mine.dtype} on rank {self.rank}, "
+                    f"its layout {layout} implies {shape} {value.dtype}", node, sharding,
+                )  # fmt: skip
+
+    def output(self, node: fx.Node) -> None:
+        values = []
+        for value, layout, role in zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True):
+            if isinstance(value, fx.Node):
+                phase = "forward" if role is not None and role.kind in ("output", "mutation") else "backward"
+                producer, index = tensor_of(value)
+                value = self._copy(value, layout or self.own[producer.name, index][1], phase, value)
+            values.append(value)
+        local = self.builder.graph.output(tuple(values))
+        local.meta = {**node.meta, "layouts": self.sharding.outputs}
+        local.meta.pop("val", None)
+
+    def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node) -> fx.Node:
+        """The local value of a global tensor in the layout `wanted`."""
+        producer, index = tensor_of(tensor)
+        local, layout = self.own[producer.name, index]
+        redistribution = self.sharding.redistributor(layout, wanted)
+        if redistribution is None:
+            raise VerifyError(
+                f"{tensor.name} is {layout} and {consumer.name} wants {wanted}: no collective leads there",
+                node=describe(consumer), source=consumer.meta.get("source"), mesh=self.mesh,
+            )  # fmt: skip
+        steps = redistribution.steps
+        done = len(steps)
+        while done and (copy := self._existing(producer.name, index, steps[done - 1].after, phase)) is None:
+            done -= 1
+        local = copy if done else local
+        value, name = tensor.meta["val"], tensor.name
+        self.builder.meta = {**_origin(consumer), "phase": phase, "tensor": name}
+        for step in steps[done:]:
+            before, local = local, self.emitter(step, local, value.shape, name)
+            if local is not before:  # moves over axes of one device make no node
+                local.meta |= {"global": value, "layout": step.after}
+            self.copies[producer.name, index, step.after, phase] = local
+        return local
+
+    def _existing(self, producer: str, index: int, layout: Layout, phase: str) -> fx.Node | None:
+        copy = self.copies.get((producer, index, layout, phase))
+        if copy is None and (producer, index, layout) in self.sharding.kept:
+            copy = self.copies.get((producer, index, layout, "forward"))
+        return copy
+
+    def finish(self) -> fx.GraphModule:
+        self.builder.graph.eliminate_dead_code()
+        self.builder.graph.lint()
+        local = fx.GraphModule(self.root, self.builder.graph, "Local")
+        local.meta |= {"rank": self.rank, "mesh": self.mesh}
+        return local
+
+
+def _origin(node: fx.Node) -> dict:
+    return {key: node.meta.get(key, "") for key in ("phase", "module", "source")}
+
+
+def _replicated(node: fx.Node) -> NodeSharding:
+    def layouts(values):
+        return tuple(Layout.replicated(v.dim()) for v in values)
+
+    return NodeSharding(layouts(a.meta["val"] for a in tensor_arguments(node)), layouts(values_of(node)))
+
+
+def _error(message: str, node: fx.Node, sharding) -> VerifyError:
+    inputs = ", ".join(map(str, sharding.inputs))
+    outputs = ", ".join(map(str, sharding.outputs))
+    return VerifyError(
+        f"{node.name}: {message} (layouts {inputs} -> {outputs})", node=describe(node), source=node.meta.get("source")
+    )
