@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
 
-    The message is one sentence with the numbers in it; the optional fields are printed below it, one a line:
-    `node` (graph node), `source` (the user's ``file:line``), `shape` (global shapes), `mesh`, and `fix` (the nearest remedy).
+    The message is one sentence with the numbers in it; the optional fields are printed below it, one a line: `node`
+    (graph node), `source` (the user's ``file:line``), `shape` (global shapes), `mesh`, and `fix` (the nearest remedy).
     """
 
     def __init__(
@@ -86,3 +89,9 @@ class VerifyError(AutoparError):
 
 class MovedParameterError(AutoparError):
     """A parameter of the source model was used after `autopar.compile` took it over."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Up to three of the `known` names that look like `word`, else all of them, as text for a `fix`."""
+    names = sorted(known)
+    return ", ".join(difflib.get_close_matches(word, names, n=3, cutoff=0.5) or names)

@@ -5,8 +5,8 @@
 A cut of `size` into n follows torch's chunk: blocks of ceil(size / n), the last one shorter. Layouts that would leave a
 device without elements are not legal, so only the last block of a cut is ever short.
 
-`parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each part is
-sharded for itself: a device holds its block of every part.
+`parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each part
+is sharded for itself: a device holds its block of every part.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from .mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: (axis, "sum" | "max") pairs."""
+    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: (axis, "sum" or "max") pairs.
+    `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
     parts: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if len(self.parts) != len(self.dims):
-            object.__setattr__(self, "parts", (1,) * len(self.dims))
+        """Equal placements become equal values: partial axes are sorted, and an unsharded dim has one part."""
+        if self.parts and len(self.parts) != len(self.dims):
+            raise StrategyError(f"a layout of {len(self.dims)} dims has {len(self.parts)} counts of parts")
+        parts = zip(self.parts, self.dims) if self.parts else ((1, axes) for axes in self.dims)
+        object.__setattr__(self, "parts", tuple(count if axes else 1 for count, axes in parts))
+        object.__setattr__(self, "partial", tuple(sorted(self.partial)))
 
     @staticmethod
     def replicated(ndim: int) -> Layout:
@@ -59,7 +64,7 @@ class Layout:
         return None
 
     def text(self, mesh: Mesh | None = None) -> str:
-        """`dp:S(0) tp:P`, axes outermost first within a dim; `S(0/3)` is sharded inside each of 3 parts; `R` is replicated."""
+        """`dp:S(0) tp:P`, axes outermost first within a dim; `S(0/3)`: sharded inside each of 3 parts; `R`: replicated."""
         words = [
             (axis, f"{axis}:S({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
             for d, axes in enumerate(self.dims)
@@ -75,22 +80,32 @@ class Layout:
     def parse(text: str, ndim: int) -> Layout:
         """The inverse of `text`. Raises StrategyError with the accepted form."""
         dims: list[list[str]] = [[] for _ in range(ndim)]
-        parts, partial = [1] * ndim, []
+        parts, partial, seen = [1] * ndim, [], set()
         for word in text.replace(",", " ").split():
             if word == "R" or word.endswith(":R"):
                 continue
             match = re.fullmatch(r"(\w+):(?:S\((-?\d+)(?:/(\d+))?\)|P(?:\((sum|max)\))?)", word)
             if not match:
-                raise StrategyError(f"cannot read {word!r} as a placement", fix='write "tp:S(0)", "dp:S(0) tp:S(1)" or "R"')
+                raise StrategyError(
+                    f"cannot read {word!r} as a placement", fix='write "tp:S(0)", "dp:S(0) tp:S(1)" or "R"'
+                )
             axis, dim, part, reduction = match.groups()
+            if axis in seen:
+                raise StrategyError(f"axis {axis!r} is placed twice in {text!r}", fix="name each axis once")
+            seen.add(axis)
             if dim is None:
                 partial.append((axis, reduction or "sum"))
             elif not -ndim <= int(dim) < ndim:
-                raise StrategyError(f"{word!r} names dim {dim} of a tensor with {ndim} dims", fix=f"use a dim below {ndim}")
+                raise StrategyError(
+                    f"{word!r} names dim {dim} of a tensor with {ndim} dims", fix=f"use a dim below {ndim}"
+                )
             else:
-                dims[int(dim) % ndim].append(axis)
-                parts[int(dim) % ndim] = int(part or 1)
-        return Layout(tuple(map(tuple, dims)), tuple(sorted(partial)), tuple(parts))
+                d, count = int(dim) % ndim, int(part or 1)
+                if count < 1 or (dims[d] and parts[d] != count):
+                    raise StrategyError(f"{text!r} cuts dim {d} inside different numbers of parts", fix="write one number")
+                dims[d].append(axis)
+                parts[d] = count
+        return Layout(tuple(map(tuple, dims)), tuple(partial), tuple(parts))
 
 
 def chunk(size: int, count: int, index: int) -> tuple[int, int]:
@@ -124,7 +139,7 @@ def local_offset(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: M
 
 
 def local_part(tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]):
-    """The shard of a full tensor that the device at `coordinate` holds. Partial axes are ignored. A new contiguous tensor."""
+    """The shard of a full tensor that the device at `coordinate` holds, a contiguous copy. Partial axes are ignored."""
     import torch
 
     for d, (axes, parts) in enumerate(zip(layout.dims, layout.parts)):
@@ -132,7 +147,7 @@ def local_part(tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
             ranges = dim_ranges(tensor.shape[d], axes, parts, mesh, coordinate)
             pieces = [tensor.narrow(d, a, b - a) for a, b in ranges]
             tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, d)
-    return tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:

@@ -68,7 +68,9 @@ class Mesh:
         return self.axis_sizes[axis]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis."""
+        """Position of `rank` along every axis. Raises MeshError if there is no such rank."""
+        if not 0 <= rank < self.devices:
+            raise MeshError(f"there is no rank {rank} in a mesh of {self.devices} devices", mesh=self)
         position = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes)):
             position[name] = rank % size

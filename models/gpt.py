@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm before each block, one fused query-key-value Linear, tanh GELU, tied head.
+"""GPT-2 and GPT-3: learned positions, pre-LayerNorm, one fused query-key-value Linear, tanh GELU, tied head.
 
 Sizes and initialisation: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, and Brown et al.,
 arXiv 2005.14165. GPT-3's alternating sparse attention is left out: all layers attend densely.
@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .output import Output, next_token_loss, require_divides, require_positive
+from .output import Output, next_token_loss
+from .sizes import require_divides, require_positive
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; the defaults are GPT-2's smallest. `seq` is the longest sequence, `ffn` is 4 * hidden if None, and `tied` makes
-    the head use the token embedding. Raises ModelError on sizes that do not fit together."""
+    """Sizes; the defaults are GPT-2's smallest. `seq` is the longest sequence, `ffn` is 4 * hidden if None, and `tied`
+    makes the head use the token embedding. Raises ModelError on sizes that do not fit together."""
 
     hidden: int = 768
     layers: int = 12
@@ -97,7 +98,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal(0, 0.02), and 1 / sqrt(2 * layers) of it where a block adds to the residual stream (GPT-2, section 2.3)."""
+        """Normal(0, 0.02), and 1 / sqrt(2 * layers) of it where a block adds to the residual stream (GPT-2, 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 onto_residual = name.endswith("c_proj.weight")
@@ -106,7 +107,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """input_ids (B, S) integers below V, S at most config.seq; labels (B, S), -100 to leave a token out of the loss."""
+        """input_ids (B, S) below V, S at most config.seq; labels (B, S), -100 to leave a token out of the loss."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(positions)  # (B, S, H)
         for block in self.h:

@@ -1,7 +1,7 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases.
 
-Touvron et al., arXiv 2307.09288 (Llama 2); Grattafiori et al., arXiv 2407.21783 (Llama 3). Llama 3.1's rescaling of low rotary
-frequencies, which serves contexts beyond 8192 tokens and has no weights, is left out.
+Touvron et al., arXiv 2307.09288 (Llama 2); Grattafiori et al., arXiv 2407.21783 (Llama 3). Llama 3.1's rescaling of low
+rotary frequencies, which serves contexts beyond 8192 tokens and has no weights, is left out.
 Shapes: B batch, S sequence, H hidden, V vocabulary, D = H / heads.
 """
 
@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .output import Output, next_token_loss, require_divides, require_positive
+from .output import Output, next_token_loss
+from .sizes import require_divides, require_positive
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. `kv_heads` is heads if None; `ffn` if None is 8/3 * hidden rounded up to a multiple of 256, the rule of Llama 1
-    and 2; `seq` is the longest sequence. Raises ModelError on sizes that do not fit together."""
+    """Sizes. `kv_heads` is heads if None; `ffn` if None is 8/3 * hidden rounded up to a multiple of 256, the rule of
+    Llama 1 and 2; `seq` is the longest sequence. Raises ModelError on sizes that do not fit together."""
 
     hidden: int = 1024
     layers: int = 8
@@ -85,7 +86,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention, (B, S, H) -> (B, S, H): heads / kv_heads query heads read the same key and value."""
+    """Causal attention, (B, S, H) -> (B, S, H); every heads / kv_heads query heads share one key and value head."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -149,7 +150,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """input_ids (B, S) integers below V; labels (B, S), -100 to leave a token out of the loss."""
+        """input_ids (B, S) below V; labels (B, S), -100 to leave a token out of the loss."""
         x = self.embed_tokens(input_ids)  # (B, S, H)
         tables = rotary_tables(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         cos, sin = (table.to(x.dtype) for table in tables)

@@ -1,4 +1,4 @@
-"""A stack of residual Linear - GELU - Linear blocks: the smallest model on which data and tensor parallelism differ."""
+"""A stack of Linear - GELU - Linear blocks: the smallest model on which data and tensor parallelism differ."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .output import Output, require_positive
+from .output import Output
+from .sizes import require_positive
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """x + down(gelu(up(x))), (..., H) -> (..., H)."""
+    """down(gelu(up(x))), (..., H) -> (..., H)."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -34,7 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.ffn, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        return self.down(F.gelu(self.up(x)))
 
 
 class MLP(nn.Module):

@@ -20,8 +20,9 @@ LARGEST_MASK_NUMEL = 2**28  # a larger constant mask is not computed at compile 
 _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.slice.Tensor)
 
 
-def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The node in the place of a scaled_dot_product_attention. Raises UnsupportedOpError for attention dropout."""
+def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The node in the place of a scaled_dot_product_attention, None if its mask is learned (T5's position bias): that needs the
+    gradient of the mask, which ATen's decomposition gives. Raises UnsupportedOpError for attention dropout."""
     schema = [a.name for a in node.target._schema.arguments]
     given = dict(zip(schema, node.args)) | dict(node.kwargs)
     if given.get("dropout_p", 0.0):
@@ -34,6 +35,8 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
     mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
     if mask is not None:
         mask, causal = _simplify(graph_module, node, mask, causal)
+        if mask is not None and mask.op != "get_attr" and _is_learned(graph_module, mask):
+            return None
     k, v = (_before_repeat(x, q) for x in (k, v))
     graph = node.graph
 
@@ -43,6 +46,19 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
         return new
 
     return call(operator.getitem, call(autopar.attention.default, q, k, v, mask, causal, given.get("scale")), 0)
+
+
+def _is_learned(graph_module: fx.GraphModule, mask: fx.Node) -> bool:
+    parameters = {name for name, _ in graph_module.named_parameters(remove_duplicate=False)}
+    seen, stack = set(), [mask]
+    while stack:
+        node = stack.pop()
+        if node.op == "get_attr" and node.target in parameters:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False
 
 
 def _unwrap(node: fx.Node) -> fx.Node:

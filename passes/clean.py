@@ -6,10 +6,12 @@ backward are not merged.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
-from ..graph import is_tensor, mark_phases
+from ..graph import is_tensor, mark_phases, output_node
 
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -37,11 +39,43 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.target = aten.reshape.default  # a shard's strides are not the whole tensor's
             node.args = (node.args[0], list(node.meta["val"].shape))
     _merge_equal(graph)
+    _repeat_views_in_backward(graph)
     graph.eliminate_dead_code()
     mark_phases(graph)
     graph.lint()
     graph_module.recompile()
     return graph_module
+
+
+FREE_VIEWS = _VIEWS | {
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.expand.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
+}  # fmt: skip
+
+
+def _repeat_views_in_backward(graph: fx.Graph) -> None:
+    """A backward op that reads a view of a forward value gets its own copy of the view, so that what is saved for the backward
+    (or gathered again, for a parameter) is always the viewed value itself."""
+    mark_phases(graph)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def in_backward(node: fx.Node) -> fx.Node:
+        viewed = node.args[0] if node.target is operator.getitem else node
+        if node.op != "call_function" or node.meta["phase"] != "forward" or viewed.target not in FREE_VIEWS:
+            return node
+        if node not in copies:
+            arguments = [in_backward(a) for a in node.all_input_nodes]
+            renamed = dict(zip(node.all_input_nodes, arguments))
+            copies[node] = graph.node_copy(node, lambda n: renamed[n])
+            copies[node].meta = dict(node.meta)
+        return copies[node]
+
+    output = output_node(graph)
+    for user in [n for n in graph.nodes if n.meta.get("phase") == "backward" and n is not output]:
+        with graph.inserting_before(user):
+            for argument in user.all_input_nodes:
+                if (view := in_backward(argument)) is not argument:
+                    user.replace_input_with(argument, view)
 
 
 def _is_same(node: fx.Node) -> bool:

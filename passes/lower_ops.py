@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from .. import ops  # noqa: F401  (registers torch.ops.autopar)
 from ..graph import values_of
 from .emit import Builder
 

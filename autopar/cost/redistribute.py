@@ -1,15 +1,15 @@
 """From one layout to another: the cheapest order of single moves, each a collective over one axis or a local slice.
 
-Axes of a dim are ordered, so a move may only take away the innermost axis of a dim or add a new innermost one; anything else
-would permute blocks. With b the bytes that a device holds before the move, n the axis size:
+Axes of a dim are ordered, so a move may only take away the innermost axis of a dim or add a new innermost one; anything
+else would permute blocks. With b the bytes that a device holds before the move, n the axis size:
 
     all_gather      S(d) -> R        (n - 1) b      bytes sent by each device (ring)
     reduce_scatter  P    -> S(d)     (n - 1) / n b
     all_to_all      S(d) -> S(e)     (n - 1) / n b
-    all_reduce      P    -> R        2 (n - 1) / n b; over several axes at once the inner axis first, the outer on 1/n of it
+    all_reduce      P    -> R        2 (n - 1) / n b; over several axes the inner one first, the outer on 1/n of it
     slice           R    -> S(d)     none, a local copy
 
-The planner prices these moves and the lowering emits exactly them, so predicted and emitted collectives are the same list.
+The planner prices these moves and the lowering emits exactly them: predicted and emitted collectives are the same list.
 Byte formulas: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..hardware import Link
 from ..layout import Layout
 from ..mesh import Mesh
 
@@ -29,17 +30,9 @@ REFERENCE_BYTES = 16 * 2**20  # global bytes at which the order of moves is chos
 
 
 @dataclass(frozen=True)
-class Link:
-    """Cost of one mesh axis: `latency_seconds` a collective and bytes per second a device sends while it runs."""
-
-    latency_seconds: float
-    bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class Move:
-    """One step. `axes` has one axis except for an all_reduce over several. `dim` is cut or joined; all_to_all joins `dim` and
-    cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
+    """One step. `axes` has one axis except for an all_reduce over several. `dim` is cut or joined; all_to_all joins `dim`
+    and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
 
     kind: str
     axes: tuple[str, ...]
@@ -86,7 +79,7 @@ class Redistribution:
 
 
 class Redistributor:
-    """Finds and remembers redistributions on one mesh. `links` by axis; `memory_bytes_per_second` prices local slices."""
+    """Finds and remembers redistributions on one mesh. `links` by axis; `memory_bytes_per_second` prices slices."""
 
     def __init__(self, mesh: Mesh, links: dict[str, Link], memory_bytes_per_second: float):
         self.mesh, self.links, self.memory_bytes_per_second = mesh, links, memory_bytes_per_second
@@ -120,18 +113,20 @@ class Redistributor:
         return None
 
     def _steps(self, layout: Layout, target: Layout) -> Iterator[Step]:
-        share = 1.0 / math.prod(self.mesh.size(a) for a in layout.sharding_axes)  # of the global bytes, held before the move
+        share = 1.0 / math.prod(self.mesh.size(a) for a in layout.sharding_axes)  # of the global bytes, held before
         for axis, reduction in layout.partial:
             if target.reduction_of(axis):
                 continue
             without = tuple(p for p in layout.partial if p[0] != axis)
-            yield self._step("all_reduce", (axis,), layout, replace(layout, partial=without), share, reduction=reduction)
+            reduced = replace(layout, partial=without)
+            yield self._step("all_reduce", (axis,), layout, reduced, share, reduction=reduction)
             d = target.dim_of(axis)
             if d is not None and reduction == "sum" and self._may_append(layout, target, d, axis):
-                after = _with_axis(replace(layout, partial=without), target, d, axis)
+                after = _with_axis(reduced, target, d, axis)
                 yield self._step("reduce_scatter", (axis,), layout, after, share, dim=d, parts=target.parts[d])
+        ending = [a for a in self.mesh.names if layout.reduction_of(a) and not target.reduction_of(a)]
         for reduction in ("sum", "max"):
-            axes = tuple(a for a in self.mesh.names if layout.reduction_of(a) == reduction and not target.reduction_of(a))
+            axes = tuple(a for a in ending if layout.reduction_of(a) == reduction)
             if len(axes) > 1:
                 rest = tuple(p for p in layout.partial if p[0] not in axes)
                 yield self._step("all_reduce", axes, layout, replace(layout, partial=rest), share, reduction=reduction)
@@ -176,9 +171,11 @@ class Redistributor:
         for axis, n in zip(reversed(axes), reversed(sizes)):  # the last axis is the closest: reduce there first
             sent = held * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
             wire += sent
-            seconds_per_byte += sent / self.links[axis].bytes_per_second
+            link = self.links[axis]
+            speed = link.all_to_all_bytes_per_second if kind == "all_to_all" else None
+            seconds_per_byte += sent / (speed or link.bytes_per_second)
             held /= n
-        latency = max(self.links[a].latency_seconds for a in axes)
+        latency = max((self.links[a].latency_seconds for a, n in zip(axes, sizes) if n > 1), default=0.0)
         return Step(Move(kind, axes, **fields), before, after, wire, latency, seconds_per_byte)
 
 

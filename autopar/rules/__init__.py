@@ -1,0 +1,22 @@
+"""Sharding rules: what each op allows, as factors, and what a device then has to run.
+
+    rule.py      the vocabulary: Rule, Inner, Strategy, and `strategies`, which enumerates the legal ones over a mesh
+    table.py     the table op -> rule, and `rule_of(node)`
+    families.py  rule builders of op families: einsum, pointwise, reductions, losses, constructors
+    layers.py    attention, norms, convolution
+    views.py     merging, splitting, permuting and stretching dims
+    indexing.py  split, slice, cat, gather, index and their backwards
+    settle.py    what every rule must obey for the sizes and dtypes of its node
+    localize.py  global constants in arguments -> one device's: `local_call`
+    parts.py     which factors may be sharded inside equal parts (fused weights): `propagate_parts`, `factor_parts`
+    reading.py   how rules read a node
+
+A new op is one line in the table and one instance in tests/rules: the property tests do the rest.
+"""
+
+from .localize import local_call
+from .parts import factor_parts, propagate_parts
+from .rule import Rule, Strategy, strategies
+from .table import rule_of
+
+__all__ = ["Rule", "Strategy", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies"]

@@ -61,13 +61,9 @@ def cast(node: fx.Node) -> Rule:
     return pointwise(*([[0]] if widens else []))(node)
 
 
-def masked(position: int, *linear: Sequence[int]) -> Builder:
-    """Pointwise; the scalar argument at `position` takes the place of some elements, so linear only if it is zero."""
-
-    def build(node: fx.Node) -> Rule:
-        return pointwise(*(linear if node.args[position] == 0 else []))(node)
-
-    return build
+def masked_fill(node: fx.Node) -> Rule:
+    """Linear if the masked elements become zero."""
+    return pointwise(*([[0]] if bound(node)["value"] == 0 else []))(node)
 
 
 def along(*dims: str | int, linear: Linear = ()) -> Builder:
@@ -137,12 +133,17 @@ def affine(node: fx.Node) -> Rule:
     return Rule((names, *made.inputs), made.outputs, sets(([0, 1], [0, 2])))
 
 
+def linear_layer(node: fx.Node) -> Rule:
+    """aten.linear; with a bias the contracted dim stays whole, as in `affine`."""
+    if len(input_shapes(node)) == 2:
+        return einsum("... i, o i -> ... o", [0], [1])(node)
+    return einsum("... _, o _, o -> ... o", [0, 2], [1, 2])(node)
+
+
 def created(node: fx.Node) -> Rule:
     """A tensor made from nothing (or from another's dtype only): each device makes its own part."""
     names = named(len(output_shapes(node)[0]))
-    inputs = tuple(
-        names if s == output_shapes(node)[0] else (None,) * len(s) for s in input_shapes(node)
-    )
+    inputs = tuple(names if s == output_shapes(node)[0] else (None,) * len(s) for s in input_shapes(node))
     return Rule(inputs, (names,))
 
 

@@ -43,6 +43,13 @@ def _attention_names(arguments: dict, *roles: str) -> list[str]:
     return [role if role in arguments else long[role] for role in roles]
 
 
+def embedding_dense_backward(node: fx.Node) -> Rule:
+    """ATen's own embedding cannot hold a part of the vocabulary. Scaling by frequency counts over the whole batch."""
+    names = tuple(f"b{i}" for i in range(len(input_shapes(node)[1])))
+    index = (None,) * len(names) if bound(node)["scale_grad_by_freq"] else names
+    return Rule(((*index, "h"), index), ((None, "h"),), sets(([0],)))
+
+
 def layer_norm(node: fx.Node) -> Rule:
     """Layer and RMS norm, forward: rows are independent, normalised dims whole. Statistics keep them with size 1."""
     arguments = bound(node)
@@ -59,10 +66,9 @@ def layer_norm_backward(node: fx.Node) -> Rule:
     rows = len(shape_of(arguments["input"])) - len(arguments["normalized_shape"])
     return Rule(
         tuple((None,) * len(s) if n in ("weight", "bias") else _rows(s, rows) for n, s in _named_inputs(node)),
-        tuple(_rows(s, rows) if len(s) > rows > 0 and s == shape_of(arguments["input"]) else (None,) * len(s)
-              for s in output_shapes(node)),
+        tuple(_rows(s, rows if len(s) == len(shape_of(arguments["input"])) else 0) for s in output_shapes(node)),
         sets(([0],)),
-    )  # fmt: skip
+    )
 
 
 def _rows(shape: tuple[int, ...], rows: int) -> tuple[Dim, ...]:
@@ -75,13 +81,11 @@ def _named_inputs(node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
 
 def group_norm(node: fx.Node) -> Rule:
     """Batch only. Gradients of weight and bias are Partial over it."""
-    arguments = bound(node)
-    batch = arguments["N"]
 
     def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        return ("n",) + (None,) * (len(shape) - 1) if len(shape) > 1 and shape[0] == batch else (None,) * len(shape)
+        return ("n",) + (None,) * (len(shape) - 1) if len(shape) > 1 else (None,)
 
-    linear = ([0],) if "grad_out" in arguments else ()
+    linear = ([0],) if "grad_out" in bound(node) else ()
     return Rule(tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))), sets(linear))
 
 

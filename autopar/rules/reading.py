@@ -14,9 +14,12 @@ Shape = tuple[int, ...]
 
 def bound(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op by their schema names, defaults included."""
-    parameters = node.target._schema.arguments
-    values = {p.name: p.default_value for p in parameters if p.has_default_value()}
-    return values | {p.name: v for p, v in zip(parameters, node.args)} | dict(node.kwargs)
+    given = dict(zip((p.name for p in node.target._schema.arguments), node.args)) | dict(node.kwargs)
+    return {
+        p.name: given.get(p.name, p.default_value)
+        for p in node.target._schema.arguments
+        if p.name in given or p.has_default_value()
+    }
 
 
 def shape_of(argument: fx.Node) -> Shape:

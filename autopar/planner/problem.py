@@ -1,0 +1,282 @@
+"""The joint graph as an optimization problem: vertices with strategies to choose from, and uses of tensors between them.
+
+A vertex is an op, a leaf (parameter, buffer, input, tangent, constant) or an output. Every vertex belongs to a class; the
+vertices of a class share one choice. Classes come from two places: repeated blocks (autopar/planner/fold.py), and couplings
+that are part of the problem itself, such as a gradient that must arrive in the layout of its parameter: such a use has the
+parameter as consumer and `STATE` as slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from .. import rules
+from ..capture import Captured
+from ..cost.compute import ComputeCost, flops_of, fraction, fused_inputs
+from ..cost.memory import StateBytes
+from ..graph import bytes_of, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ..layout import Layout, is_legal, largest_local_numel
+from ..mesh import Mesh
+from ..rules import Rule, Strategy
+
+aten = torch.ops.aten
+STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
+
+# Partial values pass only through these: more pass-through ops never improved a plan and grow the problem.
+PASS_PARTIAL = {
+    aten.add.Tensor, aten.sub.Tensor, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._to_copy.default, aten.cat.default, aten.neg.default,
+}  # fmt: skip
+
+
+@dataclass
+class Vertex:
+    """One node of the unfolded graph. `inputs` are tensors as (vertex index, output index)."""
+
+    index: int
+    name: str
+    kind: str  # "op", "parameter", "buffer", "input", "tangent", "constant", "output"
+    node: fx.Node | None
+    phase: str
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    signature: tuple = ()
+    cls: int = -1
+
+
+@dataclass(frozen=True)
+class Use:
+    """A tensor read by a consumer, which wants it in the layout of input `slot` of its strategy (or its own: STATE)."""
+
+    producer: int
+    output: int
+    consumer: int
+    slot: int
+    phase: str
+
+
+@dataclass
+class Choices:
+    """What a class may choose: strategies with their price for one member."""
+
+    strategies: list[Strategy]
+    seconds: np.ndarray
+    resident_bytes: np.ndarray
+    members: list[int] = field(default_factory=list)
+
+    def layouts(self, slot: int) -> list[Layout]:
+        """Layout at an input slot (or the vertex's own layout: STATE) for every strategy."""
+        return [s.outputs[0] if slot == STATE else s.inputs[slot] for s in self.strategies]
+
+    def output_layouts(self, output: int) -> list[Layout]:
+        return [s.outputs[output] for s in self.strategies]
+
+
+@dataclass
+class Problem:
+    """Everything the solver reads. Tensors are keyed (vertex, output)."""
+
+    mesh: Mesh
+    vertices: list[Vertex]
+    uses: list[Use]
+    classes: dict[int, Choices]
+    tensor_bytes: dict[tuple[int, int], int]
+    unruled: list[fx.Node]
+    graph: fx.Graph
+    rule_of: dict[int, Rule | None]
+
+    def choices(self, vertex: int) -> Choices:
+        return self.classes[self.vertices[vertex].cls]
+
+
+def build(
+    captured: Captured,
+    mesh: Mesh,
+    hardware,
+    state: StateBytes,
+    fold: Callable[[list[Vertex], list[Use]], list[int]],
+    fixed: dict[str, Layout] | None = None,
+) -> Problem:
+    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes."""
+    graph = captured.graph
+    vertices, uses, where = _vertices(graph)
+    part_sets = rules.propagate_parts(graph)
+    rule_of: dict[int, Rule | None] = {}
+    unruled = []
+    for v in vertices:
+        if v.kind == "op":
+            rule = rule_of[v.index] = rules.rule_of(v.node)
+            if rule is None:
+                unruled.append(v.node)
+            v.signature = (*v.signature, _parts_key(part_sets, v.node, rule))
+        elif v.kind == "parameter":
+            v.signature = (*v.signature, str(part_sets.get((v.node, 0))))
+        if fixed and v.name in fixed:
+            v.signature = (*v.signature, str(fixed[v.name]))
+    for v, cls in zip(vertices, fold(vertices, uses)):
+        v.cls = cls
+    _couple(vertices, uses)
+    cost = ComputeCost(hardware)
+    classes: dict[int, Choices] = {}
+    for v in vertices:
+        if v.cls not in classes:
+            pins = (fixed or {}).get(v.name)
+            classes[v.cls] = _choices(vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, state, pins)
+        classes[v.cls].members.append(v.index)
+    tensor_bytes = {
+        (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
+        for i, value in enumerate(values_of(v.node))
+    }  # fmt: skip
+    return Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of)
+
+
+def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use], dict[fx.Node, int]]:
+    vertices: list[Vertex] = []
+    uses: list[Use] = []
+    where: dict[fx.Node, int] = {}
+
+    def add(name, kind, node, phase, signature) -> Vertex:
+        vertex = Vertex(len(vertices), name, kind, node, phase, signature=signature)
+        vertices.append(vertex)
+        return vertex
+
+    def tensor(node: fx.Node) -> tuple[int, int]:
+        producer, output = tensor_of(node)
+        return where[producer], output
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            role, value = node.meta["role"], node.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                continue
+            key = role.name if role.kind in ("input", "tangent", "constant") else _no_digits(role.name)
+            v = add(node.name, role.kind, node, node.meta["phase"],
+                    (role.kind, key, tuple(value.shape), str(value.dtype), role.trainable))  # fmt: skip
+            where[node] = v.index
+        elif is_op(node) and values_of(node):
+            shapes = tuple((tuple(x.shape), str(x.dtype)) for x in values_of(node))
+            constants = tuple(str(a) for a in _constants(node))
+            v = add(node.name, "op", node, node.meta["phase"], (str(node.target), shapes, constants, node.meta["phase"]))
+            v.inputs = [tensor(a) for a in tensor_arguments(node)]
+            where[node] = v.index
+            uses += [Use(p, o, v.index, slot, v.phase) for slot, (p, o) in enumerate(v.inputs)]
+    by_role = {(v.kind, v.node.meta["role"].name): v for v in vertices if v.node.op == "placeholder"}
+    output = output_node(graph)
+    for node, role in zip(output.args[0], output.meta["roles"]):
+        p, o = tensor(node)
+        partner = {
+            "gradient": by_role.get(("parameter", role.name)),
+            "mutation": by_role.get(("buffer", role.name)),
+            "output": by_role.get(("tangent", role.name)),
+        }.get(role.kind)
+        phase = "backward" if role.kind in ("gradient", "input_gradient") else "forward"
+        is_loss = role.kind == "output" and not node.meta["val"].dim()
+        if partner is not None and not is_loss:
+            uses.append(Use(p, o, partner.index, STATE, phase))
+        else:
+            v = add(f"{role.kind}:{role.name}", "output", node, phase, ("output", role.kind, role.name))
+            v.inputs = [(p, o)]
+            uses.append(Use(p, o, v.index, 0, phase))
+    return vertices, uses, where
+
+
+def _constants(node: fx.Node) -> list:
+    """Arguments that are not tensors, nested ones too, with node names left out."""
+    flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
+    return [a for a in flat if not isinstance(a, fx.Node)]
+
+
+def _no_digits(name: str) -> str:
+    return "".join("#" if c.isdigit() else c for c in name)
+
+
+def _parts_key(part_sets, node: fx.Node, rule: Rule | None) -> str:
+    if rule is None:
+        return ""
+    return str(sorted((f, tuple(p)) for f, p in rules.factor_parts(node, rule, part_sets).items() if p))
+
+
+def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
+    """Name each class after its first member, so that the representative's index is the class."""
+    first: dict[int, int] = {}
+    for v in vertices:
+        v.cls = first.setdefault(v.cls, v.index)
+
+
+def _choices(v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, state: StateBytes, pinned: Layout | None) -> Choices:
+    if v.kind == "op":
+        return _op_choices(v.node, rule, part_sets, mesh, cost)
+    value = v.node.meta["val"]
+    shape = tuple(value.shape)
+    if v.kind == "output":
+        options = [Layout.replicated(0)] if not shape else leaf_layouts(shape, mesh, {}, orders=False)
+        return Choices([Strategy((o,), (o,), (), 1) for o in options], np.zeros(len(options)), np.zeros(len(options)))
+    if pinned is not None:
+        options = [pinned]
+    elif v.kind == "parameter":
+        parts = dict(enumerate(part_sets.get((v.node, 0), ())))
+        options = leaf_layouts(shape, mesh, parts, orders=True)
+    elif v.kind in ("input", "tangent"):
+        options = leaf_layouts(shape, mesh, {}, orders=False)
+    else:
+        options = [Layout.replicated(len(shape))]
+    per_element = 0
+    if v.kind == "parameter":
+        per_element = state.resident(v.node.meta["role"].trainable)
+    elif v.kind in ("buffer", "constant"):
+        per_element = value.element_size()
+    resident = np.array([float(per_element * largest_local_numel(shape, o, mesh)) for o in options])
+    return Choices([Strategy((), (o,), (), 1) for o in options], np.zeros(len(options)), resident)
+
+
+def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bool) -> list[Layout]:
+    """All legal layouts without Partial: per axis a dim or none; `orders` also permutes axes that share a dim (a ZeRO-sharded
+    column-parallel weight is cut by tp first); `parts` adds layouts inside the parts of a dim."""
+    result: dict[Layout, None] = {}
+    names = [axis for axis in mesh.names if mesh.size(axis) > 1] or list(mesh.names)
+    for placed in itertools.product([None, *range(len(shape))], repeat=len(names)):
+        for order in itertools.permutations(range(len(names))) if orders else [range(len(names))]:
+            dims = tuple(tuple(names[i] for i in order if placed[i] == d) for d in range(len(shape)))
+            layout = Layout(dims)
+            if is_legal(shape, layout, mesh):
+                result[layout] = None
+            for d, counts in parts.items():
+                for p in counts:
+                    if len(dims[d]) == 1 and p > 1:
+                        inside = replace(layout, parts=tuple(p if e == d else 1 for e in range(len(shape))))
+                        if is_legal(shape, inside, mesh):
+                            result[inside] = None
+    return list(result)
+
+
+def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: ComputeCost) -> Choices:
+    arguments = [a.meta["val"] for a in tensor_arguments(node)]
+    outputs = values_of(node)
+    if rule is None:
+        whole = Strategy(
+            tuple(Layout.replicated(a.dim()) for a in arguments), tuple(Layout.replicated(o.dim()) for o in outputs), (), 1
+        )
+        options = [whole]
+    else:
+        if node.target not in PASS_PARTIAL:
+            rule = replace(rule, linear=())
+        parts = rules.factor_parts(node, rule, part_sets)
+        options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
+    flops, fused = flops_of(node), fused_inputs(node)
+    is_fused_away = len(node.users) == 1 and any(
+        user for user in node.users if any(f and a is node for f, a in zip(fused_inputs(user), tensor_arguments(user)))
+    )
+    seconds = []
+    for option in options:
+        traffic = 0.0
+        for value, layout, skip in zip(arguments, option.inputs, fused):
+            traffic += 0.0 if skip else bytes_of(value) * fraction(layout, mesh)
+        if not is_fused_away:
+            traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
+        seconds.append(cost.seconds(node, flops, option.ways, traffic))
+    return Choices(options, np.array(seconds), np.zeros(len(options)))

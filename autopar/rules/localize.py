@@ -1,0 +1,193 @@
+"""Global constants in an op's arguments -> those of one device: sizes, offsets, starts and counts.
+
+LOCAL is the table: op -> function from a Call to the arguments that change, by name. Ops that are not in it take no constants
+that depend on the sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from ..layout import local_offset, local_shape
+from ..mesh import Mesh
+from .indexing import slice_start
+from .reading import bound, dims_of, input_shapes, output_shapes
+from .rule import Strategy
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op on one device."""
+
+    node: fx.Node
+    strategy: Strategy
+    mesh: Mesh
+    coordinate: Mapping[str, int]
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Global arguments by name."""
+        return bound(self.node)
+
+    def input(self, position: int) -> tuple[int, ...]:
+        """Local shape of a tensor argument."""
+        layout = self.strategy.inputs[position]
+        return local_shape(input_shapes(self.node)[position], layout, self.mesh, self.coordinate)
+
+    def output(self, position: int = 0) -> tuple[int, ...]:
+        """Local shape of an output."""
+        layout = self.strategy.outputs[position]
+        return local_shape(output_shapes(self.node)[position], layout, self.mesh, self.coordinate)
+
+    def input_offset(self, position: int, dim: int) -> int:
+        """Global index of the first local element of a tensor argument along `dim`."""
+        shape, layout = input_shapes(self.node)[position], self.strategy.inputs[position]
+        return local_offset(shape, layout, self.mesh, self.coordinate, dim % len(shape))
+
+    def output_offset(self, dim: int) -> int:
+        shape = output_shapes(self.node)[0]
+        return local_offset(shape, self.strategy.outputs[0], self.mesh, self.coordinate, dim % len(shape))
+
+
+Localizer = Callable[[Call], dict[str, Any]]
+
+
+def local_call(
+    node: fx.Node, strategy: Strategy, mesh: Mesh, coordinate: Mapping[str, int], args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """`args` and `kwargs` (the node's, with tensors already replaced by local ones) with constants of this device."""
+    args, kwargs = list(args), dict(kwargs)
+    localize = LOCAL.get(str(node.target))
+    if localize is not None:
+        positions = {p.name: i for i, p in enumerate(node.target._schema.arguments)}
+        for name, value in localize(Call(node, strategy, mesh, coordinate)).items():
+            if positions[name] < len(args):
+                args[positions[name]] = value
+            else:
+                kwargs[name] = value
+    return tuple(args), kwargs
+
+
+def size_as(name: str) -> Localizer:
+    """The argument `name` is the shape of the output."""
+    return lambda call: {name: list(call.output())}
+
+
+def offset_of(position: int, dim: int) -> Localizer:
+    """The argument `offset` is where the shard of a tensor argument starts."""
+    return lambda call: {"offset": call.input_offset(position, dim)}
+
+
+def _embedding_dw(call: Call) -> dict[str, Any]:
+    return {"offset": call.output_offset(0), "rows": call.output()[0]}
+
+
+def _unflatten(call: Call) -> dict[str, Any]:
+    dim = call.arguments["dim"] % len(input_shapes(call.node)[0])
+    return {"sizes": list(call.output()[dim : dim + len(call.arguments["sizes"])])}
+
+
+def _repeat(call: Call) -> dict[str, Any]:
+    """Copies of a dim of size 1 are as many as the device holds; copies of a longer dim are all on every device."""
+    source, result, repeats = input_shapes(call.node)[0], call.output(), list(call.arguments["repeats"])
+    new = len(repeats) - len(source)
+    for d in range(len(repeats)):
+        if d < new or source[d - new] == 1:
+            repeats[d] = result[d]
+    return {"repeats": repeats}
+
+
+def _arange(call: Call) -> dict[str, Any]:
+    step = call.arguments.get("step", 1)
+    start = call.arguments["start"] + step * call.output_offset(0)
+    if not call.strategy.outputs[0].dims[0]:
+        return {}
+    return {"start": start, "end": start + step * call.output()[0]}
+
+
+def _split(call: Call) -> dict[str, Any]:
+    (dim,) = dims_of(call.arguments["dim"], len(call.output()))
+    return {"split_size": call.output()[dim]}
+
+
+def _split_with_sizes(call: Call) -> dict[str, Any]:
+    (dim,) = dims_of(call.arguments["dim"], len(call.output()))
+    return {"split_sizes": [call.output(i)[dim] for i in range(len(call.strategy.outputs))]}
+
+
+def _slice(call: Call) -> dict[str, Any]:
+    return _slice_of(call, input_shapes(call.node)[0], output_shapes(call.node)[0], call.output())
+
+
+def _slice_backward(call: Call) -> dict[str, Any]:
+    bounds = _slice_of(call, output_shapes(call.node)[0], input_shapes(call.node)[0], call.input(0))
+    return {"input_sizes": list(call.output())} | bounds
+
+
+def _slice_scatter(call: Call) -> dict[str, Any]:
+    return _slice_of(call, *input_shapes(call.node), call.input(1))
+
+
+def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
+    """Start and end of the local slice: a sharded piece is the i-th of equal parts, here as well as globally."""
+    (dim,) = dims_of(call.arguments["dim"], len(whole))
+    if local[dim] == piece[dim]:
+        return {}
+    start = slice_start(call.arguments["start"], whole[dim]) // piece[dim] * local[dim]
+    return {"start": start, "end": start + local[dim]}
+
+
+def _convolution(call: Call) -> dict[str, Any]:
+    return {"groups": _groups(call, call.output()[1], output_shapes(call.node)[0][1])}
+
+
+def _convolution_backward(call: Call) -> dict[str, Any]:
+    local, whole = call.input(0)[1], input_shapes(call.node)[0][1]
+    bias = {"bias_sizes": [local]} if call.arguments["bias_sizes"] else {}
+    return {"groups": _groups(call, local, whole)} | bias
+
+
+def _groups(call: Call, local_channels: int, channels: int) -> int:
+    """Several groups are sharded whole, with their share of the output channels; one group belongs to all devices."""
+    groups = call.arguments["groups"]
+    return groups if groups == 1 else groups * local_channels // channels
+
+
+LOCAL: dict[str, Localizer] = {
+    "autopar.embedding.default": offset_of(0, 0),
+    "autopar.embedding_dw.default": _embedding_dw,
+    "autopar.vocab_loss.default": offset_of(0, -1),
+    "autopar.vocab_loss_bw.default": offset_of(2, -1),
+    "aten.arange.start": _arange,
+    "aten.arange.start_step": _arange,
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+    "aten.expand.default": size_as("size"),
+    "aten.native_group_norm.default": lambda call: {"N": call.input(0)[0]},
+    "aten.native_group_norm_backward.default": lambda call: {"N": call.input(0)[0]},
+    "aten.repeat.default": _repeat,
+    "aten.reshape.default": size_as("shape"),
+    "aten.select_backward.default": size_as("input_sizes"),
+    "aten.slice.Tensor": _slice,
+    "aten.slice_backward.default": _slice_backward,
+    "aten.slice_scatter.default": _slice_scatter,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split_with_sizes,
+    "aten.split_with_sizes_copy.default": _split_with_sizes,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split_with_sizes,
+    "aten.unflatten.int": _unflatten,
+    "aten.upsample_bilinear2d_backward.default": size_as("input_size"),
+    "aten.upsample_nearest2d_backward.default": size_as("input_size"),
+    "aten.view.default": size_as("size"),
+    "aten._unsafe_view.default": size_as("size"),
+} | {
+    f"aten.{name}": size_as("size")
+    for name in """zeros.default ones.default full.default empty.memory_format
+    new_zeros.default new_ones.default new_full.default new_empty.default""".split()
+}

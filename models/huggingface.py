@@ -1,0 +1,96 @@
+"""`hf:PATH`: a Hugging Face model from its config.json alone, with random weights. Nothing is fetched."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError, nearest
+from .inputs import floats, fresh_weights, integers
+
+
+def build_from_config(
+    path: str, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model that config.json describes and keyword inputs for it, labels included if it takes any.
+
+    The class is the one named under "architectures", else the causal language model of that model type. Weights are of
+    `dtype` whatever the config says; dropout stays as configured. Raises ModelError if the file is missing or is not a
+    config, if transformers is not installed or does not know the type, and if `seq` exceeds the model's positions.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("hf: models need the package transformers", fix="pip install transformers") from error
+    config = _read_config(path, transformers)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and longest < seq:
+        raise ModelError(
+            f"seq {seq} is longer than the model's {longest}", fix=f"set max_position_embeddings to {seq} in the config"
+        )
+    with fresh_weights(dtype, device, seed):
+        model = _model(config, path, dtype, transformers)
+    return model, _example_inputs(model, batch, seq, dtype, device, seed)
+
+
+def _read_config(path: str, transformers):
+    file = Path(path).expanduser()
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        described = json.loads(file.read_text())
+        model_type = described.pop("model_type")
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}", fix="give a folder with a config.json") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{file} has no model_type", fix="give the config.json of a Hugging Face model") from error
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if model_type not in known:
+        raise ModelError(
+            f"transformers {transformers.__version__} does not know the model type {model_type!r}",
+            fix=f"use {nearest(model_type, known.keys())}, or another release of transformers",
+        )
+    return known[model_type].from_dict(described)
+
+
+def _model(config, path: str, dtype: torch.dtype, transformers) -> nn.Module:
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)(config)
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise ModelError(
+            f"{path} names no class that transformers has, and {config.model_type} has no causal language model",
+            fix='name one under "architectures" in the config',
+        ) from error
+
+
+def _example_inputs(
+    model: nn.Module, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    config, kind = model.config, type(model).__name__
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", None) or 224
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (batch, getattr(config, "num_channels", 3), height, width)
+        inputs = {"pixel_values": floats(shape, dtype, device, seed)}
+    else:
+        vocab = config.get_text_config().vocab_size
+        inputs = {"input_ids": integers((batch, seq), vocab, device, seed)}
+    accepted = inspect.signature(model.forward).parameters
+    if kind.endswith("ForQuestionAnswering"):
+        inputs["start_positions"] = integers((batch,), seq, device, seed + 1)
+        inputs["end_positions"] = integers((batch,), seq, device, seed + 2)
+    elif "labels" not in accepted:
+        pass
+    elif kind.endswith(("ForSequenceClassification", "ForImageClassification")):
+        inputs["labels"] = integers((batch,), config.num_labels, device, seed + 1)
+    elif kind.endswith("ForTokenClassification"):
+        inputs["labels"] = integers((batch, seq), config.num_labels, device, seed + 1)
+    elif "input_ids" in inputs:
+        inputs["labels"] = inputs["input_ids"].clone()
+    return inputs

@@ -1,0 +1,141 @@
+"""From one line of text to a model and example inputs.
+
+    gpt2                               a published size
+    gpt:hidden=64,layers=2             a builder with options; others keep the builder's defaults
+    llama3-8b:layers=4                 a published size with options changed
+    hf:FOLDER                          a Hugging Face config.json, or the folder that holds one
+    path/model.py:function             a user's function that returns (model, example_inputs)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError, nearest
+from . import gpt, llama, mlp
+from .inputs import features, fresh_weights, tokens
+
+
+class Builder(NamedTuple):
+    """A config dataclass, the module made from it, and `inputs(config, batch, seq, dtype, device, seed)`."""
+
+    config: type
+    module: Callable[..., nn.Module]
+    inputs: Callable[..., dict[str, Tensor]]
+
+
+BUILDERS = {
+    "gpt": Builder(gpt.Config, gpt.GPT, tokens),
+    "llama": Builder(llama.Config, llama.Llama, tokens),
+    "mlp": Builder(mlp.Config, mlp.MLP, features),
+}
+
+# Sources: GPT-2, Radford et al. 2019, table 2, with heads and vocabulary from the released checkpoints' hparams.json
+# (github.com/openai/gpt-2); GPT-3, arXiv 2005.14165, table 2.1; Llama 2, arXiv 2307.09288 and the released config.json;
+# Llama 3, arXiv 2407.21783, table 3, with the longest sequence of the 3.0 release (8B, 70B) and of 3.1 (405B).
+# The sizes named tiny are for tests and demonstrations on a CPU.
+PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
+    "gpt2": ("gpt", dict(hidden=768, layers=12, heads=12, vocab=50257, seq=1024)),
+    "gpt2-medium": ("gpt", dict(hidden=1024, layers=24, heads=16, vocab=50257, seq=1024)),
+    "gpt2-large": ("gpt", dict(hidden=1280, layers=36, heads=20, vocab=50257, seq=1024)),
+    "gpt2-xl": ("gpt", dict(hidden=1600, layers=48, heads=25, vocab=50257, seq=1024)),
+    "gpt3-175b": ("gpt", dict(hidden=12288, layers=96, heads=96, vocab=50257, seq=2048)),
+    "llama2-7b": ("llama", dict(hidden=4096, layers=32, heads=32, ffn=11008, vocab=32000, seq=4096)),
+    "llama3-8b": (
+        "llama",
+        dict(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192, rope_theta=500000.0),
+    ),
+    "llama3-70b": (
+        "llama",
+        dict(hidden=8192, layers=80, heads=64, kv_heads=8, ffn=28672, vocab=128256, seq=8192, rope_theta=500000.0),
+    ),
+    "llama3-405b": (
+        "llama",
+        dict(hidden=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=131072, rope_theta=500000.0),
+    ),
+    "gpt2-tiny": ("gpt", dict(hidden=64, layers=2, heads=4, vocab=256, seq=128)),
+    "llama-tiny": ("llama", dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=192, vocab=256, seq=128)),
+    "mlp-tiny": ("mlp", dict(hidden=64, layers=2)),
+}
+
+
+def names() -> list[str]:
+    """Every builder and every published size."""
+    return [*BUILDERS, *PUBLISHED]
+
+
+def build(
+    text: str,
+    *,
+    batch: int,
+    seq: int,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model that `text` names and keyword inputs for one call, with labels or a target where the model takes them.
+
+    batch and seq are global sizes. On the meta device nothing is allocated; elsewhere weights and inputs follow from
+    `seed` alone, so every process builds the same ones. `dtype` is that of weights and float inputs, torch's default if
+    None. Raises ModelError, with the nearest names, on an unknown name or option or a value that does not fit.
+    """
+    for label, value in (("batch", batch), ("seq", seq)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{label}={value!r} is not a positive integer", fix=f"set {label} to 1 or more")
+    device, dtype = torch.device(device), dtype or torch.get_default_dtype()
+    if text.startswith("hf:"):
+        from .huggingface import build_from_config
+
+        return build_from_config(text.removeprefix("hf:"), batch, seq, dtype, device, seed)
+    if ".py:" in text:
+        from .user_file import build_from_file
+
+        return build_from_file(text, batch=batch, seq=seq, device=device, dtype=dtype)
+    builder, config = resolve(text)
+    inputs = BUILDERS[builder].inputs(config, batch, seq, dtype, device, seed)
+    with fresh_weights(dtype, device, seed):
+        return BUILDERS[builder].module(config), inputs
+
+
+def resolve(text: str) -> tuple[str, object]:
+    """`"llama3-8b:layers=4"` -> ("llama", its Config). Raises ModelError as `build` does."""
+    name, _, given = text.partition(":")
+    name = name.strip().lower()
+    if name not in BUILDERS and name not in PUBLISHED:
+        raise ModelError(
+            f"there is no model named {name!r}",
+            fix=f"use {nearest(name, names())}, hf:FOLDER with a config.json, or file.py:function",
+        )
+    builder, published = PUBLISHED.get(name, (name, {}))
+    return builder, BUILDERS[builder].config(**(published | _options(builder, given)))
+
+
+def _options(builder: str, text: str) -> dict[str, object]:
+    """`"hidden=64,tied=false"` -> values of the types that the builder's config declares."""
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(BUILDERS[builder].config)}
+    options: dict[str, object] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            raise ModelError(f"cannot read {word!r} as an option", fix="write options as name=value, such as layers=2")
+        if name not in kinds:
+            raise ModelError(f"{builder} has no option {name!r}", fix=f"use {nearest(name, kinds)}")
+        if name in options:
+            raise ModelError(f"option {name!r} is given twice", fix=f"give {name} once")
+        options[name] = _value(name, value, kinds[name])
+    return options
+
+
+def _value(name: str, text: str, kind: str) -> object:
+    try:
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        return float(text) if kind == "float" else int(text)
+    except (KeyError, ValueError):
+        wanted = {"bool": "true or false", "float": "a number"}.get(kind, "a whole number")
+        raise ModelError(f"{name}={text} is not {wanted}", fix=f"set {name} to {wanted}") from None

@@ -1,0 +1,66 @@
+"""`path/model.py:function`: a user's own model, from a function that returns (model, example_inputs)."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from ..errors import ModelError, nearest
+
+
+def build_from_file(text: str, **wanted) -> tuple[nn.Module, object]:
+    """Calls the function and returns its (model, example_inputs) as they are.
+
+    The function is given those of `wanted` (batch, seq, device, dtype) that it has parameters for. Raises ModelError if
+    the file or function is missing, fails, or returns something else.
+    """
+    file, _, name = text.rpartition(":")
+    module = _load(Path(file).expanduser())
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
+        known = nearest(name, functions) if functions else "a function that returns (model, example_inputs)"
+        raise ModelError(f"{file} has no function {name!r}", fix=f"use {known}")
+    accepted = inspect.signature(function).parameters
+    try:
+        result = function(**{key: value for key, value in wanted.items() if key in accepted})
+    except Exception as error:
+        raise ModelError(f"{text} raised {type(error).__name__}: {error}", source=_line_in(file, error)) from error
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise ModelError(
+            f"{text} returned {type(result).__name__}, not a pair of a module and its inputs",
+            fix="return (model, example_inputs)",
+        )
+    return result
+
+
+def _load(path: Path) -> ModuleType:
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        known = f"use {nearest(path.name, beside)}" if beside else "check the path"
+        raise ModelError(f"there is no file {path}", fix=known)
+    spec = importlib.util.spec_from_file_location(f"autopar_user_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(
+            f"importing {path} raised {type(error).__name__}: {error}", source=_line_in(str(path), error)
+        ) from error
+    return module
+
+
+def _line_in(file: str, error: BaseException) -> str | None:
+    """The innermost "file:line" of the user's file in the traceback."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).name == Path(file).name:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f"{file}:{line}" if line else None

@@ -1,0 +1,185 @@
+"""What the tests of the lowering share: random layouts, a joint graph of one tensor, and whole steps on the simulator."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import torch
+from torch import fx
+
+from autopar._torch import fake_mode
+from autopar.capture import differentiate, export
+from autopar.codegen import program
+from autopar.cost.redistribute import Link
+from autopar.graph import OutputRole, Role, is_op, output_node, tensor_arguments, values_of
+from autopar.layout import Layout, is_legal, local_part
+from autopar.mesh import Mesh
+from autopar.passes.localize import localize
+from autopar.sharding import NodeSharding, Sharding
+from autopar.simulate import Simulator, assemble, local_inputs, simulate_step
+from autopar.verify import check_global, check_local, check_ranks, check_sharding
+
+
+def links(mesh: Mesh, seed: int = 0) -> dict[str, Link]:
+    """Links of different speeds, so that different orders of moves are cheapest."""
+    rng = random.Random(seed)
+    return {axis: Link(rng.choice([0.0, 1e-5, 1e-3]), rng.choice([1e9, 1e10, 1e11])) for axis in mesh.names}
+
+
+def random_layout(rng: random.Random, shape, mesh: Mesh, reduction: str | None = None) -> Layout:
+    """A legal layout; `reduction` is what its partial axes use, None for no partial axis."""
+    while True:
+        dims, partial = [[] for _ in shape], []
+        for axis in rng.sample(mesh.names, len(mesh.names)):
+            choice = rng.randrange(-1 if reduction is None else -2, len(shape))
+            if choice >= 0:
+                dims[choice].append(axis)
+            elif choice == -2:
+                partial.append((axis, reduction))
+        parts = tuple(rng.choice([1, 1, 2, 3]) if len(axes) == 1 else 1 for axes in dims)
+        layout = Layout(tuple(map(tuple, dims)), tuple(sorted(partial)), parts)
+        if is_legal(shape, layout, mesh):
+            return layout
+
+
+def identity_joint(shape, dtype=torch.float64) -> fx.GraphModule:
+    """A joint graph that returns its one input, "x"."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with fake_mode():
+        x.meta = {"val": torch.empty(shape, dtype=dtype), "role": Role("input", "x"), "phase": "forward"}
+    graph.output((x,)).meta["roles"] = [OutputRole("output", "0")]
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def redistribution(shape, source: Layout, target: Layout, mesh: Mesh, seed: int = 0) -> tuple[fx.GraphModule, Sharding]:
+    """A joint graph of one tensor that arrives as `source` and leaves as `target`."""
+    sharding = Sharding(mesh, links(mesh, seed), 1e11, nodes={}, leaves={"x": source}, outputs=(target,))
+    return identity_joint(shape), sharding
+
+
+def partial_values(shape, layout: Layout, mesh: Mesh, generator: torch.Generator):
+    """(value(coordinate, kept axes), blocks): addends that differ along partial axes, and each rank's block of its own."""
+    axes = [axis for axis, _ in layout.partial]
+    positions = list(itertools.product(*(range(mesh.size(a)) for a in axes)))
+    addends = {p: torch.randn(tuple(shape), generator=generator, dtype=torch.float64) for p in positions}
+
+    def value(coordinate, still_partial=()):
+        """The addends of all devices that differ from `coordinate` along the axes that are no longer partial, combined."""
+        chosen = [
+            v for p, v in addends.items()
+            if all(p[i] == coordinate[a] for i, a in enumerate(axes) if a in still_partial)
+        ]  # fmt: skip
+        stack = torch.stack(chosen)
+        return stack.amax(0) if ("max" in {r for _, r in layout.partial}) else stack.sum(0)
+
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.devices)]
+    blocks = [local_part(addends[tuple(c[a] for a in axes)], layout, mesh, c) for c in coordinates]
+    return value, blocks
+
+
+def local_graphs(joint: fx.GraphModule, sharding: Sharding, reduce_scatter: str = "native") -> list[fx.GraphModule]:
+    """Every rank's graph, verified."""
+    check_global(joint)
+    check_sharding(joint, sharding)
+    graphs = [localize(joint, sharding, rank, reduce_scatter) for rank in range(sharding.mesh.devices)]
+    for graph in graphs:
+        check_local(graph, sharding.mesh)
+    check_ranks(graphs)
+    return graphs
+
+
+def run_step(joint: fx.GraphModule, sharding: Sharding, values: dict, reduce_scatter: str = "native"):
+    """(global outputs, global gradients by parameter, local graphs, simulator) of one step on the simulator.
+
+    `values`: global tensors by placeholder name, tangents included."""
+    graphs = local_graphs(joint, sharding, reduce_scatter)
+    inputs = [local_inputs(g, values) for g in graphs]
+    tangents = [
+        [local_part(values[n.name], n.meta["layout"], sharding.mesh, sharding.mesh.coordinate(rank))
+         for n in graph.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
+        for rank, graph in enumerate(graphs)
+    ]  # fmt: skip
+    simulator = Simulator(sharding.mesh)
+    parts = [program(graph) for graph in graphs]
+    outputs, gradients = simulate_step(simulator, parts, inputs, tangents)
+    roles, whole = output_node(joint.graph).meta["roles"], {}
+    per_rank = [list(out) + list(grad) for out, grad in zip(outputs, gradients)]
+    order = [i for i, r in enumerate(roles) if r.kind in ("output", "mutation")]
+    order += [i for i, r in enumerate(roles) if r.kind not in ("output", "mutation")]
+    for position, index in enumerate(order):
+        value, layout = output_node(joint.graph).args[0][index], sharding.outputs[index]
+        blocks = [values[position] for values in per_rank]
+        whole[roles[index].kind, roles[index].name] = assemble(blocks, layout, sharding.mesh, value.meta["val"].shape)
+    return whole, parts, simulator
+
+
+class MLP(torch.nn.Module):
+    """Mean squared error of down(relu(up(x * scale))) against a target, x (B, S, H); the two linears are canonical ops."""
+
+    def __init__(self, hidden: int = 8, inner: int = 12):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.rand(hidden, generator=generator, dtype=torch.float64) + 0.5)
+        self.up = torch.nn.Parameter(torch.randn(inner, hidden, generator=generator, dtype=torch.float64))
+        self.down = torch.nn.Parameter(torch.randn(hidden, inner, generator=generator, dtype=torch.float64))
+
+    def forward(self, x, target):
+        inner = torch.relu(torch.ops.autopar.linear(x * self.scale, self.up))
+        return (torch.ops.autopar.linear(inner, self.down) - target).pow(2).mean()
+
+
+def capture(model: torch.nn.Module, *inputs: torch.Tensor) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+    """(joint graph, global values by placeholder name, a tangent of one included) of a model that returns its loss."""
+    joint = differentiate(export(model, inputs)).graph_module
+    values = {}
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            role = node.meta["role"]
+            if role.kind == "tangent":
+                values[node.name] = torch.ones_like(node.meta["val"], device="cpu")
+            elif role.kind == "input":
+                values[node.name] = inputs[int(role.name[5:-1])]  # "args[3]"
+            else:
+                values[node.name] = state[role.name].detach()
+    return joint, values
+
+
+def written(joint: fx.GraphModule, mesh: Mesh, default: str, nodes: dict[str, str], leaves: dict[str, str], outputs, **kept):
+    """A Sharding written as text. nodes: "arguments -> outputs", layouts separated by "|", by node name; an op that is not
+    named has the layout `default` for everything, with axes of dims that a tensor lacks or does not stretch over left out."""
+
+    def parse(text, value):
+        layout = Layout.parse(text, 8)
+        dims = tuple(axes if value.shape[d] > 1 else () for d, axes in enumerate(layout.dims[: value.dim()]))
+        return Layout(dims, layout.partial, layout.parts[: value.dim()])
+
+    decisions = {}
+    for node in joint.graph.nodes:
+        if is_op(node):
+            ins, outs = [a.meta["val"] for a in tensor_arguments(node)], values_of(node)
+            text = nodes.get(node.name) or "|".join([default] * len(ins)) + "->" + "|".join([default] * len(outs))
+            left, right = (side.split("|") for side in text.split("->"))
+            decisions[node.name] = NodeSharding(
+                tuple(map(parse, left, ins)) if ins else (), tuple(map(parse, right, outs))
+            )
+    by_name = {n.name: n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"}
+    results = output_node(joint.graph).args[0]
+    return Sharding(
+        mesh, links(mesh), 1e11, decisions, {name: parse(text, by_name[name]) for name, text in leaves.items()},
+        tuple(parse(text, value.meta["val"]) for text, value in zip(outputs, results, strict=True)), **kept,
+    )  # fmt: skip
+
+
+def compare_with_autograd(model: torch.nn.Module, inputs, whole: dict, tolerance: float = 1e-6) -> None:
+    """The loss and every gradient of a step are those of plain autograd."""
+    model.zero_grad()
+    loss = model(*inputs)
+    loss.backward()
+    torch.testing.assert_close(whole["output", "0"], loss.detach(), rtol=tolerance, atol=tolerance)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            whole["gradient", name], parameter.grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
