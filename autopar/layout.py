@@ -5,8 +5,8 @@
 A cut of `size` into n follows torch's chunk: blocks of ceil(size / n), the last one shorter. Layouts that would leave a
 device without elements are not legal, so only the last block of a cut is ever short.
 
-`parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each part
-is sharded for itself: a device holds its block of every part.
+`parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each
+part is sharded for itself: a device holds its block of every part.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: (axis, "sum" or "max") pairs.
-    `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
+    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: pairs of an axis and "sum"
+    or "max". `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
@@ -64,7 +64,7 @@ class Layout:
         return None
 
     def text(self, mesh: Mesh | None = None) -> str:
-        """`dp:S(0) tp:P`, axes outermost first within a dim; `S(0/3)`: sharded inside each of 3 parts; `R`: replicated."""
+        """`dp:S(0) tp:P`, axes outermost first in a dim; `S(0/3)`: sharded inside each of 3 parts; `R`: replicated."""
         words = [
             (axis, f"{axis}:S({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
             for d, axes in enumerate(self.dims)
@@ -102,7 +102,7 @@ class Layout:
             else:
                 d, count = int(dim) % ndim, int(part or 1)
                 if count < 1 or (dims[d] and parts[d] != count):
-                    raise StrategyError(f"{text!r} cuts dim {d} inside different numbers of parts", fix="write one number")
+                    raise StrategyError(f"{text!r} cuts dim {d} inside several numbers of parts", fix="write one")
                 dims[d].append(axis)
                 parts[d] = count
         return Layout(tuple(map(tuple, dims)), tuple(partial), tuple(parts))

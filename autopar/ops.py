@@ -258,10 +258,10 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     row_max = aten._to_copy.default(aten.amax.default(aten.detach.default(logits), [-1]), dtype=wide)
     keep = aten.ne.Scalar(target, ignore_index)
-    safe = aten.where.ScalarOther(keep, target, 0)
+    safe = torch.where(keep, target, 0)
     sums = torch.ops.autopar.vocab_loss.default(logits, safe, row_max, 0)
     loss = aten.sub.Tensor(aten.add.Tensor(aten.log.default(sums[0]), row_max), sums[1])
-    loss = aten.where.ScalarOther(keep, loss, 0.0)
+    loss = torch.where(keep, loss, 0.0)
     if reduction:
         loss = aten.sum.default(loss)
     if reduction == 1:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from .graph import describe, is_op, output_node, tensor_arguments, values_of
 from .layout import Layout, local_shape
 from .mesh import Mesh
 from .passes.partition import phase_of
-from .rules.rule import Rule
+from .rules import rule_of
 from .sharding import Sharding
 
 ROLES = ("parameter", "buffer", "input", "tangent", "constant")
@@ -55,11 +55,8 @@ def check_global(joint: fx.GraphModule) -> None:
         raise _error("has a role that is none of " + ", ".join(OUTPUT_ROLES), output)
 
 
-def check_sharding(
-    joint: fx.GraphModule, sharding: Sharding, rule_of: Callable[[fx.Node], Rule | None] | None = None
-) -> None:
-    """Raises VerifyError if a decision could give a wrong number. Without `rule_of` it is not known which ops are linear, and
-    only the flow of Partial through each op is checked."""
+def check_sharding(joint: fx.GraphModule, sharding: Sharding) -> None:
+    """Raises VerifyError if a decision could give a wrong number."""
     mesh = sharding.mesh
     for node in joint.graph.nodes:
         decision = sharding.nodes.get(node.name) if is_op(node) else None
@@ -68,13 +65,13 @@ def check_sharding(
         inputs = [_without_single(l, mesh) for l in decision.inputs]
         outputs = [_without_single(l, mesh) for l in decision.outputs]
         for axis in mesh.names:
-            _check_axis(node, axis, inputs, outputs, rule_of)
+            _check_axis(node, axis, inputs, outputs)
     for value, layout in zip(output_node(joint.graph).args[0], sharding.outputs):
         if layout is not None and _without_single(layout, mesh).partial:
             raise _error(f"leaves the graph as {layout}: outputs must not be partial", value)
 
 
-def _check_axis(node, axis: str, inputs: Sequence[Layout], outputs: Sequence[Layout], rule_of) -> None:
+def _check_axis(node, axis: str, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> None:
     partial = {i for i, l in enumerate(inputs) if l.reduction_of(axis)}
     sharded = any(l.dim_of(axis) is not None for l in inputs)
     made = [l for l in outputs if l.reduction_of(axis)]
@@ -86,8 +83,8 @@ def _check_axis(node, axis: str, inputs: Sequence[Layout], outputs: Sequence[Lay
         raise _error(f"claims a partial output over {axis} and no argument is split over it", node)
     if sharded and not made and outputs and all(l.dim_of(axis) is None for l in outputs):
         raise _error(f"has an argument sharded over {axis} and an output that forgets it", node)
-    rule = rule_of(node) if partial and rule_of is not None else None
-    if rule is not None and partial not in [set(s) for s in rule.linear]:
+    rule = rule_of(node) if partial else None
+    if partial and (rule is None or partial not in rule.linear):
         arguments = ", ".join(map(str, sorted(partial)))
         raise _error(f"takes argument {arguments} partial over {axis} and is not linear in it", node)
 

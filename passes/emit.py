@@ -73,7 +73,10 @@ class Emitter:
         self.call = builder.call
 
     def __call__(self, step: Step, x: fx.Node, shape: Sequence[int], tensor: str) -> fx.Node:
-        """The local value after `step`, given the one before it. `shape` is the global shape of `tensor`."""
+        """The local value after `step`, given the one before it. `shape` is the global shape of `tensor`.
+
+        It is contiguous, as every value is that a kernel makes: some backward kernels of ATen read the small tensors that
+        their forward left them (a layer norm's mean) without looking at strides."""
         move = step.move
         axes = tuple(a for a in self.mesh.names if a in move.axes and self.mesh.size(a) > 1)
         if not axes:
@@ -82,14 +85,14 @@ class Emitter:
         before = local_shape(shape, step.before, self.mesh, self.coordinate)
         after = local_shape(shape, step.after, self.mesh, self.coordinate)
         if move.kind == "slice":
-            return self._slice(x, move, count, before)
+            return contiguous(self.builder, self._slice(x, move, count, before))
         lowering = {
             "all_reduce": self._all_reduce,
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
             "all_to_all": self._all_to_all,
         }[move.kind]
-        return lowering(_Group(self, move, axes, count, tensor), x, move, before, after)
+        return contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor), x, move, before, after))
 
     def _all_reduce(self, group, x, move, before, after):
         return group.run(c10d.all_reduce.default, x, move.reduction)
@@ -117,7 +120,6 @@ class Emitter:
         return self._cut(y, {d: after[d], e: after[e]})
 
     def _slice(self, x, move, count, before):
-        """A view; the partition pass copies it if it would keep a much larger tensor alive until the backward."""
         d, index = move.dim, self.coordinate[move.axes[0]]
         if move.parts == 1:
             return self.call(aten.slice.Tensor, x, d, *chunk(before[d], count, index))
@@ -177,8 +179,7 @@ class _Group:
     def run(self, op, x: fx.Node, *args) -> fx.Node:
         """Start a collective and wait for it."""
         builder, kind, n = self.emitter.builder, self.move.kind, self.count
-        if not x.meta["val"].is_contiguous():
-            x = builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        x = contiguous(builder, x)
         sent = bytes_of(x.meta["val"]) * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
         started = builder.call(op, x, *args, ",".join(self.axes), name=f"{self.tensor}_{kind}_start")
         started.meta["collective"] = Collective(kind, self.axes, sent, self.tensor, builder.meta.get("phase", "forward"))
@@ -188,6 +189,13 @@ class _Group:
         """An all-to-all of equal blocks on dim 0."""
         rows = [x.meta["val"].shape[0] // self.count] * self.count
         return self.run(c10d.all_to_all_single.default, x, rows, rows)
+
+
+def contiguous(builder: Builder, x: fx.Node) -> fx.Node:
+    """`x`, or a copy of it if its fake value is not contiguous."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
 def _moved(ndim: int, source: int, to: int) -> list[int]:

@@ -31,8 +31,8 @@ REFERENCE_BYTES = 16 * 2**20  # global bytes at which the order of moves is chos
 
 @dataclass(frozen=True)
 class Move:
-    """One step. `axes` has one axis except for an all_reduce over several. `dim` is cut or joined; all_to_all joins `dim`
-    and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
+    """One step. `axes` has one axis except for an all_reduce over several. `dim` is cut or joined; all_to_all joins
+    `dim` and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
 
     kind: str
     axes: tuple[str, ...]

@@ -1,13 +1,13 @@
-"""Lower bounds and good plans fast: block-coordinate ascent on the dual of the integer program's relaxation.
+"""Lower bounds fast: block-coordinate ascent on the dual of the integer program's relaxation.
 
-The program of autopar/planner/program.py without its hubs is a pairwise energy, sum theta_v(k) + sum C_e(p, q), and TRW-S
-(Kolmogorov, IEEE PAMI 28(10), 2006) raises a lower bound on it by sending messages along a node order, forward and backward.
-A hub pays once for all consumers that want the same layout. In the dual that payment is divided among the consumers' edges,
+The objective of autopar/planner/program.py is a sum of a cost for every class and one for every hub, which depends on the
+layout p that the producer gives and the layouts q that the consumers want: each distinct q is paid for once. Sequential
+reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5), 2015; on pairs of variables
+it is TRW-S) visits the classes in order, forward and backward; each collects what its hubs know and hands its own cost on to
+the hubs that reach further. The sum of the minima of all classes and hubs is a lower bound of every plan and never falls.
 
-    alpha_e(p, q) >= 0,    sum over the edges e of a payment alpha_e(p, q) <= cost(p, q),
-
-so every division gives a valid bound; after each round the slack of a payment is spread evenly over its edges, which never
-lowers the bound. Strategies whose reduced cost alone exceeds the gap cannot be in a better plan and are removed.
+A hub with n consumers is minimized exactly over all ways of sharing payments: for fixed p, consumers that take the same q form
+a block, so the minimum is over partitions of the consumers into blocks, min_q (cost(p, q) + what the block's consumers add).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from .evaluate import RESIDENT_LEAVES, Pricer
-from .problem import Problem
-from .program import Hub, Solution, hubs_of
+from .problem import STATE, Problem
+from .program import Hub, hubs_of
 
 IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
+MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost
 
 
 class _Side:
-    """How the strategies of a class map to the layouts at one end of an edge."""
+    """How the strategies of a class map to layouts of one tensor."""
 
     def __init__(self, which: np.ndarray):
         self.which = which
@@ -37,33 +38,97 @@ class _Side:
 
 
 @dataclass
-class _Edge:
-    tail: int  # position of the producing class in the node order
-    head: int
-    at_tail: _Side
-    at_head: _Side
-    share: np.ndarray  # (p, q): this edge's part of the payments, copies included
-    to_tail: np.ndarray
-    to_head: np.ndarray
+class _End:
+    """One variable of a factor: the class at `position` and the message that the factor sends it, by layout."""
+
+    position: int
+    side: _Side
+    message: np.ndarray
+    columns: np.ndarray | None = None  # a consumer's layouts as columns of the factor's cost
 
 
-@dataclass
-class _Payment:
-    """Edges that share a payment. `columns[i]` maps edge i's layouts q to columns of `cost`."""
+class _Factor:
+    """The payments of a hub: cost (p, column), one producer, a few consumers."""
 
-    edges: list[_Edge]
-    columns: list[np.ndarray]
-    cost: np.ndarray  # (p, column)
+    def __init__(self, cost: np.ndarray, tail: _End, heads: list[_End]):
+        self.cost, self.tail, self.heads = cost, tail, heads
+        positions = [tail.position, *(h.position for h in heads)]
+        self.first, self.last = min(positions), max(positions)
+
+    def _added(self, head: _End) -> np.ndarray:
+        """What a consumer adds, by column; impossible where it does not want the column."""
+        added = np.full(self.cost.shape[1], IMPOSSIBLE_SECONDS)
+        added[head.columns] = -head.message
+        return added
+
+    def _partitions(self, heads: list[_End]) -> np.ndarray:
+        """For every p the minimum over all ways in which these consumers share payments."""
+        if len(heads) == 1:
+            head = heads[0]
+            return (self.cost[:, head.columns] - head.message).min(1)
+        added = [self._added(h) for h in heads]
+        count = len(heads)
+        block = {}
+        for mask in range(1, 1 << count):
+            total = sum(added[i] for i in range(count) if mask >> i & 1)
+            block[mask] = (self.cost + total).min(1)
+        best = {0: np.zeros(self.cost.shape[0])}
+        for mask in range(1, 1 << count):
+            lowest = mask & -mask
+            rest, sub, result = mask ^ lowest, mask ^ lowest, None
+            while True:  # blocks that hold the first consumer of the mask
+                value = block[sub | lowest] + best[rest ^ sub]
+                result = value if result is None else np.minimum(result, value)
+                if not sub:
+                    break
+                sub = (sub - 1) & rest
+            best[mask] = result
+        self._best_of = best
+        return best[(1 << count) - 1]
+
+    def to_tail(self) -> np.ndarray:
+        """Minimum over the consumers, by the producer's layout."""
+        return self._partitions(self.heads)
+
+    def to_head(self, head: _End) -> np.ndarray:
+        """Minimum over the producer and the other consumers, by this consumer's layout."""
+        base = self.cost[:, head.columns] - self.tail.message[:, None]
+        others = [h for h in self.heads if h is not head]
+        if not others:
+            return base.min(0)
+        self._partitions(others)
+        best = self._best_of if len(others) > 1 else {0: np.zeros(len(base)), 1: self._partitions(others)}
+        added = [self._added(o)[head.columns] for o in others]
+        everyone, result = (1 << len(others)) - 1, None
+        for mask in range(1 << len(others)):  # the others that join this consumer's block
+            joined = sum((added[i] for i in range(len(others)) if mask >> i & 1), np.zeros(len(head.columns)))
+            value = (base + best[everyone ^ mask][:, None]).min(0) + joined
+            result = value if result is None else np.minimum(result, value)
+        return result
+
+    def smallest(self) -> float:
+        return float((self.to_tail() - self.tail.message).min())
+
+
+def _order(problem: Problem) -> list[int]:
+    """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in the
+    graph: rounding decides a class when most of what it touches is decided."""
+    place = {cls: float(cls) for cls in problem.classes}
+    leaves = {cls for cls in problem.classes if not problem.vertices[cls].inputs}
+    for cls in leaves:
+        consumers = [problem.vertices[u.consumer].cls for u in problem.uses if u.producer == cls and u.slot != STATE]
+        place[cls] = min(consumers, default=cls) - 0.5
+    return sorted(problem.classes, key=lambda cls: (place[cls], cls))
 
 
 class Dual:
     """The dual of one problem for given allowed strategies and price of memory."""
 
-    def __init__(self, problem: Problem, pricer: Pricer, allowed: dict[int, np.ndarray], byte_price: float,
-                 price_saved: bool, keep_parameters: bool | None):  # fmt: skip
-        self.problem, self.pricer = problem, pricer
+    def __init__(self, problem: Problem, pricer: Pricer, allowed: dict[int, np.ndarray], byte_price: float = 0.0,
+                 price_saved: bool = False, keep_parameters: bool | None = None):  # fmt: skip
+        self.problem, self.pricer, self.allowed = problem, pricer, allowed
         self.byte_price, self.price_saved, self.keep_parameters = byte_price, price_saved, keep_parameters
-        self.classes = sorted(problem.classes)
+        self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
         self.index = [np.flatnonzero(allowed[cls]) for cls in self.classes]
         self.unary = []
@@ -71,21 +136,15 @@ class Dual:
             options = problem.classes[cls]
             price = options.seconds[index] + byte_price * options.resident_bytes[index]
             self.unary.append(price * len(options.members))
-        self.edges: list[_Edge] = []
-        self.loops: list[_Edge] = []  # a class that feeds itself: part of its own cost
-        self.payments: list[_Payment] = []
+        self.factors: list[_Factor] = []
+        self.ends: list[list[tuple[_Factor, _End]]] = [[] for _ in self.classes]
         self.hubs = hubs_of(problem)
         for hub in self.hubs:
             self._add(hub)
-        self.incident: list[list[_Edge]] = [[] for _ in self.classes]
-        for edge in self.edges:
-            self.incident[edge.tail].append(edge)
-            self.incident[edge.head].append(edge)
-        self.weight = []
-        for i, edges in enumerate(self.incident):
-            later = sum(max(e.tail, e.head) > i for e in edges)
-            self.weight.append(1.0 / max(1, later, len(edges) - later))
-        self._fold_loops()
+        self.weights = []
+        for i, ends in enumerate(self.ends):
+            earlier, later = sum(f.first < i for f, _ in ends), sum(f.last > i for f, _ in ends)
+            self.weights.append(1.0 / max(1, earlier, later))
 
     # assembly
 
@@ -100,19 +159,17 @@ class Dual:
         vertex = self.problem.vertices[hub.example[0]]
         is_parameter = vertex.kind == "parameter"
         is_saved = vertex.phase == "forward" and (is_parameter or vertex.kind not in RESIDENT_LEAVES)
-        both = [c for c in hub.consumers if c[2] == "backward"], [c for c in hub.consumers if c[2] == "forward"]
-        if self.price_saved and is_saved and all(both):
-            self._payment(hub, both[1], None)
-            self._payment(hub, both[0], is_parameter)
-        elif is_parameter and self.keep_parameters is False and all(both):
-            self._payment(hub, both[1], None)
-            self._payment(hub, both[0], None)
-        elif self.price_saved and is_saved and both[0]:
-            self._payment(hub, hub.consumers, is_parameter)
-        else:
-            self._payment(hub, hub.consumers, None)
+        backward = [c for c in hub.consumers if c[2] == "backward"]
+        forward = [c for c in hub.consumers if c[2] == "forward"]
+        prices_saving = self.price_saved and is_saved and bool(backward)
+        splits = forward and backward and (prices_saving or (is_parameter and self.keep_parameters is False))
+        for consumers in (forward, backward) if splits else (list(hub.consumers),):
+            saving = prices_saving and (consumers is backward or not splits)
+            parts = -(-len(consumers) // MOST_CONSUMERS)
+            for i in range(parts):
+                self._factor(hub, consumers[i::parts], parts, is_parameter if saving else None)
 
-    def _payment(self, hub: Hub, consumers, saved: bool | None) -> None:
+    def _factor(self, hub: Hub, consumers, parts: int, saved: bool | None) -> None:
         """`saved`: None without a price on saved copies, else whether the tensor is a parameter (its base is there anyway)."""
         sources, source_of = self._layouts(hub.producer, hub.output, True)
         bytes_ = self.problem.tensor_bytes[hub.example]
@@ -120,26 +177,23 @@ class Dual:
         wanted = [self._layouts(cls, slot, False) for cls, slot, _ in consumers]
         universe = tuple(dict.fromkeys(q for targets, _ in wanted for q in targets))
         column = {q: i for i, q in enumerate(universe)}
-        cost = self.pricer.matrix(sources, universe, bytes_, bucketed)
+        cost = self.pricer.matrix(sources, universe, bytes_, bucketed) / parts
         if saved is not None:
-            cost = self._with_saving(hub, cost, sources, universe, saved, len(consumers))
+            cost = self._with_saving(hub, cost, sources, universe, saved, len(consumers) * parts)
         cost = np.where(np.isfinite(cost), cost * hub.copies, IMPOSSIBLE_SECONDS)
-        served = np.zeros(len(universe))
-        for targets, _ in wanted:
-            served[[column[q] for q in targets]] += 1
-        payment = _Payment([], [], cost)
-        for (cls, _, _), (targets, target_of) in zip(consumers, wanted):
-            columns = np.array([column[q] for q in targets])
-            # a pair that cannot be is impossible on every edge, not shared among them
-            share = np.where(cost[:, columns] >= IMPOSSIBLE_SECONDS, IMPOSSIBLE_SECONDS, cost[:, columns] / served[columns])
-            edge = _Edge(self.position[hub.producer], self.position[cls], _Side(source_of), _Side(target_of), share,
-                         np.zeros(len(sources)), np.zeros(len(targets)))  # fmt: skip
-            (self.loops if edge.tail == edge.head else self.edges).append(edge)
-            if edge.tail != edge.head:
-                payment.edges.append(edge)
-                payment.columns.append(columns)
-        if len(payment.edges) > 1:
-            self.payments.append(payment)
+        if len(consumers) == 1 and consumers[0][0] == hub.producer:  # a class that feeds itself: part of its own cost
+            columns = np.array([column[q] for q in wanted[0][0]])
+            self.unary[self.position[hub.producer]] += cost[source_of, columns[wanted[0][1]]]
+            return
+        tail = _End(self.position[hub.producer], _Side(source_of), np.zeros(len(sources)))
+        heads = [
+            _End(self.position[cls], _Side(which), np.zeros(len(targets)), np.array([column[q] for q in targets]))
+            for (cls, _, _), (targets, which) in zip(consumers, wanted)
+        ]
+        factor = _Factor(cost, tail, heads)
+        self.factors.append(factor)
+        for end in (tail, *heads):
+            self.ends[end.position].append((factor, end))
 
     def _with_saving(self, hub: Hub, cost, sources, universe, is_parameter: bool, readers: int) -> np.ndarray:
         """Lower bound on what a backward consumer adds: reading the base saves it; reading q keeps q or makes it again from a
@@ -150,124 +204,69 @@ class Dual:
             base = 0.0 if is_parameter else self.byte_price * self.pricer.local_bytes(*hub.example, p) / readers
             for j, q in enumerate(universe):
                 if p == q:
-                    cost[i, j] = base * readers
+                    cost[i, j] = base
                 elif np.isfinite(cost[i, j]):
                     keep = np.inf if is_parameter and self.keep_parameters is False else self.byte_price * local[j]
                     cost[i, j] = min(cost[i, j] + base, keep)
         return cost
 
-    def _fold_loops(self) -> None:
-        for edge in self.loops:
-            self.unary[edge.tail] = self.unary[edge.tail] + edge.share[edge.at_tail.which, edge.at_head.which]
-
     # ascent
 
-    def _reparametrized(self, i: int) -> np.ndarray:
+    def _collected(self, i: int) -> np.ndarray:
         theta = self.unary[i].copy()
-        for edge in self.incident[i]:
-            theta += edge.to_tail[edge.at_tail.which] if edge.tail == i else edge.to_head[edge.at_head.which]
+        for _, end in self.ends[i]:
+            theta += end.message[end.side.which]
         return theta
 
-    def sweep(self, forward: bool, reduced: list[np.ndarray] | None = None) -> float:
-        """One pass of messages in node order (or against it); returns the bound. Fills `reduced` with reduced costs."""
-        bound = 0.0
+    def _refresh(self, factor: _Factor, end: _End) -> None:
+        end.message = factor.to_tail() if end is factor.tail else factor.to_head(end)
+
+    def sweep(self, forward: bool) -> None:
+        """One pass over the classes in order, or against it."""
         for i in range(len(self.classes)) if forward else range(len(self.classes) - 1, -1, -1):
-            theta = self._reparametrized(i)
-            smallest = theta.min()
-            if reduced is not None:
-                reduced[i] = theta - smallest
-            bound += smallest
-            scaled = (theta - smallest) * self.weight[i]
-            for edge in self.incident[i]:
-                other = edge.head if edge.tail == i else edge.tail
-                if (other > i) != forward:
-                    continue
-                if edge.tail == i:
-                    message = (edge.share + (edge.at_tail.smallest(scaled) - edge.to_tail)[:, None]).min(0)
-                    shift = message.min()
-                    edge.to_head = message - shift
-                else:
-                    message = (edge.share + (edge.at_head.smallest(scaled) - edge.to_head)[None, :]).min(1)
-                    shift = message.min()
-                    edge.to_tail = message - shift
-                bound += shift
-        return bound
+            ends = self.ends[i]
+            for factor, end in ends:
+                if (factor.first < i) if forward else (factor.last > i):
+                    self._refresh(factor, end)
+            theta = self._collected(i)
+            theta = (theta - theta.min()) * self.weights[i]
+            for factor, end in ends:
+                if (factor.last > i) if forward else (factor.first < i):
+                    end.message = end.message - end.side.smallest(theta)
 
-    def share_payments(self) -> None:
-        """Spread the slack of every payment evenly over the edges that share it."""
-        for payment in self.payments:
-            slack = np.zeros(payment.cost.shape)
-            count = np.zeros(payment.cost.shape[1])
-            parts = []
-            for edge, columns in zip(payment.edges, payment.columns):
-                rest = edge.share - edge.to_tail[:, None] - edge.to_head[None, :]
-                own = np.minimum(rest - rest.min(), edge.share)  # what the edge can give away and stay >= 0
-                parts.append(own)
-                slack[:, columns] += own
-                count[columns] += 1
-            slack /= count
-            for edge, columns, own in zip(payment.edges, payment.columns, parts):
-                possible = payment.cost[:, columns] < IMPOSSIBLE_SECONDS
-                edge.share = np.where(possible, edge.share - own + slack[:, columns], edge.share)
+    def bound(self) -> float:
+        """Sum of the minima of all classes and hubs: no plan costs less."""
+        return sum(float(self._collected(i).min()) for i in range(len(self.classes))) + sum(
+            f.smallest() for f in self.factors
+        )
 
-    # primal
-
-    def round(self) -> list[int]:
-        """A choice by position of every class, in order, each the best for the classes before it and the messages after."""
-        chosen = [-1] * len(self.classes)
+    def reduced_costs(self) -> tuple[float, list[np.ndarray]]:
+        """The bound, and for every strategy how far it lies above it at least if the strategy is taken."""
+        reduced = []
         for i in range(len(self.classes)):
+            for factor, end in self.ends[i]:
+                self._refresh(factor, end)
+            theta = self._collected(i)
+            reduced.append(theta - theta.min())
+            share = 1.0 / (len(self.ends[i]) + 1)
+            for _, end in self.ends[i]:
+                end.message = end.message - end.side.smallest((theta - theta.min()) * share)
+        return self.bound(), reduced
+
+    def round(self) -> dict[int, int]:
+        """A choice by class: in order, each the best given the classes before it and what the hubs know of those after."""
+        before = [[end.message for _, end in ends] for ends in self.ends]
+        chosen: dict[int, int] = {}
+        for i, cls in enumerate(self.classes):
             theta = self.unary[i].copy()
-            for edge in self.incident[i]:
-                if edge.tail == i:
-                    j = chosen[edge.head]
-                    column = edge.share[:, edge.at_head.which[j]] if j >= 0 else edge.to_tail
-                    theta += column[edge.at_tail.which]
-                else:
-                    j = chosen[edge.tail]
-                    row = edge.share[edge.at_tail.which[j]] if j >= 0 else edge.to_head
-                    theta += row[edge.at_head.which]
-            chosen[i] = int(theta.argmin())
+            for factor, end in self.ends[i]:
+                theta += (factor.to_tail() if end is factor.tail else factor.to_head(end))[end.side.which]
+            k = int(theta.argmin())
+            chosen[cls] = int(self.index[i][k])
+            for _, end in self.ends[i]:  # a decided end says: this layout, no other
+                end.message = np.full(len(end.message), -IMPOSSIBLE_SECONDS)
+                end.message[end.side.which[k]] = 0.0
+        for ends, messages in zip(self.ends, before):
+            for (_, end), message in zip(ends, messages):
+                end.message = message
         return chosen
-
-    def as_choice(self, chosen: list[int]) -> dict[int, int]:
-        return {cls: int(self.index[i][k]) for i, (cls, k) in enumerate(zip(self.classes, chosen))}
-
-
-@dataclass
-class Ascent:
-    """Result of an ascent: the best choice found, its exact objective, the bound, and the strategies that may still improve."""
-
-    solution: Solution
-    remaining: dict[int, np.ndarray]
-
-
-def ascend(dual: Dual, objective, improve, start: Solution | None = None, rounds: int = 60, gap: float = 1e-4) -> Ascent:
-    """Raise the bound until it stalls or meets the best plan. `objective(choice)` is the exact cost of a choice by class and
-    `improve(choice)` a local search."""
-    best, bound, last = start, -np.inf, -np.inf
-    reduced: list[np.ndarray] = [np.zeros(0)] * len(dual.classes)
-    for turn in range(rounds):
-        dual.sweep(True)
-        if turn % 6 == 0 or turn == rounds - 1:
-            choice = improve(dual.as_choice(dual.round()))
-            value = objective(choice)
-            if best is None or value < best.objective:
-                best = Solution(choice, value, -np.inf)
-        bound = max(bound, dual.sweep(False))
-        if best is not None and best.objective - bound <= gap * abs(best.objective):
-            break
-        if turn % 6 == 5:
-            if bound - last < 1e-6 * abs(bound):
-                break
-            last = bound
-        dual.share_payments()
-    before = dual.sweep(False)
-    dual.sweep(True, reduced)
-    slack = best.objective * (1 + 1e-9) - before
-    remaining = {}
-    for i, cls in enumerate(dual.classes):
-        mask = np.zeros(len(dual.problem.classes[cls].strategies), bool)
-        mask[dual.index[i][reduced[i] <= slack]] = True
-        mask[best.choice[cls]] = True
-        remaining[cls] = mask
-    return Ascent(Solution(best.choice, best.objective, bound), remaining)

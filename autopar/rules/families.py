@@ -1,7 +1,7 @@
 """Rule builders for families of ops: the table names an op and one of these says what it means.
 
-A builder takes what the table knows and returns a function from a node to its Rule. `linear` lists sets of argument positions
-that may be Partial together: ([0],) for a linear op, ([0], [1]) for a product, ([0, 1],) for a sum.
+A builder takes what the table knows and returns a function from a node to its Rule. `linear` lists sets of argument
+positions that may be Partial together: [0] for a linear op, [0], [1] for a product, [0, 1] for a sum.
 """
 
 from __future__ import annotations
@@ -61,14 +61,18 @@ def cast(node: fx.Node) -> Rule:
     return pointwise(*([[0]] if widens else []))(node)
 
 
-def masked_fill(node: fx.Node) -> Rule:
-    """Linear if the masked elements become zero."""
-    return pointwise(*([[0]] if bound(node)["value"] == 0 else []))(node)
+def filled(number: str, position: int) -> Builder:
+    """Some elements become a number, the argument of this name: linear in the tensor at `position` if that is zero."""
+
+    def build(node: fx.Node) -> Rule:
+        return pointwise(*([[position]] if bound(node)[number] == 0 else []))(node)
+
+    return build
 
 
 def along(*dims: str | int, linear: Linear = ()) -> Builder:
-    """All tensors have the same dims, and the op mixes elements along some: numbers, or names of arguments that list them
-    (None or an empty list: all dims)."""
+    """All tensors have the same dims, and the op mixes elements along some: numbers, or names of arguments that list
+    them (None or an empty list: all dims)."""
 
     def build(node: fx.Node) -> Rule:
         arguments, ndim = bound(node), len(output_shapes(node)[0])
@@ -80,8 +84,8 @@ def along(*dims: str | int, linear: Linear = ()) -> Builder:
 
 
 def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) -> Builder:
-    """Reduces the dims of the argument `dim` (all dims if there is none). kind "sum" or "max": parts of a sharded dim combine
-    that way; None: reduced dims cannot be sharded. For some ops an empty list means no dim instead of all."""
+    """Reduces the dims of the argument `dim` (all dims if there is none). kind "sum" or "max": parts of a sharded dim
+    combine that way; None: reduced dims cannot be sharded. For some ops an empty list means no dim instead of all."""
 
     def build(node: fx.Node) -> Rule:
         arguments, (shape, *_) = bound(node), input_shapes(node)
@@ -97,7 +101,8 @@ def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) 
 
 
 def loss(*linear: Sequence[int]) -> Builder:
-    """Elementwise losses and their backwards: reduction none (0) or sum (2). A mean (1) divides by a local size: not sharded."""
+    """Elementwise losses and their backwards. Reduction none (0) or sum (2); a mean (1) divides by a local size and is
+    not sharded."""
 
     def build(node: fx.Node) -> Rule:
         inputs, outputs = input_shapes(node), output_shapes(node)
@@ -148,7 +153,7 @@ def created(node: fx.Node) -> Rule:
 
 
 def counted(node: fx.Node) -> Rule:
-    """arange(start, end, step): a device starts at its own offset. Float steps are not sharded, their ends may round."""
+    """arange(start, end, step): a device starts at its own offset. Not for float steps, whose ends may round."""
     arguments = bound(node)
     whole = all(isinstance(arguments.get(name, 1), int) for name in ("start", "end", "step"))
     return Rule((), (("d0",) if whole else (None,),), contiguous=frozenset({"d0"}))

@@ -1,7 +1,7 @@
 """Rules of ops that take, put or join elements at given places: split, slice, cat, gather, index and their backwards.
 
-A dim that such an op cuts or joins is not shardable, except in equal pieces: a fused weight of k pieces may be sharded inside
-each piece, `Inner(f, k)`, and then every piece comes out sharded plainly, as `f`. Joining equal pieces is the inverse.
+A dim that such an op cuts or joins is not shardable, except in equal pieces: a fused weight of k pieces may be sharded
+inside each piece, `Inner(f, k)`, and every piece then comes out sharded plainly, as `f`. Joining is the inverse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _with(names: tuple[Dim, ...], dim: int, entry: Dim) -> tuple[Dim, ...]:
 
 
 def _pieces(name: str, whole: int, piece: int, aligned: bool) -> tuple[Dim, Dim, dict[str, int]]:
-    """(whole dim, piece, even) for a piece of a dim: the same if it is all of it, inner to it if it is one of equal parts."""
+    """(whole dim, piece, even) for a piece of a dim: the same if it is all of it, inner if it is one of equal parts."""
     if piece == whole:
         return name, name, {}
     if aligned and piece and whole % piece == 0:
@@ -75,7 +75,7 @@ def slice_backward(node: fx.Node) -> Rule:
 
 
 def _sliced(node: fx.Node, shape: tuple[int, ...], piece: tuple[int, ...]) -> tuple:
-    """(names, dim, whole dim, piece, even) of a slice of `shape`; only the aligned slice of one equal part is shardable."""
+    """(names, dim, whole dim, piece, even) of a slice of `shape`; only one of equal parts is shardable."""
     arguments, names = bound(node), named(len(shape))
     (dim,) = dims_of(arguments["dim"], len(shape))
     start, length = slice_start(arguments["start"], shape[dim]), piece[dim]
@@ -160,7 +160,7 @@ def pad(node: fx.Node) -> Rule:
 
 
 def index(node: fx.Node) -> Rule | None:
-    """x[i, :, j]: dims without an index pass, dims with one are whole, and the indices' own dims appear in the output."""
+    """x[i, :, j]: dims without an index pass, dims with one are whole, and the indices have dims of their own."""
     placed = _placed(node)
     if placed is None:
         return None
@@ -169,7 +169,7 @@ def index(node: fx.Node) -> Rule | None:
 
 
 def index_put(node: fx.Node) -> Rule | None:
-    """x[i, :, j] = values, or +=. Adding to zeros is a sum over the indices' own dims, as in an embedding's backward."""
+    """x[i, :, j] = values, or +=. Adding to zeros sums over the indices' own dims, as an embedding's backward does."""
     placed = _placed(node)
     if placed is None:
         return None

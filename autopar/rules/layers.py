@@ -13,34 +13,26 @@ from .rule import Dim, Rule, rule
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Forward and backward: batch and heads. With grouped queries (fewer key heads) heads are cut between groups; a single
-    key head belongs to all devices, so its gradient is Partial over the heads. Sequences and head dims are not sharded."""
+    """Forward and backward: batch and heads, not sequences or head dims. With grouped queries (fewer key heads) heads
+    are cut between groups; a single key head belongs to all devices, so its gradient is Partial over the heads."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
-    heads = {shape_of(arguments[name])[1] for name in _attention_names(arguments, "q", "k")}
-    grouped = heads - {1}
+    grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
 
-    def dims(name: str) -> tuple[Dim, ...]:
-        shape = shape_of(arguments[name])
-        full = (None, None, "b", "h", None, None)[-len(shape) :] if "mask" in name else ("b", "h", None, None)[: len(shape)]
-        return tuple(None if size == 1 else factor for factor, size in zip(full, shape))
+    def dims(shape: tuple[int, ...], skipped: int = 0) -> tuple[Dim, ...]:
+        return tuple(None if size == 1 else factor for factor, size in zip(("b", "h", None, None)[skipped:], shape))
 
-    def result(shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        return tuple(None if size == 1 else factor for factor, size in zip(("b", "h", None, None), shape))
+    def argument(name: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return dims(shape, 4 - len(shape) if "mask" in name else 0)  # a mask broadcasts, so it may lack the first dims
 
     is_backward = len(output_shapes(node)) == 3
     return Rule(
-        tuple(dims(name) for name in tensors_by_name(node)),
-        tuple(map(result, output_shapes(node))),
+        tuple(argument(name, shape) for name, shape in _named_inputs(node)),
+        tuple(map(dims, output_shapes(node))),
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
     )
-
-
-def _attention_names(arguments: dict, *roles: str) -> list[str]:
-    long = {"q": "query", "k": "key"}
-    return [role if role in arguments else long[role] for role in roles]
 
 
 def embedding_dense_backward(node: fx.Node) -> Rule:
@@ -120,8 +112,8 @@ def convolution(node: fx.Node) -> Rule:
 
 
 def convolution_backward(node: fx.Node) -> Rule:
-    """Gradients of input, weight and bias. The bias' gradient is whole on every device unless o is sharded, so with it the
-    input channels i are not."""
+    """Gradients of input, weight and bias. The bias' gradient is whole on every device unless o is sharded, so with it
+    the input channels i are not."""
     arguments = bound(node)
     transposed, groups, wanted = arguments["transposed"], arguments["groups"], arguments["output_mask"]
     if groups > 1:
@@ -151,4 +143,3 @@ def per_channel(node: fx.Node) -> Rule:
     channel = f"d{arguments['axis'] % len(shape_of(arguments['self']))}"
     inputs = [tuple(f"d{i}" for i in range(len(s))) if n == "self" else (channel,) for n, s in _named_inputs(node)]
     return Rule(tuple(inputs), (inputs[0],) * len(output_shapes(node)))
-

@@ -1,7 +1,7 @@
 """Global constants in an op's arguments -> those of one device: sizes, offsets, starts and counts.
 
-LOCAL is the table: op -> function from a Call to the arguments that change, by name. Ops that are not in it take no constants
-that depend on the sharding.
+LOCAL is the table: op -> function from a Call to the arguments that change, by name. Ops that are not in it take no
+constants that depend on the sharding.
 """
 
 from __future__ import annotations

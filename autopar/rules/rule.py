@@ -1,9 +1,9 @@
 """A sharding rule maps an op to factors; a strategy is one way to shard those factors over a mesh.
 
-A factor is a named index range, as a letter in an einsum: `mm = "m k, k n -> m n"`. Per mesh axis a strategy shards one factor
-or none. A sharded factor that an output has shards that dim; one that is summed away makes the output Partial; a tensor
-without the factor is replicated over the axis. Besides, a linear op may pass Partial through the arguments in which it is
-linear. Data, tensor, sequence and context parallelism are all just factors: no rule knows these words.
+A factor is a named index range, as a letter in an einsum: `mm = "m k, k n -> m n"`. Per mesh axis a strategy shards one
+factor or none. A sharded factor that an output has shards that dim; one that is summed away makes the output Partial; a
+tensor without the factor is replicated over the axis. Besides, a linear op may pass Partial through the arguments in
+which it is linear. Data, tensor, sequence and context parallelism are all just factors: no rule knows these words.
 
 The notation follows einsum strings and the factor rules of Shardy (github.com/openxla/shardy, docs/propagation.md).
 """
@@ -27,8 +27,8 @@ class Inner:
     parts: int
 
 
-# What a tensor dim is to a rule: a factor, the inner part of one, not shardable (None), or a product of several factors,
-# outermost first, of which a strategy may shard one.
+# What a tensor dim is to a rule: a factor, the inner part of one, not shardable (None), or a product of several
+# factors, outermost first, of which a strategy may shard one.
 Dim = str | Inner | None | tuple[str | Inner, ...]
 
 
@@ -39,8 +39,8 @@ class Rule:
     inputs, outputs: one tuple a tensor (arguments in the order of `tensor_arguments`), one entry a dim.
     linear: sets of argument positions that may be Partial together (the output is then Partial).
     reduction: how shards of a summed-away factor combine, "sum" or "max".
-    even: factors that can only be cut into equal blocks, with the size that must divide (views merge or split such dims).
-    contiguous: factors of which a device must hold one range (the op takes the range's offset), so never a block of each part.
+    even: factors that are only cut into equal blocks, with the size that must divide (views merge or split such dims).
+    contiguous: factors of which a device must hold one range, whose offset the op takes: never a block of each part.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -84,7 +84,7 @@ def rule(text: str, linear: Sequence[Sequence[int]] = (), reduction: str = "sum"
 
 @dataclass(frozen=True)
 class Strategy:
-    """One choice for one op: a layout for every tensor argument and every output, and how many ways the work is divided."""
+    """One choice for one op: a layout for every tensor argument and output, and how many ways the work is divided."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]

@@ -1,9 +1,9 @@
 """Makes a rule safe for one node: whatever an op family claims, these hold afterwards.
 
-    * a factor has one size wherever it appears (`even` names those that merge or repeat), or it is not shardable
-    * a factor of size 1 does not exist
-    * Partial needs a sum that is exact: floating or complex values, or the integers of `aten.sum`
-    * a tensor known to be zero need not be Partial together with the others
+* a factor has one size wherever it appears (`even` names those that merge or repeat), or it is not shardable
+* a factor of size 1 does not exist
+* Partial needs a sum that is exact: floating or complex values, or the integers of `aten.sum`
+* a tensor known to be zero need not be Partial together with the others
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 
 
 def settle(node: fx.Node, rule: Rule) -> Rule | None:
-    """`rule` restricted to what holds for the sizes and dtypes of `node`; None if it is about other tensors than the node's."""
+    """`rule` restricted to what holds for the sizes and dtypes of `node`; None if the node has other tensors."""
     shapes = input_shapes(node) + output_shapes(node)
     claimed = rule.inputs + rule.outputs
     if len(rule.inputs) != len(input_shapes(node)) or [len(s) for s in shapes] != [len(dims) for dims in claimed]:

@@ -1,12 +1,13 @@
 """Rules of views: ops that move no value, only rename, merge, split, stretch or drop dims.
 
-Merging and splitting: read both shapes as products of common factors, outermost first. (B, S, 3*H*D) -> (B, S, 3, H, D) is
+Merging and splitting: read both shapes as products of common factors, outermost first. (B, S, 3*H*D) -> (B, S, 3, H, D)
+is
 
-    B, S, (d2 d3 d4) -> B, S, d2, d3, d4        d2 = 3, d3 = H, d4 = D
+    d0, d1, (d2 d3 d4) -> d0, d1, d2, d3, d4        d0 = B, d1 = S, d2 = 3, d3 = H, d4 = D
 
-A dim cut along its outermost factor is a plain shard, one cut along an inner factor is sharded inside each of as many equal
-parts as the factors outside it have elements: H is `Inner("d3", 3)` of the merged dim. Compound factors as in Shardy
-(github.com/openxla/shardy, docs/propagation.md).
+A dim cut along its outermost factor is a plain shard, one cut along an inner factor is sharded inside each of as many
+equal parts as the factors outside it have elements: H is `Inner("d3", 3)` of the merged dim. Compound factors as in
+Shardy (github.com/openxla/shardy, docs/propagation.md).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def reshape(node: fx.Node) -> Rule | None:
 
 
 def regroup(source: Shape, target: Shape) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
-    """Dims of both shapes in common factors, and the sizes of the factors that must be cut evenly (all but whole dims)."""
+    """Dims of both shapes in common factors, and the sizes of factors that must be cut evenly (all but whole dims)."""
     source_factors: list[list[tuple[str, int]]] = [[] for _ in source]
     target_factors: list[list[tuple[str, int]]] = [[] for _ in target]
     left = deque((d, size) for d, size in enumerate(source) if size > 1)
@@ -64,7 +65,7 @@ def regroup(source: Shape, target: Shape) -> tuple[tuple[Dim, ...], tuple[Dim, .
 
 
 def _skip_group(left: deque, right: deque, x: int, y: int) -> None:
-    """Drop dims until both sides have dropped as many elements: (6, 4) -> (4, 6) has no common factors inside the first."""
+    """Drop dims until both sides have dropped as many elements: (6, 4) and (4, 6) share only their outermost 2."""
     while x != y:
         if x < y:
             x *= left.popleft()[1]

@@ -139,7 +139,7 @@ def capture(model: torch.nn.Module, *inputs: torch.Tensor) -> tuple[fx.GraphModu
         if node.op == "placeholder":
             role = node.meta["role"]
             if role.kind == "tangent":
-                values[node.name] = torch.ones_like(node.meta["val"], device="cpu")
+                values[node.name] = torch.ones(tuple(node.meta["val"].shape), dtype=node.meta["val"].dtype)
             elif role.kind == "input":
                 values[node.name] = inputs[int(role.name[5:-1])]  # "args[3]"
             else:

@@ -1,6 +1,6 @@
-"""Instances of every op in the table of rules: INSTANCES[target name] is a list of (args, kwargs) on small real tensors.
+"""Instances of every op in the table of rules: INSTANCES[name] is a list of (args, kwargs) on small real tensors.
 
-Sizes are even and uneven over 2 and 3 devices, and no two factors of one op have the same size where that could hide a mix-up.
+Sizes are even and uneven over 2 and 3 devices, and factors of one op differ in size where equality could hide a mix-up.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections import defaultdict
 
 import torch
 
-from autopar.rules.table import ACTIVATIONS, BINARY, BITS, COMPARISONS, POINTWISE_BACKWARDS, UNARY
 import autopar.ops  # noqa: F401  (registers autopar::*)
-from rule_check import zeros_node
+from autopar.rules.table import ACTIVATIONS, BINARY, INTEGER, POINTWISE_BACKWARDS, UNARY, full_name
+
+from .rule_check import zeros_node
 
 INSTANCES: dict[str, list[tuple[tuple, dict]]] = defaultdict(list)
 generator = torch.Generator().manual_seed(0)
@@ -37,8 +38,7 @@ def mask(*size: int) -> torch.Tensor:
 def op(names: str, *args, **kwargs) -> None:
     """One instance of each of the named ops, written as in the table."""
     for name in names.split():
-        full = name if name.count(".") == 2 else f"aten.{name}" if "." in name else f"aten.{name}.default"
-        INSTANCES[full].append((args, kwargs))
+        INSTANCES[full_name(name)].append((args, kwargs))
 
 
 def overload(full: str):
@@ -51,15 +51,22 @@ def positional(full: str) -> list[str]:
 
 
 # element by element: arguments are made from the schema, with broadcasting on the second tensor
-INTEGER_OPS = ("bitwise", "gcd", "lcm")
-EXTRA_SCALARS = {"round.decimals": {"decimals": 1}, "clamp": {"min": -0.5, "max": 0.5}, "clamp.Tensor": {"min": between(-1, 0, 6)},
-                 "logit_backward": {"eps": 0.1}, "div.Tensor_mode": {"rounding_mode": "floor"},
-                 "div.Scalar_mode": {"rounding_mode": "trunc"}}  # fmt: skip
+ABOVE_ONE = ("acosh", "igamma", "special_zeta")
+ROUNDING = ("ceil", "floor", "frac", "trunc", "round", "round.decimals")
+PREDICATES = ("is", "eq.", "ne.", "lt.", "le.", "gt.", "ge.", "logical")
+OPTIONS = {
+    "round.decimals": {"decimals": 1},
+    "clamp": {"min": -0.5, "max": 0.5},
+    "clamp.Tensor": {"min": between(-1, 0, 6)},
+    "logit_backward": {"eps": 0.1},
+    "div.Tensor_mode": {"rounding_mode": "floor"},
+    "div.Scalar_mode": {"rounding_mode": "trunc"},
+}
 
 
 def pointwise_instance(name: str) -> None:
-    full = name if name.count(".") == 2 else f"aten.{name}" if "." in name else f"aten.{name}.default"
-    integers = name.startswith(INTEGER_OPS)
+    full = full_name(name)
+    integers = name in INTEGER.split() + ["bitwise_not"]
     shapes = [(5, 1, 6), (4, 6), (1,)]
     if name.endswith("backward") or "_backward" in name or name in ("_prelu_kernel", "polar"):
         shapes = [(5, 4, 6)] * 3
@@ -71,22 +78,26 @@ def pointwise_instance(name: str) -> None:
         elif kind == "bool":
             args.append(False)
         else:
-            args.append(2 if integers else 0.7)
-    kwargs = {k: v for k, v in EXTRA_SCALARS.get(name, {}).items()}
+            args.append(2 if integers else 0.3 + 0.4 * sum(isinstance(a, float) for a in args))
     if name in ("native_dropout_backward", *(n for n in POINTWISE_BACKWARDS.split() if n.startswith("fake"))):
         args[1] = mask(5, 4, 6)
     if name == "log_sigmoid_backward":
         args[2] = torch.exp(-args[1].abs())
-    INSTANCES[full].append((tuple(args), {k: v for k, v in kwargs.items()}))
+    if name in ABOVE_ONE:
+        args = [a.abs() + 1 for a in args]
+    if name in ROUNDING:
+        args[0] = 5 * args[0]
+    if name.startswith(PREDICATES):
+        choice = torch.tensor([-1.0, 0.0, 0.3, math.inf, -math.inf, math.nan], dtype=torch.float64)
+        args = [choice[whole(6, *a.shape)] if isinstance(a, torch.Tensor) else a for a in args]
+    INSTANCES[full].append((tuple(args), OPTIONS.get(name, {})))
 
 
-for group in (UNARY, ACTIVATIONS, COMPARISONS, BITS, BINARY, POINTWISE_BACKWARDS):
-    for name in group.split():
-        pointwise_instance(name)
+for name in (UNARY + ACTIVATIONS + BINARY + INTEGER + POINTWISE_BACKWARDS).split():
+    pointwise_instance(name)
 
-op("neg positive alias clone detach lift_fresh_copy zeros_like ones_like empty_like mul.Scalar div.Scalar", real(5, 6), *())
-for name in ("mul.Scalar", "div.Scalar"):
-    INSTANCES[f"aten.{name}"] = [((real(5, 6), 2.5), {})]
+op("neg positive alias clone detach lift_fresh_copy zeros_like ones_like empty_like", real(5, 6))
+op("mul.Scalar div.Scalar", real(5, 6), 2.5)
 op("real imag _conj _conj_physical", torch.complex(real(5, 6), real(5, 6)))
 op("full_like fill.Scalar", real(5, 6), 3.0)
 op("fill.Tensor", real(5, 6), real())
@@ -102,6 +113,10 @@ op("lerp.Scalar", real(5, 6), real(6), 0.3)
 op("lerp.Tensor", real(5, 6), real(6), real(5, 1))
 op("where.self", mask(5, 6), real(5, 6), real(6))
 op("where.self", mask(5, 6), real(5, 6), zeros_node())
+op("where.ScalarOther", mask(5, 6), real(5, 6), 0.0)
+op("where.ScalarOther", mask(5, 6), real(6), 2.0)
+op("where.ScalarSelf", mask(5, 6), 0, real(5, 6))
+op("where.Scalar", mask(5, 6), 1.0, 2.0)
 op("masked_fill.Scalar", real(5, 6), mask(5, 1), 0)
 op("masked_fill.Scalar", real(5, 6), mask(6), -3.0)
 op("masked_fill.Tensor", real(5, 6), mask(5, 1), real())
@@ -110,7 +125,8 @@ op("_to_copy", real(5, 6), dtype=torch.float32)
 op("_to_copy", real(5, 6), dtype=torch.int64)
 op("prims.convert_element_type.default", real(5, 6, dtype=torch.float32), torch.float64)
 op("fake_quantize_per_tensor_affine_cachemask", real(5, 6).float(), 0.1, 0, -8, 7)
-op("fake_quantize_per_channel_affine_cachemask", real(5, 6).float(), between(0.05, 0.2, 6).float(), torch.zeros(6).int(), 1, -8, 7)
+scales = between(0.05, 0.2, 6).float()
+op("fake_quantize_per_channel_affine_cachemask", real(5, 6).float(), scales, torch.zeros(6).int(), 1, -8, 7)
 op("bucketize.Tensor", real(5, 6), torch.tensor([-1.0, 0.0, 1.0]).double())
 
 # products
@@ -150,7 +166,8 @@ x = real(4, 5, 6)
 for dims in ([1], [0, -1], [], None):
     op("sum.dim_IntList mean.dim var.correction std.correction var_mean.correction std_mean.correction", x, dims)
     op("linalg_vector_norm", x, 2, dims)
-    op("all.dims any.dims", mask(4, 5, 6), dims)
+    op("all.dims", whole(9, 4, 5, 6) > 0, dims)
+    op("any.dims", whole(20, 4, 5, 6) == 0, dims)
 op("sum.dim_IntList mean.dim", x, [1], True)
 op("sum.dim_IntList", whole(9, 4, 5, 6), [1, 2])
 op("sum.dim_IntList sum", mask(4, 5, 6), *())
@@ -165,7 +182,8 @@ op("max.dim", x, -1, True)
 op("kthvalue", x, 2, 1)
 op("aminmax", x, dim=1)
 op("all any", mask(4, 5))
-op("all.dim any.dim", mask(4, 5), 1)
+op("all.dim", whole(9, 4, 5) > 0, 1)
+op("any.dim", whole(5, 4, 5) == 0, 1)
 op("norm.ScalarOpt_dim", x, 2, [1])
 op("count_nonzero.dim_IntList", whole(3, 4, 5, 6), [1])
 
@@ -200,7 +218,9 @@ for reduction in (0, 1, 2):
 
 # attention: equal heads (even and uneven), grouped heads, one key head; masks that broadcast
 aten = torch.ops.aten
-for b, h, h_kv, m in ((4, 5, 5, None), (2, 6, 6, (2, 6, 3, 5)), (2, 8, 4, (2, 1, 3, 5)), (4, 6, 1, (1, 1, 3, 5)), (3, 6, 3, (3, 5))):
+for b, h, h_kv, m in (
+    (4, 5, 5, None), (2, 6, 6, (2, 6, 3, 5)), (2, 8, 4, (2, 1, 3, 5)), (4, 6, 1, (1, 1, 3, 5)), (3, 6, 3, (3, 5)),
+):  # fmt: skip
     q, k, v, s = real(b, h, 3, 4), real(b, h_kv, 5, 4), real(b, h_kv, 5, 4), None if m is None else real(*m)
     op("autopar.attention.default", q, k, v, s, False, None)
     out, lse = torch.ops.autopar.attention(q, k, v, s, False, None)
@@ -234,8 +254,8 @@ op("native_batch_norm_backward", real(5, 6, 4, 3), image, w, None, None, mean, r
 
 # convolution: plain, with bias, grouped, depthwise, transposed
 for bias, transposed, groups, weight in (
-    (None, False, 1, (8, 6, 3, 3)), (8, False, 1, (8, 6, 3, 3)), (8, False, 2, (8, 3, 3, 3)), (6, False, 6, (6, 1, 3, 3)),
-    (None, True, 1, (6, 8, 3, 3)), (8, True, 2, (6, 4, 3, 3)),
+    (None, False, 1, (8, 6, 3, 3)), (8, False, 1, (8, 6, 3, 3)), (8, False, 2, (8, 3, 3, 3)),
+    (6, False, 6, (6, 1, 3, 3)), (None, True, 1, (6, 8, 3, 3)), (8, True, 2, (6, 4, 3, 3)),
 ):  # fmt: skip
     image, kernel = real(5, 6, 4, 3), real(*weight)
     rest = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
@@ -293,8 +313,9 @@ op("cat", [real(5, 4), real(5, 3)], -1)
 op("cat", [real(6, 5), zeros_node(6, 5)])
 op("stack", [real(5, 6), real(5, 6)], 1)
 op("unbind.int", real(5, 3, 6), 1)
-for start, end, step in ((0, 4, 1), (4, 8, 1), (8, 99, 1), (-4, math.inf, 1), (2, 6, 1), (0, 12, 1), (0, 12, 2), (6, 12, 1), (3, 4, 1)):
-    end = 2**63 - 1 if end == math.inf else end
+for start, end, step in (
+    (0, 4, 1), (4, 8, 1), (8, 99, 1), (-4, 2**63 - 1, 1), (2, 6, 1), (0, 12, 1), (0, 12, 2), (6, 12, 1), (3, 4, 1),
+):  # fmt: skip
     op("slice.Tensor", real(5, 12), 1, start, end, step)
     piece = real(5, 12)[:, slice(start if start >= 0 else 12 + start, end, step)]
     op("slice_backward", torch.randn_like(piece), [5, 12], 1, start, end, step)
@@ -317,7 +338,9 @@ op("scatter.value", real(4, 5, 6), 1, place, 0)
 op("scatter.value", real(4, 5, 6), 1, place, 2.0)
 op("scatter_reduce.two", real(4, 5, 6), 1, place, real(4, 3, 6), "amax")
 op("scatter_reduce.two", real(4, 5, 6), 1, place, real(4, 3, 6), "sum")
-for indices in ([whole(4, 7)], [None, whole(5, 8)], [whole(4, 5, 1), whole(5, 8)], [whole(4, 6), None, whole(6, 6)], [whole(4)]):
+for indices in (
+    [whole(4, 7)], [None, whole(5, 8)], [whole(4, 5, 1), whole(5, 8)], [whole(4, 6), None, whole(6, 6)], [whole(4)],
+):  # fmt: skip
     op("index.Tensor _unsafe_index.Tensor", real(4, 5, 6), indices)
 for accumulate in (False, True):
     for source in (real(7, 5, 6), zeros_node(7, 5, 6)):

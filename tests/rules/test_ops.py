@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_instances import INSTANCES, overload
+
+from .rule_instances import INSTANCES, overload
 
 NAMES = [name for name in INSTANCES if name.startswith("autopar.")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
-    differentiable = overload(name)._schema.name.removeprefix("autopar::") in ("linear", "attention", "embedding", "vocab_loss")
+    differentiable = name.split(".")[1] in ("linear", "attention", "embedding", "vocab_loss")
     for args, kwargs in INSTANCES[name][:3]:
         if differentiable:
             args = tuple(

@@ -1,0 +1,88 @@
+"""From bounds to a plan: ascend the dual, round, improve, and let the integer program decide what is left.
+
+One call minimizes seconds + byte_price * bytes over the allowed strategies. The ascent alone usually closes the gap; where it
+stalls, strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .dual import Dual
+from .evaluate import Pricer
+from .problem import Problem
+from .program import Program, Solution
+from .tied import Tied
+
+
+@dataclass(frozen=True)
+class Search:
+    """How far to go: relative gap that is good enough, sweeps, and the time the integer program may take."""
+
+    gap: float = 1e-3
+    rounds: int = 120
+    program_seconds: float = 20.0
+    largest_program: int = 60_000  # variables
+
+
+def minimize(
+    problem: Problem,
+    pricer: Pricer,
+    allowed: dict[int, np.ndarray],
+    byte_price: float = 0.0,
+    price_saved: bool = False,
+    keep_parameters: bool | None = None,
+    start: dict[int, int] | None = None,
+    search: Search = Search(),
+) -> Solution:
+    """The best choice by class that was found, its objective (price included) and a proven lower bound on the objective."""
+    dual = Dual(problem, pricer, allowed, byte_price, price_saved, keep_parameters)
+    tied = Tied(dual)
+    best = None
+    if start is not None:
+        best = Solution(start, tied.objective(start), -np.inf)
+    bound = last = -np.inf
+    for turn in range(search.rounds):
+        dual.sweep(True)
+        dual.sweep(False)
+        if turn % 4 != 3:
+            continue
+        bound = max(bound, dual.bound())
+        rounded = dual.round()
+        value = tied.objective(rounded)
+        if best is None or value < best.objective * 1.02 or not np.isfinite(best.objective):
+            rounded = tied.improve(rounded)
+            value = tied.objective(rounded)
+        if best is None or value < best.objective:
+            best = Solution(rounded, value, bound)
+        if best.objective - bound <= search.gap * abs(best.objective):
+            return Solution(best.choice, best.objective, min(bound, best.objective))
+        if turn > 12 and bound - last < 1e-5 * abs(bound):
+            break
+        last = bound
+    return _finish(problem, pricer, dual, Solution(best.choice, best.objective, bound), search)
+
+
+def _finish(problem: Problem, pricer: Pricer, dual: Dual, best: Solution, search: Search) -> Solution:
+    """Exact solution over the strategies that can still improve on `best`."""
+    base, reduced = dual.reduced_costs()
+    slack = (best.objective - base) * (1 + 1e-9)
+    remaining = {}
+    for i, cls in enumerate(dual.classes):
+        mask = np.zeros(len(problem.classes[cls].strategies), bool)
+        mask[dual.index[i][reduced[i] <= slack]] = True
+        mask[best.choice[cls]] = True
+        remaining[cls] = mask
+    program = Program(problem, pricer, remaining, dual.byte_price, dual.price_saved, dual.keep_parameters)
+    if program.variables > search.largest_program:
+        return best
+    solved = program.solve(search.program_seconds, search.gap / 2)
+    if solved is None:
+        return best
+    # a plan outside the remaining strategies costs more than `best`, one inside at least the program's bound
+    bound = max(best.bound, min(solved.bound, best.objective))
+    value = Tied(dual).objective(solved.choice)
+    winner = solved.choice if value < best.objective else best.choice
+    return Solution(winner, min(value, best.objective), min(bound, value, best.objective))

@@ -1,0 +1,245 @@
+import json
+import resource
+
+import pytest
+import torch
+from autopar.models import build, names, resolve
+from autopar.models.registry import BUILDERS, PUBLISHED
+
+from autopar.errors import ModelError
+
+COUNTS = {  # parameters of the released checkpoints, tied ones once; GPT-3's were never released
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+
+
+def count(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name, parameters", COUNTS.items())
+def test_published_parameter_counts(name, parameters):
+    assert count(build(name, batch=1, seq=8)[0]) == parameters
+
+
+def test_gpt3_has_the_175_billion_of_its_name():
+    assert 174.6e9 < count(build("gpt3-175b", batch=1, seq=8)[0]) < 175.2e9
+
+
+def test_the_meta_device_holds_no_weights():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model, inputs = build("llama3-405b", batch=64, seq=4096)
+    assert {p.device.type for p in model.parameters()} == {i.device.type for i in inputs.values()} == {"meta"}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+    assert inputs["input_ids"].shape == inputs["labels"].shape == (64, 4096)
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLISHED if n.endswith("tiny")])
+def test_every_process_builds_the_same(name):
+    torch.manual_seed(1)
+    (a, x), state = build(name, batch=2, seq=8, device="cpu"), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(state, torch.get_rng_state())  # the caller's random numbers are left alone
+    torch.manual_seed(2)
+    b, y = build(name, batch=2, seq=8, device="cpu")
+    c, z = build(name, batch=2, seq=8, device="cpu", seed=5)
+    for key, value in a.state_dict().items():
+        assert torch.equal(value, b.state_dict()[key])
+    assert all(torch.equal(x[key], y[key]) for key in x)
+    assert not all(torch.equal(x[key], z[key]) for key in x)
+    assert not all(torch.equal(value, c.state_dict()[key]) for key, value in a.state_dict().items())
+
+
+def test_inputs():
+    _, ids = build("gpt2-tiny", batch=3, seq=8, device="cpu")
+    assert ids["input_ids"].dtype == torch.int64 and 0 <= ids["input_ids"].min() <= ids["input_ids"].max() < 256
+    assert torch.equal(ids["input_ids"], ids["labels"])
+    _, features = build("mlp-tiny", batch=3, seq=8, device="cpu")
+    assert features["x"].shape == features["target"].shape == (3, 8, 64)
+    assert not torch.equal(features["x"], features["target"])
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mlp-tiny"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_dtype(name, device):
+    model, inputs = build(name, batch=2, seq=8, device=device, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(i.dtype == torch.bfloat16 for i in inputs.values() if i.is_floating_point())
+    assert model(**inputs).logits.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    "text, builder, sizes",
+    [
+        ("gpt", "gpt", dict(hidden=768, layers=12)),
+        ("gpt:hidden=64,layers=2,heads=4,vocab=1_000", "gpt", dict(hidden=64, layers=2, ffn=256, vocab=1000)),
+        (" llama : hidden = 64 , heads=4 ", "llama", dict(hidden=64, heads=4, kv_heads=4)),
+        ("llama3-8b:layers=4,rope_theta=1e4", "llama", dict(hidden=4096, layers=4, ffn=14336, rope_theta=1e4)),
+        ("GPT2:tied=False", "gpt", dict(tied=False)),
+        ("mlp:bias=false,ffn=100", "mlp", dict(bias=False, ffn=100, hidden=256)),
+        ("gpt2:", "gpt", dict(hidden=768)),
+    ],
+)
+def test_options(text, builder, sizes):
+    found, config = resolve(text)
+    assert found == builder
+    assert {key: getattr(config, key) for key in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("gpt22", "no model named 'gpt22'(.|\n)*gpt2"),
+        ("lama3-8b", "no model named 'lama3-8b'(.|\n)*llama3-8b"),
+        ("gpt:hiden=64", "gpt has no option 'hiden'(.|\n)*use hidden"),
+        ("gpt:kv_heads=2", "gpt has no option 'kv_heads'(.|\n)*heads"),
+        ("gpt:layers=two", "layers=two is not a whole number"),
+        ("gpt:layers=2.5", "layers=2.5 is not a whole number"),
+        ("gpt:tied=maybe", "tied=maybe is not true or false"),
+        ("llama:rope_theta=x", "rope_theta=x is not a number"),
+        ("gpt:layers", "cannot read 'layers' as an option"),
+        ("gpt:layers=2,layers=3", "option 'layers' is given twice"),
+        ("gpt:layers=0", "layers=0 is not a positive integer"),
+        ("gpt:heads=5", "heads=5 does not divide hidden=768(.|\n)*heads=4"),
+        ("gpt2-tiny:seq=4", "seq 8 is longer than the model's 4(.|\n)*seq=8"),
+    ],
+)
+def test_refusals_name_the_nearest(text, complaint):
+    with pytest.raises(ModelError, match=complaint):
+        build(text, batch=1, seq=8)
+
+
+@pytest.mark.parametrize("sizes", [dict(batch=0, seq=8), dict(batch=2, seq=-1), dict(batch=2.0, seq=8)])
+def test_impossible_batches(sizes):
+    with pytest.raises(ModelError, match="is not a positive integer"):
+        build("gpt2-tiny", **sizes)
+
+
+def test_names():
+    assert names()[: len(BUILDERS)] == ["gpt", "llama", "mlp"]
+    assert set(COUNTS) <= set(names())
+
+
+# a user's own file ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def fixed():\n    return torch.nn.Linear(3, 3), {'input': torch.ones(2, 3)}\n"
+        "def sized(batch, device='cpu'):\n    return torch.nn.Linear(3, 3, device=device), (torch.ones(batch, 3),)\n"
+        "def fails():\n    raise KeyError('gone')\n"
+        "def wrong():\n    return torch.nn.Linear(3, 3)\n"
+    )
+    return file
+
+
+def test_function_of_a_file(user_file):
+    model, inputs = build(f"{user_file}:fixed", batch=5, seq=8)
+    assert model.weight.device.type == "cpu" and inputs["input"].shape == (2, 3)
+    model, inputs = build(f"{user_file}:sized", batch=5, seq=8, device="meta")
+    assert model.weight.device.type == "meta" and inputs[0].shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    "name, complaint",
+    [
+        ("fixd", "no function 'fixd'(.|\n)*use fixed"),
+        ("fails", "raised KeyError: 'gone'(.|\n)*mine.py:7"),
+        ("wrong", "returned Linear, not a pair"),
+    ],
+)
+def test_refused_functions(user_file, name, complaint):
+    with pytest.raises(ModelError, match=complaint):
+        build(f"{user_file}:{name}", batch=1, seq=8)
+
+
+def test_refused_files(user_file):
+    with pytest.raises(ModelError, match="there is no file(.|\n)*mine.py"):
+        build(f"{user_file.parent}/mime.py:fixed", batch=1, seq=8)
+    user_file.write_text("import nothing_of_this_name\n")
+    with pytest.raises(ModelError, match="raised ModuleNotFoundError(.|\n)*mine.py:1"):
+        build(f"{user_file}:fixed", batch=1, seq=8)
+
+
+# Hugging Face configs ------------------------------------------------------------------------------------------------
+
+SMALL = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+GPT2 = dict(model_type="gpt2", vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+LLAMA = dict(model_type="llama", num_key_value_heads=2, dtype="bfloat16", **SMALL)
+BERT = dict(model_type="bert", max_position_embeddings=64, **SMALL)
+T5 = dict(model_type="t5", vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_heads=4, decoder_start_token_id=0)
+VIT = dict(model_type="vit", image_size=32, patch_size=8, num_hidden_layers=1, hidden_size=32, num_attention_heads=4)
+
+
+def folder(tmp_path, described, architecture=None):
+    if architecture:
+        described = described | {"architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    return f"hf:{tmp_path}"
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    "described, architecture, kind, shapes",
+    [
+        (GPT2, None, "GPT2LMHeadModel", dict(input_ids=(2, 8), labels=(2, 8))),
+        (LLAMA, "LlamaForCausalLM", "LlamaForCausalLM", dict(input_ids=(2, 8), labels=(2, 8))),
+        (BERT, "BertForMaskedLM", "BertForMaskedLM", dict(input_ids=(2, 8), labels=(2, 8))),
+        (BERT, "BertForSequenceClassification", "BertForSequenceClassification", dict(input_ids=(2, 8), labels=(2,))),
+        (BERT, "BertForTokenClassification", "BertForTokenClassification", dict(input_ids=(2, 8), labels=(2, 8))),
+        (
+            BERT, "BertForQuestionAnswering", "BertForQuestionAnswering",
+            dict(input_ids=(2, 8), start_positions=(2,), end_positions=(2,)),
+        ),
+        (T5, "T5ForConditionalGeneration", "T5ForConditionalGeneration", dict(input_ids=(2, 8), labels=(2, 8))),
+        (VIT, "ViTForImageClassification", "ViTForImageClassification", dict(pixel_values=(2, 3, 32, 32), labels=(2,))),
+    ],
+)  # fmt: skip
+def test_hugging_face_configs(tmp_path, described, architecture, kind, shapes, device):
+    pytest.importorskip("transformers")
+    model, inputs = build(folder(tmp_path, described, architecture), batch=2, seq=8, device=device)
+    assert type(model).__name__ == kind
+    assert {name: tuple(value.shape) for name, value in inputs.items()} == shapes
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # whatever the config says
+    loss = model(**inputs).loss
+    assert loss.device.type == device and loss.ndim == 0
+
+
+def test_hugging_face_file_and_dropout(tmp_path):
+    pytest.importorskip("transformers")
+    text = folder(tmp_path, GPT2 | {"attn_pdrop": 0.25})
+    model, _ = build(f"{text}/config.json", batch=2, seq=8)
+    assert (model.config.attn_pdrop, model.config.resid_pdrop) == (0.25, 0.1)
+
+
+@pytest.mark.parametrize(
+    "described, complaint",
+    [
+        (dict(model_type="lama"), "does not know the model type 'lama'(.|\n)*llama"),
+        (dict(hidden_size=3), "has no model_type"),
+        ([], "has no model_type"),
+        (T5, "t5 has no causal language model(.|\n)*architectures"),
+        (GPT2 | dict(n_positions=4), "seq 8 is longer than the model's 4"),
+    ],
+)
+def test_refused_configs(tmp_path, described, complaint):
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match=complaint):
+        build(folder(tmp_path, described), batch=2, seq=8)
+
+
+def test_missing_config(tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match="cannot read .*config.json"):
+        build(f"hf:{tmp_path}", batch=2, seq=8)
