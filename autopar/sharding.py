@@ -35,6 +35,7 @@ class Sharding:
     kept: copies that the forward makes and the backward reuses, as (producer node, output index, layout). A backward op that
         wants another layout of a forward tensor and finds it not kept redistributes again from the producer's own layout:
         this is how ZeRO-3 gathers a parameter a second time.
+    recompute: blocks ("model.layers.3") whose inner values the backward computes again.
     """
 
     mesh: Mesh
@@ -44,6 +45,7 @@ class Sharding:
     leaves: Mapping[str, Layout]
     outputs: tuple[Layout | None, ...]
     kept: frozenset[tuple[str, int, Layout]] = field(default_factory=frozenset)
+    recompute: frozenset[str] = field(default_factory=frozenset)
 
     @cached_property
     def redistributor(self) -> Redistributor:

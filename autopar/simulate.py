@@ -47,7 +47,8 @@ class Request:
     def __str__(self) -> str:
         name = str(self.node.target).removeprefix("_c10d_functional.").removesuffix(".default")
         dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return f"{self.node.name} ({name} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
+        reduction = "".join(f" {a}" for a in self.args if isinstance(a, str))
+        return f"{self.node.name} ({name}{reduction} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
 
 
 class Simulator:

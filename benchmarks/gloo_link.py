@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 SIZES_BYTES = [2**k for k in range(12, 26)]  # 4 KiB to 32 MiB, global
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 TIMEOUT_SECONDS = 60
 LIMIT_SECONDS = 300
 
@@ -76,7 +77,7 @@ def collectives(world: int) -> dict[str, list[tuple[float, float]]]:
 def compute() -> dict[str, float]:
     """One process: matrix products, a copy of 64 MiB (bytes read plus written), and the start of a small op."""
     numbers = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp64", torch.float64)):
+    for name, dtype in DTYPES.items():
         for size in (128, 256, 512, 1024):
             a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
             seconds = seconds_of(lambda a=a, b=b: a @ b, rounds=12, calls=max(1, 2**27 // size**3))

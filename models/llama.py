@@ -75,7 +75,8 @@ def rotary_tables(seq: int, head_dim: int, theta: float, device: torch.device) -
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)  # (D/2,)
     positions = torch.arange(seq, device=device, dtype=torch.float32)
-    angles = (positions[:, None] * frequencies[None, :]).repeat(1, 2)  # (S, D)
+    angles = positions[:, None] * frequencies[None, :]  # (S, D/2)
+    angles = torch.cat((angles, angles), dim=-1)  # (S, D)
     return angles.cos(), angles.sin()
 
 

@@ -1,4 +1,4 @@
-"""From one line of text to a model and example inputs.
+"""From one line of text to a model and example inputs. The text is one of
 
     gpt2                               a published size
     gpt:hidden=64,layers=2             a builder with options; others keep the builder's defaults

@@ -20,7 +20,7 @@ import torch
 import torch.distributed._functional_collectives  # noqa: F401  (registers the fake kernels of the collectives)
 from torch import fx
 
-from .._torch import c10d, fake_mode
+from .._torch import c10d, fake_mode, rename
 from ..cost.redistribute import Move, Step
 from ..graph import bytes_of
 from ..layout import chunk, local_shape
@@ -45,7 +45,8 @@ class Collective:
 
 
 class Builder:
-    """Appends op nodes to a graph and computes their fake local values. Every new node gets a copy of `meta`."""
+    """Appends op nodes to a graph and computes their fake local values. Every new node gets a copy of `meta`; if that names
+    a tensor, so does the node."""
 
     def __init__(self, graph: fx.Graph, mode=None):
         self.graph, self.mode, self.meta = graph, mode or fake_mode(), {}
@@ -54,6 +55,8 @@ class Builder:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:
             value = target(*fake_args, **fake_kwargs)
+        if name is None and "tensor" in self.meta:
+            name = f"{self.meta['tensor']}_{target.overloadpacket.__name__}"
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         node.meta = {**self.meta, "val": value}
         return node
@@ -84,15 +87,16 @@ class Emitter:
         count = math.prod(self.mesh.size(a) for a in axes)
         before = local_shape(shape, step.before, self.mesh, self.coordinate)
         after = local_shape(shape, step.after, self.mesh, self.coordinate)
-        if move.kind == "slice":
-            return contiguous(self.builder, self._slice(x, move, count, before))
         lowering = {
             "all_reduce": self._all_reduce,
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
             "all_to_all": self._all_to_all,
+            "slice": self._slice,
         }[move.kind]
-        return contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor), x, move, before, after))
+        y = contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor), x, move, before, after))
+        rename(y, f"{tensor}_{move.kind}")
+        return y
 
     def _all_reduce(self, group, x, move, before, after):
         return group.run(c10d.all_reduce.default, x, move.reduction)
@@ -119,8 +123,8 @@ class Emitter:
         y = self._unstack(group.exchange(self._stack(x, n, e, move.to_parts)), n, d, move.parts)
         return self._cut(y, {d: after[d], e: after[e]})
 
-    def _slice(self, x, move, count, before):
-        d, index = move.dim, self.coordinate[move.axes[0]]
+    def _slice(self, group, x, move, before, after):
+        d, index, count = move.dim, self.coordinate[move.axes[0]], group.count
         if move.parts == 1:
             return self.call(aten.slice.Tensor, x, d, *chunk(before[d], count, index))
         block = before[d] // (move.parts * count)
@@ -183,7 +187,7 @@ class _Group:
         sent = bytes_of(x.meta["val"]) * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
         started = builder.call(op, x, *args, ",".join(self.axes), name=f"{self.tensor}_{kind}_start")
         started.meta["collective"] = Collective(kind, self.axes, sent, self.tensor, builder.meta.get("phase", "forward"))
-        return builder.call(c10d.wait_tensor.default, started, name=f"{self.tensor}_{kind}")
+        return builder.call(c10d.wait_tensor.default, started)
 
     def exchange(self, x: fx.Node) -> fx.Node:
         """An all-to-all of equal blocks on dim 0."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from .. import ops  # noqa: F401  (registers torch.ops.autopar)
+from .._torch import rename
 from ..graph import values_of
 from .emit import Builder
 
@@ -33,6 +34,7 @@ def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
             new.meta |= {k: node.meta[k] for k in ("global", "layout") if k in node.meta}
             node.replace_all_uses_with(new)
             graph.erase_node(node)
+            rename(new, node.name)
     graph.eliminate_dead_code()
     graph.lint()
     local.recompile()

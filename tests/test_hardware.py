@@ -123,7 +123,7 @@ def test_links_that_members_of_a_node_share(mesh, axis, link):
 
 def test_a_flat_mesh_of_h100_gathers_as_measured():
     """All-gathers reach 409.6 GB/s of result a GPU on 2 nodes of 8 and 385.5 on 32 (constants of AutoParallel's cost
-    model, fitted to nccl-tests), (n - 1) / n of it sent: the rings of a node use its 8 network cards of 50 GB/s each."""
+    model, fitted to nccl-tests), (n - 1) / n of it sent: rings use all 8 network cards of a node, 50 GB/s each."""
     for size, result_bytes_per_second in ((16, 409.6e9), (256, 385.5e9)):
         link = hardware.load("h100").links_for(Mesh(("dp",), (size,)))["dp"]
         assert link.bytes_per_second == pytest.approx(result_bytes_per_second * (size - 1) / size, rel=0.06)

@@ -48,9 +48,10 @@ class Evaluation:
     saved: dict[tuple[int, int, Layout], float]  # saved for the backward: (vertex, output, layout) -> bytes
     kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
-    recomputed_blocks: int = 0
+    recomputed_blocks: list[str] = field(default_factory=list)
     recompute_seconds: float = 0.0
-    extra_bytes: float = 0.0
+    whole_gradient_bytes: float = 0.0  # what ZeRO-1's unreduced gradients take beyond their shards
+    transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
 
     @property
     def communication_seconds(self) -> float:
@@ -66,7 +67,7 @@ class Evaluation:
 
     @property
     def bytes_(self) -> float:
-        return self.resident_bytes + self.saved_bytes + self.extra_bytes
+        return self.resident_bytes + self.saved_bytes + self.whole_gradient_bytes + self.transient_bytes
 
 
 class Pricer:
@@ -148,7 +149,7 @@ def evaluate(
             master = problem.vertices[uses[0].consumer]
             shard = problem.choices(master.index).strategies[choice[master.index]].outputs[0]
             whole = pricer.local_bytes(master.index, 0, Layout.replicated(len(shard.dims)))
-            result.extra_bytes += whole - pricer.local_bytes(master.index, 0, shard)
+            result.whole_gradient_bytes += whole - pricer.local_bytes(master.index, 0, shard)
     return result
 
 

@@ -8,6 +8,7 @@ parameter as consumer and `STATE` as slot.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,7 @@ class Problem:
     unruled: list[fx.Node]
     graph: fx.Graph
     rule_of: dict[int, Rule | None]
+    output_uses: list[Use]  # one an output of the graph
 
     def choices(self, vertex: int) -> Choices:
         return self.classes[self.vertices[vertex].cls]
@@ -101,10 +103,12 @@ def build(
     state: StateBytes,
     fold: Callable[[list[Vertex], list[Use]], list[int]],
     fixed: dict[str, Layout] | None = None,
+    pins: dict[str, str] | None = None,
 ) -> Problem:
-    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes."""
+    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes; leaves that
+    different `pins` name do not share one."""
     graph = captured.graph
-    vertices, uses, where = _vertices(graph)
+    vertices, uses = _vertices(graph)
     part_sets = rules.propagate_parts(graph)
     rule_of: dict[int, Rule | None] = {}
     unruled = []
@@ -116,8 +120,9 @@ def build(
             v.signature = (*v.signature, _parts_key(part_sets, v.node, rule))
         elif v.kind == "parameter":
             v.signature = (*v.signature, str(part_sets.get((v.node, 0))))
-        if fixed and v.name in fixed:
-            v.signature = (*v.signature, str(fixed[v.name]))
+        if v.kind in ("parameter", "input", "buffer"):
+            named = [p for p in pins or {} if fnmatch.fnmatchcase(v.node.meta["role"].name, p)]
+            v.signature = (*v.signature, str((fixed or {}).get(v.name)), tuple(named))
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices, uses)
@@ -132,10 +137,11 @@ def build(
         (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
         for i, value in enumerate(values_of(v.node))
     }  # fmt: skip
-    return Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of)
+    outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
+    return Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs)
 
 
-def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use], dict[fx.Node, int]]:
+def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
@@ -182,7 +188,7 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use], dict[fx.Node, i
             v = add(f"{role.kind}:{role.name}", "output", node, phase, ("output", role.kind, role.name))
             v.inputs = [(p, o)]
             uses.append(Use(p, o, v.index, 0, phase))
-    return vertices, uses, where
+    return vertices, uses
 
 
 def _constants(node: fx.Node) -> list:

@@ -1,4 +1,4 @@
-"""What rules allow and refuse: the numerical checks show that nothing offered is wrong, these that nothing is missing."""
+"""What rules allow and refuse: numerical checks show that nothing offered is wrong, these that nothing is missing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,244 @@
+"""The plan: everything the planner decided for one model, mesh and hardware, as frozen data.
+
+`print(plan)` is stable text (autopar/view/plan_text.py), `plan.save(path)` and `Plan.load(path)` are JSON with a version, a
+content hash and the fingerprint of the graph that it was made for. `plan.sharding` is what the lowering reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from torch import fx
+
+from .errors import PlanFormatError, PlanMismatchError
+from .graph import is_op, output_node, values_of
+from .hardware import Link
+from .layout import Layout
+from .mesh import Mesh
+from .sharding import NodeSharding, Sharding
+
+VERSION = 1
+LARGEST_FILE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind over the same axes in one phase: how many, bytes a device sends, predicted seconds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    count: int
+    wire_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Region:
+    """One row of the plan's table: a module, or `copies` equal ones, with layouts and costs (of all copies together)."""
+
+    name: str
+    copies: int
+    ops: int
+    weights: str
+    activations: str
+    compute_seconds: float
+    communication_seconds: float
+    bytes_: float
+    collectives: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """An expert strategy costed by the same model. `note` says why there is no number."""
+
+    name: str
+    step_seconds: float | None
+    communication_seconds: float | None
+    peak_bytes: float | None
+    fits: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module. Seconds are of one training step without the optimizer's; bytes are a device's."""
+
+    model: str
+    mesh: Mesh
+    hardware: str
+    precision: str
+    optimizer: str
+    strategy: str
+    memory_limit_bytes: float
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    recompute_seconds: float
+    bound: float  # no plan in the search space takes fewer seconds
+    gap: float
+    peak_bytes: float
+    memory: dict[str, float]
+    collectives: tuple[Collective, ...]
+    regions: tuple[Region, ...]
+    alternatives: tuple[Alternative, ...]
+    recomputed: tuple[str, ...]
+    warnings: tuple[str, ...]
+    layouts: dict[str, str]  # of every parameter and input, by its own name
+    sharding: Sharding = field(repr=False)
+    reduce_scatter: str = "native"
+    fingerprint: str = ""
+    planning_seconds: float = field(default=0.0, compare=False)
+
+    def __str__(self) -> str:
+        from .view.plan_text import plan_text
+
+        return plan_text(self)
+
+    def to_json(self) -> dict:
+        """Plain data, without the time that planning took, so equal plans are equal bytes."""
+        data = asdict(replace(self, sharding=None))
+        data.pop("planning_seconds")
+        data["mesh"] = str(self.mesh)
+        data["sharding"] = _sharding_to_json(self.sharding)
+        data["version"] = VERSION
+        data["hash"] = _content_hash(data)
+        return data
+
+    @property
+    def hash(self) -> str:
+        return self.to_json()["hash"]
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Raises PlanFormatError if the file is not a plan of this version or was changed after it was written."""
+        try:
+            if Path(path).stat().st_size > LARGEST_FILE_BYTES:
+                raise PlanFormatError(f"{path} is larger than any plan", fix="pass a file written by plan.save")
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise PlanFormatError(f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save") from None
+        return Plan.from_json(data, str(path))
+
+    @staticmethod
+    def from_json(data: object, name: str = "plan") -> Plan:
+        if not isinstance(data, dict) or data.get("version") != VERSION:
+            version = data.get("version") if isinstance(data, dict) else None
+            raise PlanFormatError(f"{name} has plan version {version!r}, not {VERSION}", fix="plan again with this autopar")
+        if data.get("hash") != _content_hash(data):
+            raise PlanFormatError(f"{name} was changed after it was written: its hash does not match", fix="plan again")
+        try:
+            fields = {k: v for k, v in data.items() if k not in ("version", "hash")}
+            mesh = Mesh.parse(fields["mesh"])
+            fields |= {
+                "mesh": mesh,
+                "collectives": tuple(Collective(**(c | {"axes": tuple(c["axes"])})) for c in fields["collectives"]),
+                "regions": tuple(Region(**r) for r in fields["regions"]),
+                "alternatives": tuple(Alternative(**a) for a in fields["alternatives"]),
+                "recomputed": tuple(fields["recomputed"]),
+                "warnings": tuple(fields["warnings"]),
+                "sharding": _sharding_from_json(fields["sharding"], mesh),
+            }
+            return Plan(**fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanFormatError(f"{name} lacks or misstates a field: {error}", fix="plan again") from None
+
+    def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:
+        """Raises PlanMismatchError if the plan was made for another mesh or another graph."""
+        if self.mesh != mesh:
+            raise PlanMismatchError(
+                f"the plan was made for mesh {self.mesh}, not {mesh}", mesh=mesh, fix="plan again for this mesh"
+            )
+        found = fingerprint(graph)
+        if found != self.fingerprint:
+            raise PlanMismatchError(
+                f"the plan was made for another model, input shape or torch version: {self.model} with graph "
+                f"{self.fingerprint[:12]}, this is {found[:12]}",
+                fix="plan again with this model and these example_inputs",
+            )
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """Hash of a joint graph: every node with its op, constants and global shapes."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        shapes = [(tuple(v.shape), str(v.dtype)) for v in values_of(node)]
+        arguments = "" if node.op in ("placeholder", "get_attr") else f"{node.args} {dict(node.kwargs)}"
+        digest.update(f"{node.name} {node.op} {node.target} {arguments} {shapes}\n".encode())
+    return digest.hexdigest()
+
+
+def leaf_and_op_names(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
+    leaves = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+    return leaves, [n for n in graph.nodes if is_op(n)], output_node(graph)
+
+
+def _content_hash(data: dict) -> str:
+    body = {k: v for k, v in data.items() if k != "hash"}
+    try:
+        return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    except (TypeError, ValueError):
+        return ""
+
+
+def _sharding_to_json(sharding: Sharding) -> dict:
+    """Layouts as text, each distinct one once: nodes refer to them by number."""
+    numbers: dict[Layout, int] = {}
+
+    def number(layout: Layout | None) -> int | None:
+        return None if layout is None else numbers.setdefault(layout, len(numbers))
+
+    nodes = {
+        name: [[number(x) for x in n.inputs], [number(x) for x in n.outputs], list(n.choice)]
+        for name, n in sharding.nodes.items()
+    }
+    leaves = {name: number(layout) for name, layout in sharding.leaves.items()}
+    outputs = [number(x) for x in sharding.outputs]
+    kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
+    return {
+        "links": {a: [x.latency_seconds, x.bytes_per_second, x.all_to_all_bytes_per_second] for a, x in sharding.links.items()},
+        "memory_bytes_per_second": sharding.memory_bytes_per_second,
+        "nodes": nodes,
+        "leaves": leaves,
+        "outputs": outputs,
+        "kept": kept,
+        "recompute": sorted(sharding.recompute),
+        "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
+    }
+
+
+def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
+    layouts = []
+    for ndim, text in data["layouts"]:
+        if not isinstance(ndim, int) or not 0 <= ndim <= 64:
+            raise ValueError(f"a tensor of {ndim!r} dims")
+        layouts.append(Layout.parse(text, ndim))
+        for axis in (*layouts[-1].sharding_axes, *(a for a, _ in layouts[-1].partial)):
+            mesh.size(axis)
+
+    def layout(number: int | None) -> Layout | None:
+        return None if number is None else layouts[number]
+
+    links = {axis: Link(*map(lambda x: x if x is None else float(x), values)) for axis, values in data["links"].items()}
+    if set(links) != set(mesh.names) or not all(0 < x.bytes_per_second < math.inf for x in links.values()):
+        raise ValueError("links do not match the mesh")
+    return Sharding(
+        mesh,
+        links,
+        float(data["memory_bytes_per_second"]),
+        {
+            name: NodeSharding(tuple(map(layout, ins)), tuple(map(layout, outs)), tuple(choice))
+            for name, (ins, outs, choice) in data["nodes"].items()
+        },
+        {name: layout(number) for name, number in data["leaves"].items()},
+        tuple(map(layout, data["outputs"])),
+        frozenset((name, index, layout(number)) for name, index, number in data["kept"]),
+        frozenset(data["recompute"]),
+    )

@@ -1,0 +1,229 @@
+"""Expert strategies and pins as restrictions of the search space: which strategies each class may still choose.
+
+Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a *tensor*
+axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO says whether
+parameters are stored sharded over data axes and whether a gathered copy is kept for the backward. Everything else, such as
+which weight is cut by column and which by row, the same integer program decides as without a restriction.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import StrategyError
+from ..layout import Layout
+from ..mesh import Mesh
+from ..rules.rule import entries_of, name_of
+from .problem import Problem
+
+DATA, TENSOR, TENSOR_SEQUENCE, FREE = "data", "tensor", "tensor with sequence", "free"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named strategy. `shard`: which data axes store parameters sharded ("none", "last", "all"). `keep`: whether gathered
+    copies stay for the backward (None: as memory's price says)."""
+
+    data: bool
+    tensor: str | None = None
+    shard: str = "none"
+    keep: bool | None = None
+    whole_gradients: bool = False
+    data_axes: int | None = None  # how many axes it needs, None for any number
+
+
+RECIPES = {
+    "ddp": Recipe(data=True),
+    "zero1": Recipe(data=True, shard="all", keep=True, whole_gradients=True),
+    "zero2": Recipe(data=True, shard="all", keep=True),
+    "fsdp": Recipe(data=True, shard="all", keep=False),
+    "hsdp": Recipe(data=True, shard="last", keep=False, data_axes=2),
+    "megatron": Recipe(data=False, tensor=TENSOR),
+    "megatron_sp": Recipe(data=False, tensor=TENSOR_SEQUENCE),
+}
+ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """Roles of the axes and the treatment of parameters. Without a strategy every axis is free."""
+
+    name: str
+    roles: dict[str, str]
+    sharded_axes: tuple[str, ...] = ()  # parameters must be sharded over these where a dim allows it
+    whole_axes: tuple[str, ...] = ()  # parameters must not be sharded over these
+    keep: bool | None = None
+    whole_gradients: bool = False
+
+    @staticmethod
+    def of(strategy: str | None, mesh: Mesh) -> Restriction:
+        """Raises StrategyError for an unknown strategy or one that the mesh has too few axes for."""
+        name = ALIASES.get(strategy, strategy) if strategy is not None else None
+        if name is None:
+            return Restriction("auto", dict.fromkeys(mesh.names, FREE))
+        if name not in RECIPES:
+            known = ", ".join(["auto", *RECIPES])
+            close = difflib.get_close_matches(str(strategy), list(RECIPES), 1)
+            raise StrategyError(f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}")
+        recipe = RECIPES[name]
+        if recipe.data_axes and len(mesh.names) < recipe.data_axes:
+            raise StrategyError(
+                f"{name} replicates over one axis and shards over another, the mesh has {len(mesh.names)}",
+                mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
+            )  # fmt: skip
+        if recipe.data:
+            sharded = {"none": (), "last": mesh.names[-1:], "all": mesh.names}[recipe.shard]
+            whole = tuple(a for a in mesh.names if a not in sharded)
+            return Restriction(name, dict.fromkeys(mesh.names, DATA), sharded, whole, recipe.keep, recipe.whole_gradients)
+        tensor = ("tp",) if "tp" in mesh.names else mesh.names[-1:]
+        data = tuple(a for a in mesh.names if a not in tensor)
+        roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
+        return Restriction(name, roles, tensor, data, None)
+
+
+def allowed_strategies(problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
+    """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow."""
+    mesh = problem.mesh
+    batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
+    masks = {}
+    for cls, options in problem.classes.items():
+        v = problem.vertices[cls]
+        mask = np.ones(len(options.strategies), bool)
+        if v.kind == "op" and batch:
+            mask = _op_mask(options.strategies, restriction, mesh, batch[cls], weight[cls])
+        elif v.kind == "parameter":
+            mask = _parameter_mask(options.strategies, restriction)
+        elif v.kind == "input":
+            mask = _input_mask(options.strategies, restriction)
+        masks[cls] = mask
+    for pattern, text in (pins or {}).items():
+        _pin(problem, masks, pattern, text)
+    return masks
+
+
+def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], weight: set[str]) -> np.ndarray:
+    mask = np.ones(len(strategies), bool)
+    for i, axis in enumerate(mesh.names):
+        role = restriction.roles[axis]
+        if role == FREE:
+            continue
+        chosen = [(s.choice[i] if s.choice else "") for s in strategies]
+        factors = [c.split("/")[0] for c in chosen]
+        if role == DATA:
+            fits = np.array([f in batch for f in factors]) & mask
+            mask &= fits if fits.any() else np.array([not f or f.startswith("+") for f in factors])
+        elif role == TENSOR:
+            mask &= np.array([not f or f.startswith("+") or (f in weight and f not in batch) for f in factors])
+        else:
+            mask &= np.array([f not in batch for f in factors])
+    return mask
+
+
+def _parameter_mask(strategies, restriction: Restriction) -> np.ndarray:
+    layouts = [s.outputs[0] for s in strategies]
+    used = [set(layout.sharding_axes) for layout in layouts]
+    mask = np.array([not (u & set(restriction.whole_axes)) for u in used])
+    needed = set(restriction.sharded_axes)
+    if needed and (len(layouts[0].dims) > 1 or DATA in restriction.roles.values() and not _has_tensor(restriction)):
+        score = np.array([len(u & needed) if m else -1 for u, m in zip(used, mask)])
+        mask &= score == score.max()
+    return mask
+
+
+def _has_tensor(restriction: Restriction) -> bool:
+    return any(role in (TENSOR, TENSOR_SEQUENCE) for role in restriction.roles.values())
+
+
+def _input_mask(strategies, restriction: Restriction) -> np.ndarray:
+    """Dim 0 is cut over data axes only, and over as many as it can be."""
+    data = {a for a, role in restriction.roles.items() if role == DATA}
+    fixed = {a for a, role in restriction.roles.items() if role != FREE}
+    layouts = [s.outputs[0] for s in strategies]
+    first = [set(layout.dims[0]) if layout.dims else set() for layout in layouts]
+    mask = np.array([(f & fixed) <= data for f in first])
+    if data:
+        mask &= np.array([not (set(x.sharding_axes) & data) - f for x, f in zip(layouts, first)])
+        score = np.array([len(f & data) if m else -1 for f, m in zip(first, mask)])
+        mask &= score == score.max()
+    return mask
+
+
+def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str) -> None:
+    found = False
+    names = {}
+    for v in problem.vertices:
+        if v.kind not in ("parameter", "input", "buffer"):
+            continue
+        name = v.node.meta["role"].name
+        names[name] = v
+        if not fnmatch.fnmatchcase(name, pattern):
+            continue
+        found = True
+        options = problem.classes[v.cls].strategies
+        wanted = Layout.parse(text, v.node.meta["val"].dim())
+        axes = {word.split(":")[0] for word in text.replace(",", " ").split()} & set(problem.mesh.names)
+        for word in text.replace(",", " ").split():
+            if word != "R" and word.split(":")[0] not in problem.mesh.names:
+                problem.mesh.size(word.split(":")[0])
+        fits = np.array([_follows(s.outputs[0], wanted, axes or None) for s in options])
+        if not (masks[v.cls] & fits).any():
+            raise StrategyError(
+                f"no layout of {name} follows the pin {pattern}: {text}",
+                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
+                fix="pin a dim that the axis divides, or leave the parameter to the planner",
+            )  # fmt: skip
+        masks[v.cls] &= fits
+    if not found:
+        close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
+        raise StrategyError(f"the pin {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}")
+
+
+def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
+    """Whether the named axes are placed as wanted; all axes if none is named ("R")."""
+    if axes is None:
+        return layout == wanted
+    for axis in axes:
+        if layout.dim_of(axis) != wanted.dim_of(axis):
+            return False
+    return all(w == 1 or w == p for w, p in zip(wanted.parts, layout.parts))
+
+
+def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
+    """By class: the factors that come from the batch dim of an input, and those that come from a parameter's dim. Dims of
+    tensors that share a factor of some op are one group; a dim of several factors joins its outermost one only."""
+    parent: dict = {}
+
+    def find(x):
+        while parent.setdefault(x, x) != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    places: dict[int, dict[str, tuple]] = defaultdict(dict)
+    for cls in problem.classes:
+        v, rule = problem.vertices[cls], problem.rule_of.get(cls)
+        if v.kind != "op" or rule is None:
+            continue
+        tensors = [(problem.vertices[p].cls, o) for p, o in v.inputs]
+        tensors = list(zip(tensors, rule.inputs)) + [((cls, o), dims) for o, dims in enumerate(rule.outputs)]
+        for tensor, dims in tensors:
+            for d, dim in enumerate(dims):
+                for entry in entries_of(dim)[:1]:
+                    factor = name_of(entry)
+                    here = places[cls].setdefault(factor, (*tensor, d))
+                    parent[find((*tensor, d))] = find(here)
+    batch, weight = set(), set()
+    for cls in problem.classes:
+        v = problem.vertices[cls]
+        if v.kind == "input" and v.node.meta["val"].dim():
+            batch.add(find((cls, 0, 0)))
+        elif v.kind == "parameter":
+            weight |= {find((cls, 0, d)) for d in range(v.node.meta["val"].dim())}
+    of_batch = {cls: {f for f, x in places[cls].items() if find(x) in batch} for cls in problem.classes}
+    of_weight = {cls: {f for f, x in places[cls].items() if find(x) in weight} for cls in problem.classes}
+    return of_batch, of_weight

@@ -1,0 +1,149 @@
+"""The search for a plan under a memory limit, and the same search for the expert strategies.
+
+Memory enters as a price per byte. With the smallest price the plan is the fastest there is; if it does not fit, the price is
+raised by bisection. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds of every plan that
+fits, so the best bound over all prices certifies the result. A plan that nearly fits may recompute blocks instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import AutoparError, MemoryInfeasibleError
+from .ascend import Search, minimize
+from .blocks import Blocks
+from .evaluate import Evaluation, Pricer, evaluate
+from .problem import Problem
+from .restrict import RECIPES, Restriction, allowed_strategies
+
+MOST_PRICES = 9
+
+
+@dataclass
+class Outcome:
+    """A plan's cost on the unfolded graph, with the bound that certifies it."""
+
+    restriction: Restriction
+    evaluation: Evaluation
+    bound_seconds: float
+    fits: bool
+    smallest_bytes: float = 0.0  # of all plans tried
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1.0 - self.bound_seconds / self.evaluation.seconds)
+
+
+class Solver:
+    """Searches one problem under one memory limit. `report(text)` is told what is being done."""
+
+    def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
+                 report: Callable[[str], None] = lambda text: None):  # fmt: skip
+        self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
+        self.search, self.report, self.blocks = search, report, Blocks(problem)
+        fastest = sum(float(c.seconds.min()) * len(c.members) for c in problem.classes.values())
+        self.unit_price = max(fastest, 1e-6) / limit_bytes  # a price at which the whole memory costs as much as all compute
+        self.tie_price = self.unit_price * 1e-5  # among equally fast plans the smaller one
+
+    def solve(self, restriction: Restriction, pins: dict[str, str] | None = None, start: dict[int, int] | None = None) -> Outcome:
+        """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
+        allowed = allowed_strategies(self.problem, restriction, pins)
+        fastest = self._at_price(restriction, allowed, self.tie_price, price_saved=False, start=start)
+        if fastest.fits:
+            return fastest
+        return self._raise_price(restriction, allowed, fastest)
+
+    def baseline(self, name: str) -> Outcome | AutoparError:
+        """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
+        try:
+            restriction = Restriction.of(name, self.problem.mesh)
+            self.report(name)
+            allowed = allowed_strategies(self.problem, restriction)
+            return self._at_price(restriction, allowed, self.tie_price, price_saved=False)
+        except AutoparError as error:
+            return error
+
+    def baselines(self) -> dict[str, Outcome | AutoparError]:
+        return {name: self.baseline(name) for name in RECIPES}
+
+    def _at_price(self, restriction: Restriction, allowed, price: float, price_saved: bool, start=None) -> Outcome:
+        solution = minimize(
+            self.problem, self.pricer, allowed, price, price_saved, restriction.keep, start, search=self.search
+        )
+        choice = {v.index: solution.choice[v.cls] for v in self.problem.vertices}
+        evaluation = evaluate(
+            self.problem, choice, self.pricer, price, restriction.keep, restriction.whole_gradients
+        )
+        self._check(solution.objective, evaluation, price, price_saved)
+        bound = solution.bound - price * self.limit_bytes
+        return Outcome(restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
+
+    def _check(self, objective: float, evaluation: Evaluation, price: float, price_saved: bool) -> None:
+        """The objective of the folded problem must be the cost of the unfolded plan."""
+        priced = evaluation.resident_bytes + (evaluation.saved_bytes if price_saved else 0.0)
+        again = evaluation.seconds + price * priced
+        if abs(again - objective) > 1e-6 * abs(objective) + 1e-12:
+            raise AssertionError(f"the folded objective {objective} is not the unfolded cost {again}")
+
+    def _raise_price(self, restriction: Restriction, allowed, fastest: Outcome) -> Outcome:
+        best: Outcome | None = None
+        bound, smallest = fastest.bound_seconds, fastest.evaluation.bytes_
+        best = self._recomputed(fastest, best)
+        low, high, price = None, None, self.unit_price * 0.05
+        for _ in range(MOST_PRICES):
+            self.report(f"memory price {price / self.unit_price:.3g}")
+            tried = self._at_price(restriction, allowed, price, price_saved=True)
+            bound = max(bound, self._bound_with_recompute(restriction, allowed, price))
+            smallest = min(smallest, tried.evaluation.bytes_)
+            if tried.fits:
+                high = price
+                if best is None or tried.evaluation.seconds < best.evaluation.seconds:
+                    best = tried
+            else:
+                low = price
+                best = self._recomputed(tried, best)
+            if best is not None and best.evaluation.seconds - bound <= 2e-3 * best.evaluation.seconds:
+                break
+            if high is None:
+                price *= 6
+            elif low is None:
+                price /= 6
+            elif high / low < 1.05:
+                break
+            else:
+                price = float(np.sqrt(low * high))
+        if best is None:
+            self._refuse(restriction, allowed, smallest)
+        return Outcome(restriction, best.evaluation, bound, True, smallest)
+
+    def _bound_with_recompute(self, restriction: Restriction, allowed, price: float) -> float:
+        """A bound that also holds for plans that recompute: saved values cost nothing, resident ones their price."""
+        solution = minimize(self.problem, self.pricer, allowed, price, False, restriction.keep, search=self.search)
+        return solution.bound - price * self.limit_bytes
+
+    def _recomputed(self, tried: Outcome, best: Outcome | None) -> Outcome | None:
+        evaluation = self.blocks.fit(tried.evaluation, self.pricer, self.limit_bytes)
+        if evaluation is None or (best is not None and best.evaluation.seconds <= evaluation.seconds):
+            return best
+        return Outcome(tried.restriction, evaluation, tried.bound_seconds, True)
+
+    def _refuse(self, restriction: Restriction, allowed, smallest: float) -> None:
+        dearest = self._at_price(restriction, allowed, self.unit_price * 1e4, price_saved=True).evaluation
+        without = dearest.resident_bytes
+        options = self.blocks.recomputation(dearest, self.pricer)
+        freed = sum(r.freed_bytes for r in options) - max((r.freed_bytes for r in options), default=0.0)
+        need = min(smallest, dearest.bytes_ - max(freed, 0.0))
+        missing = need - self.limit_bytes
+        factor = int(np.ceil(need / self.limit_bytes))
+        kind = "" if restriction.name == "auto" else f" with strategy {restriction.name}"
+        raise MemoryInfeasibleError(
+            f"no plan{kind} fits {self.limit_bytes / 2**30:.2f} GiB a device: the smallest found needs "
+            f"{need / 2**30:.2f} GiB, {missing / 2**30:.2f} GiB more",
+            missing_bytes=int(missing),
+            breakdown={"parameters, gradients and optimizer": without, "saved for the backward": need - without},
+            mesh=self.problem.mesh,
+            fix=f"about {factor}x the devices, a smaller batch, or memory={need / 2**30:.1f}GiB would fit",
+        )
