@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from .. import ops  # noqa: F401  (registers torch.ops.autopar)
-from .._torch import rename
 from ..graph import values_of
 from .emit import Builder
 
@@ -31,10 +30,9 @@ def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
         with graph.inserting_before(node):
             new = lower(builder.call, node, *node.args)
         if new is not None and _same_form(node, new):
-            new.meta |= {k: node.meta[k] for k in ("global", "layout") if k in node.meta}
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-            rename(new, node.name)
+            # The node keeps its name and its fake value, with which views of it share storage (the partition looks).
+            node.target, node.args, node.kwargs = new.target, new.args, new.kwargs
+            node.meta.pop("sharding", None)
     graph.eliminate_dead_code()
     graph.lint()
     local.recompile()

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..graph import tensor_arguments, values_of
-from .reading import input_shapes, is_zero, output_shapes
+from .reading import is_zero
 from .rule import Dim, Inner, Rule, entries_of, name_of, names_in
 
 INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
@@ -22,12 +22,13 @@ INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 
 def settle(node: fx.Node, rule: Rule) -> Rule | None:
     """`rule` restricted to what holds for the sizes and dtypes of `node`; None if the node has other tensors."""
-    shapes = input_shapes(node) + output_shapes(node)
+    arguments, outputs = tensor_arguments(node), values_of(node)
+    values = [a.meta["val"] for a in arguments] + outputs
     claimed = rule.inputs + rule.outputs
-    if len(rule.inputs) != len(input_shapes(node)) or [len(s) for s in shapes] != [len(dims) for dims in claimed]:
+    if len(rule.inputs) != len(arguments) or [v.dim() for v in values] != [len(dims) for dims in claimed]:
         return None
-    rule = without(rule, _inconsistent(rule, shapes) | _inexact(node, rule))
-    return replace(rule, linear=_linear_sets(node, rule))
+    rule = without(rule, _inconsistent(rule, [tuple(v.shape) for v in values]) | _inexact(node, rule, outputs))
+    return replace(rule, linear=_linear_sets(rule, arguments, outputs))
 
 
 def without(rule: Rule, factors: set[str]) -> Rule:
@@ -55,19 +56,18 @@ def _inconsistent(rule: Rule, shapes: list[tuple[int, ...]]) -> set[str]:
     return {name for name, found in sizes.items() if len(found) > 1 or found & {0, 1}}
 
 
-def _inexact(node: fx.Node, rule: Rule) -> set[str]:
+def _inexact(node: fx.Node, rule: Rule, outputs: list[torch.Tensor]) -> set[str]:
     """Factors whose sharding would leave a Partial value of a type that cannot be added up or compared in parts."""
     whole = {name for dims in rule.inputs for name in names_in(dims)}
     found = set()
-    for dims, value in zip(rule.outputs, values_of(node)):
+    for dims, value in zip(rule.outputs, outputs):
         if not (_is_inexact_type(value) or (str(node.target) in INTEGER_SUMS and value.dtype != torch.bool)):
             found |= whole - set(names_in(dims))
     return found
 
 
-def _linear_sets(node: fx.Node, rule: Rule) -> tuple[frozenset[int], ...]:
-    arguments = tensor_arguments(node)
-    if not all(map(_is_inexact_type, values_of(node))):
+def _linear_sets(rule: Rule, arguments: list[fx.Node], outputs: list[torch.Tensor]) -> tuple[frozenset[int], ...]:
+    if not all(map(_is_inexact_type, outputs)):
         return ()
     result = []
     for positions in rule.linear:

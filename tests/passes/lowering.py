@@ -131,20 +131,22 @@ class MLP(torch.nn.Module):
 
 
 def capture(model: torch.nn.Module, *inputs: torch.Tensor) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """(joint graph, global values by placeholder name, a tangent of one included) of a model that returns its loss."""
+    """(joint graph, global values by placeholder name) of a model that returns its loss."""
     joint = differentiate(export(model, inputs)).graph_module
-    values = {}
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    return joint, global_values(joint, model, {f"args[{i}]": x for i, x in enumerate(inputs)})
+
+
+def global_values(joint: fx.GraphModule, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Values by placeholder name; tangents are one."""
+    state, values = dict(model.named_parameters()) | dict(model.named_buffers()), {}
     for node in joint.graph.nodes:
         if node.op == "placeholder":
-            role = node.meta["role"]
+            role, like = node.meta["role"], node.meta["val"]
             if role.kind == "tangent":
-                values[node.name] = torch.ones(tuple(node.meta["val"].shape), dtype=node.meta["val"].dtype)
-            elif role.kind == "input":
-                values[node.name] = inputs[int(role.name[5:-1])]  # "args[3]"
+                values[node.name] = torch.ones(tuple(like.shape), dtype=like.dtype)
             else:
-                values[node.name] = state[role.name].detach()
-    return joint, values
+                values[node.name] = inputs[role.name] if role.kind == "input" else state[role.name].detach()
+    return values
 
 
 def written(joint: fx.GraphModule, mesh: Mesh, default: str, nodes: dict[str, str], leaves: dict[str, str], outputs, **kept):

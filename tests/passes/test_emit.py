@@ -32,6 +32,7 @@ def check(shape, source, target, mesh, reduce_scatter="native", seed=0):
         coordinate = mesh.coordinate(rank)
         expected = local_part(value(coordinate, still_partial), target, mesh, coordinate)
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12, msg=f"rank {rank}, {case}")
+        assert result.is_contiguous(), f"rank {rank}, {case}"
     if all(is_even(shape, layout, mesh) for s in moves.steps for layout in (s.before, s.after)):
         predicted = moves.wire_fraction * torch.tensor(shape).prod().item() * 8
         assert simulator.bytes_sent == pytest.approx([predicted] * mesh.devices), case
@@ -43,7 +44,7 @@ def test_random_pairs(mesh):
     seed = random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
-    for _ in range(60):
+    for _ in range(40):
         shape = [rng.choice([4, 5, 6, 7, 9, 12, 24]) for _ in range(rng.randint(1, 3))]
         source = random_layout(rng, shape, mesh, rng.choice(["sum", "max", None]))
         target = random_layout(rng, shape, mesh)
@@ -63,9 +64,8 @@ def all_layouts(mesh, ndim):
             yield Layout(tuple(dims), partial)
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (5, 7)], ids=str)
-def test_all_pairs_on_two_axes(shape):
-    mesh = Mesh.parse("a=2,b=2")
+def test_all_pairs_on_two_axes():
+    mesh, shape = Mesh.parse("a=2,b=2"), (5, 7)
     layouts = [l for l in all_layouts(mesh, 2) if is_legal(shape, l, mesh)]
     assert len(layouts) == 18
     for source, target in itertools.product(layouts, repeat=2):
@@ -96,6 +96,11 @@ def test_moves_on_dim_0_need_no_reshape():
     ]:  # fmt: skip
         joint, sharding = redistribution((4, 4), parse(source), parse(target), mesh)
         assert targets(local_graphs(joint, sharding)[0]) == [op, "wait_tensor"]
+
+
+def test_blocks_of_one_element_give_contiguous_results():
+    """The reshape that joins them is a view with strange strides, which some kernels do not look at."""
+    check((3, 4), parse("a:S(1)"), parse("R"), Mesh.parse("a=4"))
 
 
 def test_only_the_short_rank_pads():

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.graph import tensor_arguments, tensor_of
+from autopar.rules import factor_parts
+from autopar.rules.reading import output_indices
 from autopar.rules.table import TABLE, rule_of
 
-from .rule_check import assert_right, make_node
+from .rule_check import MESHES, assert_right, check, make_node
 from .rule_instances import INSTANCES, overload
 
 WIDE = ["aten.mm.default", "aten.view.default", "aten.split.Tensor", *(n for n in TABLE if n.startswith("autopar."))]
@@ -31,3 +34,14 @@ def test_rule(name):
 @pytest.mark.parametrize("name", WIDE)
 def test_rule_on_six_devices(name):
     assert_right(nodes(name)[:4], ["x=3,y=2"])
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_rule_inside_parts(name):
+    """Any factor that `factor_parts` lets through may be sharded inside equal parts."""
+    for node, inputs in nodes(name):
+        rule = rule_of(node)
+        everywhere = {key: [frozenset({2, 3})] * 8 for key in map(tensor_of, [node, *tensor_arguments(node)])}
+        everywhere |= {(node, i): [frozenset({2, 3})] * 8 for i in output_indices(node)}
+        _, wrong = check(node, inputs, MESHES["x=2"], rule, factor_parts(node, rule, everywhere))
+        assert not wrong, "\n".join(map(str, wrong))

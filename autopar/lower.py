@@ -1,0 +1,55 @@
+"""From a joint graph and a plan to what one rank runs: the list of passes, in order.
+
+Used by the runtime for its own rank and by the simulator for all of them, so both run the same graphs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from .capture import Captured
+from .passes.localize import localize
+from .passes.lower_ops import lower_ops
+from .passes.partition import Parts, partition
+from .passes.recompute import recompute
+from .plan import Plan
+from .verify import check_global, check_local, check_sharding
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's graphs: the local joint graph, and its forward and backward parts."""
+
+    rank: int
+    local: fx.GraphModule
+    parts: Parts
+
+    def collectives(self) -> list[str]:
+        """One line a collective, equal on all ranks."""
+        found = [n.meta["collective"] for n in self.local.graph.nodes if n.meta.get("collective")]
+        return [f"{c.phase} {c.kind} over {','.join(c.axes)} of {c.tensor}" for c in found]
+
+
+def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]:
+    """The passes from the global joint graph to one rank's, with their names."""
+    yield "localize", lambda graph: localize(graph, plan.sharding, rank, plan.reduce_scatter)
+    yield "recompute", lambda graph: recompute(graph, plan.sharding.recompute)
+    yield "lower_ops", lower_ops
+
+
+def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:
+    """All passes for one rank; with `check` (default: AUTOPAR_CHECK=1) the verifier runs after each."""
+    check = os.environ.get("AUTOPAR_CHECK") == "1" if check is None else check
+    graph = captured.graph_module
+    if check:
+        check_global(graph)
+        check_sharding(graph, plan.sharding)
+    for _, run in passes_of(plan, rank):
+        graph = run(graph)
+        if check:
+            check_local(graph, plan.mesh)
+    return RankProgram(rank, graph, partition(graph))

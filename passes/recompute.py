@@ -1,0 +1,63 @@
+"""Recomputation of blocks: the backward makes the inner values of a block again instead of reading saved ones.
+
+A forward op of a recomputed block that a backward op reads is copied into the backward, just before its first reader, with
+everything of the block that it needs, collectives included. Values that leave the block stay saved: they are what the next
+block starts from. Chen et al., arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from torch import fx
+
+from ..graph import tensor_of
+from .partition import phase_of
+
+_BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
+
+
+def recompute(local: fx.GraphModule, blocks: Collection[str]) -> fx.GraphModule:
+    """Rewrites a local joint graph in place; `blocks` are module paths such as "model.layers.3"."""
+    if not blocks:
+        return local
+    graph = local.graph
+    inner = _inner(graph, blocks)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def again(node: fx.Node) -> fx.Node:
+        if node not in inner:
+            return node
+        if node not in copies:
+            arguments = {a: again(a) for a in node.all_input_nodes}
+            copies[node] = graph.node_copy(node, lambda a: arguments[a])
+            copies[node].meta = dict(node.meta) | {"phase": "backward"}
+        return copies[node]
+
+    for reader in list(graph.nodes):
+        if reader.op != "call_function" or phase_of(reader) != "backward" or reader in copies.values():
+            continue
+        with graph.inserting_before(reader):
+            for argument in reader.all_input_nodes:
+                if (new := again(argument)) is not argument:
+                    reader.replace_input_with(argument, new)
+    graph.eliminate_dead_code()
+    graph.lint()
+    local.recompile()
+    return local
+
+
+def _inner(graph: fx.Graph, blocks: Collection[str]) -> set[fx.Node]:
+    """Forward nodes of the blocks whose value no forward op of another block reads."""
+    home = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and phase_of(node) == "forward":
+            match = _BLOCK.match(node.meta.get("module", ""))
+            home[node] = match.group(1) if match and match.group(1) in blocks else ""
+    leaving = set()
+    for node, block in home.items():
+        for user in node.users:
+            if block and (user.op == "output" or (user in home and home[user] != block)):
+                leaving.add(tensor_of(node)[0])
+    return {n for n, block in home.items() if block and tensor_of(n)[0] not in leaving}
