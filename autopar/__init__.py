@@ -1,7 +1,7 @@
 """autopar: plans how a PyTorch model runs on many devices, and compiles it to do so.
 
-    model = autopar.compile(model, mesh, example_inputs=batch)   # an ordinary module; parameters are DTensors
-    plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alone, on a laptop
+model = autopar.compile(model, mesh, example_inputs=batch)   # an ordinary module; parameters are DTensors
+plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alone, on a laptop
 """
 
 from . import ops  # noqa: F401  registers the canonical ops

@@ -28,7 +28,18 @@ from .passes.clean import clean
 from .plan import Plan
 from .planner.make import PlanOptions, make_plan
 
-_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def trace(model: nn.Module, example_inputs, loss_fn: Callable | None = None) -> Captured:
@@ -101,7 +112,8 @@ def compile(
             raise StrategyError(f"{what} is not available in this version", fix="see the README's status table")
     if precision != "fp32":
         raise StrategyError(
-            f"compile runs in the model's own dtype, precision={precision!r} can only be planned", fix="leave precision out"
+            f"compile runs in the model's own dtype, precision={precision!r} can only be planned",
+            fix="leave precision out",
         )
     if not hasattr(mesh, "get_group"):
         raise MeshError(
@@ -249,6 +261,8 @@ def _global_example(example_inputs, inputs: str, mesh: Mesh):
         elif inputs == "local":
             fixed[name] = Layout(())
         if x.requires_grad:
-            raise AutoparError(f"{name} requires a gradient, which a compiled model does not give", fix="detach the input")
+            raise AutoparError(
+                f"{name} requires a gradient, which a compiled model does not give", fix="detach the input"
+            )
         whole.append(x)
     return signature.rebuild(whole), fixed

@@ -78,10 +78,14 @@ class CallSignature:
                 fix="call it with the same arguments as example_inputs, or compile again with these",
             )
         tensors = []
-        for name, leaf, constant, shape, dtype in zip(self.names, leaves, self.constants, shapes or self.shapes, self.dtypes):
+        for name, leaf, constant, shape, dtype in zip(
+            self.names, leaves, self.constants, shapes or self.shapes, self.dtypes
+        ):
             if constant is ...:
                 if not isinstance(leaf, torch.Tensor):
-                    raise InputError(f"{name} was a tensor when the model was compiled and is a {type(leaf).__name__} now")
+                    raise InputError(
+                        f"{name} was a tensor when the model was compiled and is a {type(leaf).__name__} now"
+                    )
                 if tuple(leaf.shape) != shape:
                     raise InputError(
                         f"{name} has shape {tuple(leaf.shape)}, the model was compiled for {shape}",

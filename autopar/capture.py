@@ -90,6 +90,7 @@ def export(model: nn.Module, example_inputs, loss_fn: Callable | None = None) ->
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
     signature, inputs = CallSignature.of(*split_example(example_inputs))
+    inputs = _distinct(inputs)
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
     returns = Returns()
@@ -113,6 +114,12 @@ def export(model: nn.Module, example_inputs, loss_fn: Callable | None = None) ->
             node.target = f"{ROOT}.{ties.get(name, name)}"
     trainable = {name: p.requires_grad for name, p in model.named_parameters()}
     return Exported(graph_module, signature, returns, inputs, ties, trainable)
+
+
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in place of repeated tensors (labels=input_ids), which export would take for one input."""
+    seen: set[int] = set()
+    return [x.clone() if id(x) in seen or seen.add(id(x)) else x for x in tensors]
 
 
 def _tie_map(model: nn.Module) -> dict[str, str]:

@@ -30,7 +30,7 @@ def group_names(module: fx.GraphModule) -> list[str]:
 
 
 def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
-    """Replace logical groups by the names of process groups, in place. Raises MeshError for a group that is not given."""
+    """Replace logical groups by names of process groups, in place. Raises MeshError for a group that is not given."""
     for node in module.graph.nodes:
         if is_collective(node):
             if node.args[-1] not in names:
@@ -50,14 +50,15 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def emit_text(module: fx.GraphModule, name: str = "forward") -> str:
-    """The graph as a Python function. Behind each line: local shape and dtype <- global shape and layout, or the collective.
-
-    Values of one module of the user's model stand under a heading with its path."""
+    """The graph as a Python function. Behind each line stands its local shape and dtype <- global shape and layout, or
+    what the collective does; values of one module of the user's model stand under a heading with its path."""
     lines, body, heading = [], [], None
     rank, mesh = module.meta.get("rank"), module.meta.get("mesh")
     if mesh is not None:
         lines.append(f"# rank {rank} of {mesh}; local shape <- global shape and layout")
     lines.append(f"def {name}(")
+    if any(node.op == "get_attr" for node in module.graph.nodes):
+        lines.append("    self,")
     for node in module.graph.nodes:
         if node.op == "placeholder":
             lines.append(f"    {node.name},{_comment(node)}")

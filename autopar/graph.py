@@ -94,7 +94,9 @@ def mark_phases(graph: fx.Graph) -> None:
             stack.extend(node.all_input_nodes)
     for node in graph.nodes:
         is_leaf = node.op in ("placeholder", "get_attr") and node.meta["role"].kind != "tangent"
-        producer = tensor_of(node)[0]  # an output of a forward op is a forward tensor, also if only the backward reads it
+        producer = tensor_of(node)[
+            0
+        ]  # an output of a forward op is a forward tensor, also if only the backward reads it
         node.meta["phase"] = "forward" if producer in forward or is_leaf else "backward"
 
 

@@ -57,7 +57,7 @@ class Layout:
         return None
 
     def reduction_of(self, axis: str) -> str | None:
-        """"sum" or "max" if the value is partial over `axis`, else None."""
+        """How the value is partial over `axis`: "sum" or "max", None if it is not."""
         for name, reduction in self.partial:
             if name == axis:
                 return reduction

@@ -60,7 +60,12 @@ linear.register_autograd(
 
 def _repeat_heads(q: Tensor, kv: Tensor) -> Tensor:
     repeat = q.shape[1] // kv.shape[1]
-    return kv if repeat == 1 else kv.repeat_interleave(repeat, 1)
+    return _rows(kv if repeat == 1 else kv.repeat_interleave(repeat, 1))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same values with adjacent elements in the last dim: the CPU kernel reads them so without checking."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _sum_repeats(grad: Tensor, kv: Tensor) -> Tensor:
@@ -85,7 +90,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention. q (b, h, s, d), k and v (b, h_kv, t, d) with h a multiple of h_kv (grouped queries),
     mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d) and the log-sum-exp (b, h, s)."""
-    k, v, mask = _repeat_heads(q, k), _repeat_heads(q, v), _additive(mask, q.dtype)
+    q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), _additive(mask, q.dtype)
     if q.is_cuda:
         out, lse = _attention_cuda(q, k, v, mask, causal, scale)
     else:
@@ -101,6 +106,7 @@ def attention_bw(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
+    grad, q, out = _rows(grad), _rows(q), _rows(out)
     full_k, full_v, mask = _repeat_heads(q, k), _repeat_heads(q, v), _additive(mask, q.dtype)
     if q.is_cuda:
         dq, dk, dv = _attention_formula_bw(grad, q, full_k, full_v, lse, mask, causal, scale)

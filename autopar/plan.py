@@ -124,14 +124,18 @@ class Plan:
                 raise PlanFormatError(f"{path} is larger than any plan", fix="pass a file written by plan.save")
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise PlanFormatError(f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save") from None
+            raise PlanFormatError(
+                f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save"
+            ) from None
         return Plan.from_json(data, str(path))
 
     @staticmethod
     def from_json(data: object, name: str = "plan") -> Plan:
         if not isinstance(data, dict) or data.get("version") != VERSION:
             version = data.get("version") if isinstance(data, dict) else None
-            raise PlanFormatError(f"{name} has plan version {version!r}, not {VERSION}", fix="plan again with this autopar")
+            raise PlanFormatError(
+                f"{name} has plan version {version!r}, not {VERSION}", fix="plan again with this autopar"
+            )
         if data.get("hash") != _content_hash(data):
             raise PlanFormatError(f"{name} was changed after it was written: its hash does not match", fix="plan again")
         try:
@@ -203,7 +207,9 @@ def _sharding_to_json(sharding: Sharding) -> dict:
     outputs = [number(x) for x in sharding.outputs]
     kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
     return {
-        "links": {a: [x.latency_seconds, x.bytes_per_second, x.all_to_all_bytes_per_second] for a, x in sharding.links.items()},
+        "links": {
+            a: [x.latency_seconds, x.bytes_per_second, x.all_to_all_bytes_per_second] for a, x in sharding.links.items()
+        },
         "memory_bytes_per_second": sharding.memory_bytes_per_second,
         "nodes": nodes,
         "leaves": leaves,

@@ -1,4 +1,4 @@
-"""What the planner tells the lowering: a layout for every tensor of the joint graph, and nothing about how it was found."""
+"""What the planner tells the lowering: a layout for every tensor of the joint graph, not how it was found."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Sharding:
     """All decisions for one joint graph.
 
     nodes: by name of an op node; an op that is not named here is replicated.
-    leaves: by name of a placeholder or get_attr node, the layout in which its local value arrives; replicated if absent.
+    leaves: by name of a placeholder or get_attr node, the layout in which its local value arrives; else replicated.
     outputs: per output of the graph, None where there is no tensor.
-    kept: copies that the forward makes and the backward reuses, as (producer node, output index, layout). A backward op that
-        wants another layout of a forward tensor and finds it not kept redistributes again from the producer's own layout:
-        this is how ZeRO-3 gathers a parameter a second time.
+    kept: copies that the forward makes and the backward reuses, as (producer node, output index, layout). A backward
+        op that wants another layout of a forward tensor and finds it not kept redistributes again from the producer's
+        own layout: this is how ZeRO-3 gathers a parameter a second time.
     recompute: blocks ("model.layers.3") whose inner values the backward computes again.
     """
 

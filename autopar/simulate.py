@@ -1,8 +1,8 @@
 """Run the graphs of all ranks in one process, in lock step, and carry out their collectives.
 
-Each rank's graph runs up to its next collective; when all members of a group stand at one, and it is the same one, it is
-performed on their real tensors. Ranks that disagree, or that wait for one that never comes, are reported with their nodes:
-what hangs a cluster is an error message here. Bytes are counted by the ring formulas, for each rank.
+Each rank's graph runs up to its next collective; when all members of a group stand at one, and it is the same one, it
+is performed on their real tensors. Ranks that disagree, or that wait for one that never comes, are reported with
+their nodes: what hangs a cluster is an error message here. Bytes are counted by the ring formulas, for each rank.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Simulator:
 
 
 def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch.Tensor, tuple]:
-    """Runs a graph node by node, yields at collectives, and returns the outputs. Values are dropped after their last use."""
+    """Runs a graph node by node, yields at collectives, returns the outputs. Values live until their last use."""
     last_use = {}
     for node in module.graph.nodes:
         for used in node.all_input_nodes:
@@ -126,7 +126,7 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch
 
 
 def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
-    """Result and bytes sent of every member. Formulas: ring algorithms, b the bytes of a member's input, n the members."""
+    """Result and bytes sent of every member. Ring formulas: b is the bytes of a member's input, n their number."""
     request, tensors, n = members[0], [m.tensor for m in members], len(members)
     b, op, args = bytes_of(request.tensor), request.node.target, request.args
     if op is c10d.all_reduce.default:
@@ -166,7 +166,7 @@ def _disagreement(message: str, waiting: Mapping[int, Request], ranks: Sequence[
     return VerifyError(f"{message}: {where}", node=node.name, source=node.meta.get("source") or None)
 
 
-# whole steps ------------------------------------------------------------------------------------------------------------
+# whole steps ----------------------------------------------------------------------------------------------------------
 
 
 def simulate_step(
@@ -187,14 +187,17 @@ def simulate_step(
     return outputs, simulator.run([p.backward for p in parts], backward_inputs)
 
 
-def local_inputs(local: fx.GraphModule, values: Mapping[str, torch.Tensor], skip: str = "tangent") -> list[torch.Tensor]:
-    """This rank's parts of global `values`, by placeholder name, for every placeholder whose role is not of kind `skip`."""
+def local_inputs(
+    local: fx.GraphModule, values: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(inputs, tangents) of a rank's joint graph: its parts of global `values`, which are given by placeholder name."""
     mesh, coordinate = local.meta["mesh"], local.meta["mesh"].coordinate(local.meta["rank"])
-    return [
-        local_part(values[node.name], node.meta["layout"], mesh, coordinate)
-        for node in local.graph.nodes
-        if node.op == "placeholder" and node.meta["role"].kind != skip
-    ]
+    inputs, tangents = [], []
+    for node in local.graph.nodes:
+        if node.op == "placeholder":
+            part = local_part(values[node.name], node.meta["layout"], mesh, coordinate)
+            (tangents if node.meta["role"].kind == "tangent" else inputs).append(part)
+    return inputs, tangents
 
 
 def assemble(blocks: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:

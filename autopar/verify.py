@@ -1,10 +1,10 @@
-"""Checks that run after every pass in tests and under AUTOPAR_CHECK=1. What they catch would be a wrong number or a hang.
+"""Checks that run after every pass in tests and under AUTOPAR_CHECK=1: what they catch is a wrong number or a hang.
 
-    check_global    the joint graph is well formed and annotated (see autopar/graph.py)
-    check_sharding  no decision loses a Partial: into an op that is not linear, out of the graph, or out of nowhere
-    check_local     one rank's graph: every local shape is the one that its layout implies, every argument has the layout that
-                    its op was promised, no output is Partial
-    check_ranks     all ranks issue the same collectives in the same order in every group
+check_global    the joint graph is well formed and annotated (see autopar/graph.py)
+check_sharding  no decision loses a Partial: into an op that is not linear, out of the graph, or out of nowhere
+check_local     one rank's graph: every local shape is the one that its layout implies, every argument has the
+                layout that its op was promised, no output is Partial
+check_ranks     all ranks issue the same collectives in the same order in every group
 """
 
 from __future__ import annotations
@@ -129,9 +129,8 @@ def check_ranks(graphs: Sequence[fx.GraphModule]) -> None:
         for rank, other in zip(ranks[1:], others):
             for position, ((a, node), (b, _)) in enumerate(zip(first, other)):
                 if a != b:
-                    raise _error(
-                        f"collective {position} over {axes} is {a[1:]} on rank {ranks[0]} and {b[1:]} on rank {rank}", node
-                    )
+                    here, there = f"{a[1:]} on rank {ranks[0]}", f"{b[1:]} on rank {rank}"
+                    raise _error(f"is collective {position} over {axes}: {here} and {there}", node)
             if len(first) != len(other):
                 raise VerifyError(
                     f"rank {ranks[0]} has {len(first)} collectives over {axes}, rank {rank} has {len(other)}", mesh=mesh
@@ -139,7 +138,7 @@ def check_ranks(graphs: Sequence[fx.GraphModule]) -> None:
 
 
 def collectives(local: fx.GraphModule) -> list[tuple]:
-    """A graph's collectives in order, as (group, op, reduction or "", dtype, elements): equal on all ranks of a group."""
+    """A graph's collectives in order as (group, op, reduction or "", dtype, elements): the same in all of a group."""
     result = []
     for node in _starts(local):
         value = tensor_arguments(node)[0].meta["val"]

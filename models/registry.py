@@ -1,10 +1,12 @@
 """From one line of text to a model and example inputs. The text is one of
 
     gpt2                               a published size
-    gpt:hidden=64,layers=2             a builder with options; others keep the builder's defaults
+    gpt:hidden=64,layers=2             a builder with options
     llama3-8b:layers=4                 a published size with options changed
     hf:FOLDER                          a Hugging Face config.json, or the folder that holds one
     path/model.py:function             a user's function that returns (model, example_inputs)
+
+An option that is left out keeps the value of the published size or the builder's default.
 """
 
 from __future__ import annotations

@@ -108,7 +108,11 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
     if keep is not None and bool(keep.all()):
         return None, causal
     rows, columns = value.shape[-2:]
-    if keep is not None and rows == columns and bool((keep == torch.ones(rows, columns, dtype=torch.bool).tril()).all()):
+    if (
+        keep is not None
+        and rows == columns
+        and bool((keep == torch.ones(rows, columns, dtype=torch.bool).tril()).all())
+    ):
         return None, True
     small = value[:1] if value.dim() == 4 and bool((value == value[:1]).all()) else value
     name = f"constant_mask_{sum(1 for n in graph_module.graph.nodes if n.op == 'get_attr')}"

@@ -1,13 +1,13 @@
 """One redistribution step as nodes of a local graph: a functional collective and the reshapes around it.
 
-Collectives work on dim 0, so a dim d > 0 is first *stacked*: its n blocks are put one after the other on dim 0; the inverse,
-*unstacking*, joins blocks that lie on dim 0 into dim d. Both are a fixed number of views and one copy whatever n is, so the
-graph does not grow with the number of devices.
+Collectives work on dim 0, so a dim d > 0 is first *stacked*: its n blocks are put one after the other on dim 0; the
+inverse, *unstacking*, joins blocks that lie on dim 0 into dim d. Both are a fixed number of views and one copy
+whatever n is, so the graph does not grow with the number of devices.
 
-Blocks are padded to the longest of their group, ceil(size / n), and the padding is cut off afterwards; where there is nothing
-to pad no node is made. So graphs of different ranks may differ in local nodes but have the same collectives.
+Blocks are padded to the longest of their group, ceil(size / n), and the padding is cut off afterwards; where there is
+nothing to pad no node is made. So graphs of different ranks may differ in local nodes but have the same collectives.
 
-A group is written as the names of its mesh axes, "dp" or "dp,tp"; codegen.bind_groups puts process groups in their place.
+A group is written as the names of its mesh axes, "dp" or "dp,tp"; codegen.bind_groups puts in process groups.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective node does. `kind` as in Move; `wire_bytes` are sent by this device (ring); `tensor` is the global
-    tensor's name; `phase` is "forward" or "backward"."""
+    """What a collective node does. `kind` as in Move; `wire_bytes` are sent by this device (ring); `tensor` is the
+    global tensor's name; `phase` is "forward" or "backward"."""
 
     kind: str
     axes: tuple[str, ...]
@@ -45,8 +45,8 @@ class Collective:
 
 
 class Builder:
-    """Appends op nodes to a graph and computes their fake local values. Every new node gets a copy of `meta`; if that names
-    a tensor, so does the node."""
+    """Appends op nodes to a graph and computes their fake local values. Every new node gets a copy of `meta`; if that
+    names a tensor, so does the node."""
 
     def __init__(self, graph: fx.Graph, mode=None):
         self.graph, self.mode, self.meta = graph, mode or fake_mode(), {}
@@ -68,8 +68,8 @@ class Builder:
 
 
 class Emitter:
-    """Turns steps into nodes on one device. `reduce_scatter`: "native", or "all_to_all" for an all-to-all and a local sum
-    (gloo's own reduce-scatter moves twice the bytes)."""
+    """Turns steps into nodes on one device. `reduce_scatter`: "native", or "all_to_all" for an all-to-all and a local
+    sum (gloo's own reduce-scatter moves twice the bytes)."""
 
     def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], reduce_scatter: str = "native"):
         self.builder, self.mesh, self.coordinate, self.reduce_scatter = builder, mesh, coordinate, reduce_scatter
@@ -78,8 +78,8 @@ class Emitter:
     def __call__(self, step: Step, x: fx.Node, shape: Sequence[int], tensor: str) -> fx.Node:
         """The local value after `step`, given the one before it. `shape` is the global shape of `tensor`.
 
-        It is contiguous, as every value is that a kernel makes: some backward kernels of ATen read the small tensors that
-        their forward left them (a layer norm's mean) without looking at strides."""
+        It is contiguous, as every value is that a kernel makes: some backward kernels of ATen read the small tensors
+        that their forward left them (a layer norm's mean) without looking at strides."""
         move = step.move
         axes = tuple(a for a in self.mesh.names if a in move.axes and self.mesh.size(a) > 1)
         if not axes:
@@ -133,7 +133,7 @@ class Emitter:
         return self.call(aten.reshape.default, y, [*before[:d], move.parts * block, *before[d + 1 :]])
 
     def _stack(self, x, count, d, parts):
-        """(.., parts * count * b, ..) -> (count * .., parts * b, ..): block i of every part goes to the i-th rows of dim 0."""
+        """(.., parts * count * b, ..) -> (count * .., parts * b, ..): block i of each part to rows i of dim 0."""
         shape = list(x.meta["val"].shape)
         block = shape[d] // (parts * count)
         if d > 0 or parts > 1:
@@ -186,7 +186,8 @@ class _Group:
         x = contiguous(builder, x)
         sent = bytes_of(x.meta["val"]) * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
         started = builder.call(op, x, *args, ",".join(self.axes), name=f"{self.tensor}_{kind}_start")
-        started.meta["collective"] = Collective(kind, self.axes, sent, self.tensor, builder.meta.get("phase", "forward"))
+        phase = builder.meta.get("phase", "forward")
+        started.meta["collective"] = Collective(kind, self.axes, sent, self.tensor, phase)
         return builder.call(c10d.wait_tensor.default, started)
 
     def exchange(self, x: fx.Node) -> fx.Node:

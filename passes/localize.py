@@ -1,11 +1,12 @@
 """From the global joint graph to the graph of one rank: shapes become local and redistributions become collectives.
 
-For each op in order: every tensor argument is brought from its producer's layout into the layout that the op's sharding asks
-for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake local tensors, whose
-shapes must be those that the layouts imply.
+For each op in order: every tensor argument is brought from its producer's layout into the layout that the op's
+sharding asks for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake
+local tensors, whose shapes must be those that the layouts imply.
 
-A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution starts from
-the furthest copy on its way. The backward does not see the forward's copies unless they are in `sharding.kept`.
+A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution
+starts from the furthest copy on its way. The backward does not see the forward's copies unless they are in
+`sharding.kept`.
 
 Metadata of the local graph's nodes, besides role, phase, module and source (see autopar/graph.py):
 
@@ -90,13 +91,14 @@ class _Localizer:
         self.own[node.name, 0] = local, layout
 
     def item(self, node: fx.Node) -> None:
-        """One output of an op. It belongs to the op's phase whoever reads it, so that ops stay whole when phases part."""
+        """One output of an op. It belongs to the op's phase whoever reads it: ops stay whole when phases part."""
         producer, index = tensor_of(node)
         local = self.several[producer.name]
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
         layout = local.meta["layout"][sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:index])]
-        self.builder.meta = {**_origin(node), "phase": local.meta["phase"], "global": node.meta["val"], "layout": layout}
+        self.builder.meta = {**_origin(node), "global": node.meta["val"], "layout": layout}
+        self.builder.meta["phase"] = local.meta["phase"]
         self.own[producer.name, index] = self.builder.call(operator.getitem, local, index, name=node.name), layout
 
     def op(self, node: fx.Node) -> None:
@@ -160,18 +162,17 @@ class _Localizer:
                 f"{tensor.name} is {layout} and {consumer.name} wants {wanted}: no collective leads there",
                 node=describe(consumer), source=consumer.meta.get("source"), mesh=self.mesh,
             )  # fmt: skip
-        steps = redistribution.steps
-        done = len(steps)
-        while done and (copy := self._existing(producer.name, index, steps[done - 1].after, phase)) is None:
-            done -= 1
-        local = copy if done else local
+        # a copy is shared with consumers that want the same layout, as the planner pays for it, not with steps to another
+        if (copy := self._existing(producer.name, index, wanted, phase)) is not None:
+            return copy
         value, name = tensor.meta["val"], tensor.name
         self.builder.meta = {**_origin(consumer), "phase": phase, "tensor": name}
-        for step in steps[done:]:
+        for step in redistribution.steps:
             before, local = local, self.emitter(step, local, value.shape, name)
             if local is not before:  # moves over axes of one device make no node
                 local.meta |= {"global": value, "layout": step.after}
-            self.copies[producer.name, index, step.after, phase] = local
+        if redistribution.steps:
+            self.copies[producer.name, index, wanted, phase] = local
         return local
 
     def _existing(self, producer: str, index: int, layout: Layout, phase: str) -> fx.Node | None:

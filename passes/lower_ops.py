@@ -1,8 +1,8 @@
 """Replace canonical `autopar::*` ops of a local graph by the ATen ops that they stand for.
 
-A custom op costs 4 to 10 microseconds of dispatch a call, an ATen op about 3. The planner needs the canonical forms; once
-shapes are local they have served. An op is replaced only where the ATen op gives the same values with the same strides, so
-nothing else in the graph has to change.
+A custom op costs 4 to 10 microseconds of dispatch a call, an ATen op about 3. The planner needs the canonical forms;
+once shapes are local they have served. An op is replaced only where the ATen op gives the same values with the same
+strides, so nothing else in the graph has to change.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
 
 
 def _same_form(old: fx.Node, new: fx.Node) -> bool:
-    """Whether all outputs agree in shape, dtype and strides. The strides of an attention's log-sum-exp matter to nobody: it
-    goes from one attention kernel to another."""
+    """Whether all outputs agree in shape, dtype and strides. The strides of an attention's log-sum-exp matter to
+    nobody: it goes from one attention kernel to another."""
     for index, (a, b) in enumerate(zip(values_of(old), values_of(new), strict=True)):
         free = old.target is autopar.attention.default and index == 1 and _only_for_attention(old, index)
         if (a.shape, a.dtype) != (b.shape, b.dtype) or (a.stride() != b.stride() and not free):
@@ -94,8 +94,8 @@ def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale):
 
 
 def _is_plain(q, k, v, mask) -> bool:
-    """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat, no mask to
-    convert or to expand."""
+    """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat, no
+    mask to convert or to expand."""
     if any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False
     scores = (*_shape(q)[:3], _shape(k)[2])

@@ -1,7 +1,7 @@
-"""Split a local joint graph into a forward and a backward graph by data flow; what the backward needs of the forward is saved.
+"""Split a local joint graph by data flow into a forward and a backward; what the backward needs is saved.
 
-A forward value that is a view of a parameter, an input or another saved value is not saved but viewed again in the backward.
-Two kinds of saved values are copied, so that saving them is right and costs what it says:
+A forward value that is a view of a parameter, an input or another saved value is not saved but viewed again in the
+backward. Two kinds of saved values are copied, so that saving them is right and costs what it says:
 
 * a buffer that the forward's caller overwrites with its new value before the backward runs;
 * a small slice of a large tensor that nothing else saves: the view alone would keep all of the tensor alive.
@@ -132,7 +132,7 @@ def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
     }
 
 
-def _extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequence, copied=frozenset()) -> fx.GraphModule:
+def _extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequence, copied=()) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, with exactly those inputs."""
     graph, new = fx.Graph(), {}
     for node in inputs:

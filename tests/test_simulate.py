@@ -35,14 +35,15 @@ def run(mesh, graphs, inputs):
 def test_collectives_of_a_group():
     two = Mesh.parse("a=2")
     x = [torch.arange(4.0), torch.arange(4.0) + 10]
+    halves = [torch.cat([v[:2] for v in x]), torch.cat([v[2:] for v in x])]
     for call, expected, sent in [
         ((c10d.all_reduce, "sum", "a"), [x[0] + x[1]] * 2, 16),
         ((c10d.all_reduce, "max", "a"), [x[1]] * 2, 16),
         ((c10d.all_reduce, "avg", "a"), [x[0] + 5] * 2, 16),
         ((c10d.all_gather_into_tensor, 2, "a"), [torch.cat(x)] * 2, 16),
         ((c10d.reduce_scatter_tensor, "sum", 2, "a"), list((x[0] + x[1]).chunk(2)), 8),
-        ((c10d.all_to_all_single, [2, 2], [2, 2], "a"), [torch.cat([x[0][:2], x[1][:2]]), torch.cat([x[0][2:], x[1][2:]])], 8),
-    ]:  # fmt: skip
+        ((c10d.all_to_all_single, [2, 2], [2, 2], "a"), halves, 8),
+    ]:
         results, simulator = run(two, [graph(call)] * 2, x)
         assert all(map(torch.equal, results, expected)), call[0]
         assert simulator.bytes_sent == [sent, sent], call[0]
@@ -52,12 +53,14 @@ def test_collectives_of_a_group():
 
 def test_uneven_all_to_all():
     """Rank 0 keeps one row and sends two; rank 1 sends three and keeps one."""
-    graphs = [graph((c10d.all_to_all_single, [1, 3], [1, 2], "a")), graph((c10d.all_to_all_single, [2, 1], [3, 1], "a"))]
+    first, second = ((c10d.all_to_all_single, *rows, "a") for rows in (([1, 3], [1, 2]), ([2, 1], [3, 1])))
+    graphs = [graph(first), graph(second)]
     results, simulator = run(Mesh.parse("a=2"), graphs, [torch.tensor([0.0, 1, 2]), torch.tensor([10.0, 11, 12, 13])])
     assert [r.tolist() for r in results] == [[0, 10, 11, 12], [1, 2, 13]]
     assert simulator.bytes_sent == [8, 12]
     with pytest.raises(VerifyError, match=r"expects \[2, 2\] rows and is sent \[1, 3\]"):
-        run(Mesh.parse("a=2"), [graph((c10d.all_to_all_single, [2, 2], [1, 2], "a")), graphs[1]], [torch.ones(3), torch.ones(4)])
+        wrong = graph((c10d.all_to_all_single, [2, 2], [1, 2], "a"))
+        run(Mesh.parse("a=2"), [wrong, graphs[1]], [torch.ones(3), torch.ones(4)])
 
 
 def test_groups_are_those_of_the_mesh():
@@ -70,9 +73,9 @@ def test_groups_are_those_of_the_mesh():
 
 def test_groups_run_in_any_order():
     """Ranks 0 and 1 run ahead of 2 and 3 and meet them at the collective over dp."""
-    ahead = graph((c10d.all_reduce, "sum", "tp"), (c10d.all_reduce, "sum", "tp"), (c10d.all_reduce, "sum", "dp"))
-    results, _ = run(FOUR, [ahead, ahead, graph((c10d.all_reduce, "sum", "dp"))] * 1 + [graph((c10d.all_reduce, "sum", "dp"))],
-                     [torch.ones(1)] * 4)  # fmt: skip
+    tp, dp = ((c10d.all_reduce, "sum", axis) for axis in ("tp", "dp"))
+    ahead, behind = graph(tp, tp, dp), graph(dp)
+    results, _ = run(FOUR, [ahead, ahead, behind, behind], [torch.ones(1)] * 4)
     assert [r.item() for r in results] == [5, 5, 5, 5]
 
 

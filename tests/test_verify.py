@@ -43,10 +43,10 @@ def test_right_graphs_pass(joint):
     check_ranks(graphs)
 
 
-@pytest.mark.parametrize("key, op, message", [("phase", "relu", "relu has no phase"), ("role", "p_up", "p_up has no role")])
-def test_missing_annotations(joint, key, op, message):
-    del node(joint, op).meta[key]
-    with pytest.raises(VerifyError, match=message):
+@pytest.mark.parametrize("key, name", [("phase", "relu"), ("role", "p_up")])
+def test_missing_annotations(joint, key, name):
+    del node(joint, name).meta[key]
+    with pytest.raises(VerifyError, match=f"{name} has no {key}"):
         check_global(joint)
 
 
@@ -81,7 +81,7 @@ def test_a_partial_output_of_the_graph(joint):
 def test_a_local_shape_that_is_not_the_layouts(joint):
     local = localize(joint, sharding_of(joint, ROW), 0)
     node(local, "relu").meta["layout"] = Layout.parse("tp:S(2)", 3)
-    with pytest.raises(VerifyError, match=r"relu has local shape \(4, 6, 12\), its layout tp:S\(2\) implies \(4, 6, 6\)"):
+    with pytest.raises(VerifyError, match=r"relu has local shape \(4, 6, 12\), .* tp:S\(2\) implies \(4, 6, 6\)"):
         check_local(local, TP)
 
 
@@ -103,7 +103,7 @@ def test_ranks_that_disagree(joint):
     ]
     start = next(n for n in graphs[1].graph.nodes if "all_reduce" in str(n.target))
     start.args = (start.args[0], "max", "tp")
-    with pytest.raises(VerifyError, match="collective 1 over tp is .*'sum'.* on rank 0 and .*'max'.* on rank 1"):
+    with pytest.raises(VerifyError, match="is collective 1 over tp: .*'sum'.* on rank 0 and .*'max'.* on rank 1"):
         check_ranks(graphs)
 
 

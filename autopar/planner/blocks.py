@@ -70,9 +70,7 @@ class Blocks:
                     continue
                 again.add(v)
                 stack += [p for p, _ in problem.vertices[v].inputs]
-            seconds = sum(
-                float(problem.choices(v).seconds[evaluation.choice[v]]) + arriving.get(v, 0.0) for v in again
-            )
+            seconds = sum(float(problem.choices(v).seconds[evaluation.choice[v]]) + arriving.get(v, 0.0) for v in again)
             total = sum(evaluation.saved[key] for key in keys)
             result.append(Recomputation(block, tuple(keys), total, seconds))
         return result
@@ -82,7 +80,9 @@ class Blocks:
         missing = evaluation.bytes_ - limit_bytes
         if missing <= 0:
             return evaluation
-        options = sorted(self.recomputation(evaluation, pricer), key=lambda r: (r.seconds / max(r.freed_bytes, 1), r.block))
+        options = sorted(
+            self.recomputation(evaluation, pricer), key=lambda r: (r.seconds / max(r.freed_bytes, 1), r.block)
+        )
         # one block at a time is alive again during its backward
         largest = max((r.freed_bytes for r in options), default=0.0)
         missing += largest

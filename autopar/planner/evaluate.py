@@ -91,7 +91,9 @@ class Pricer:
             return np.inf
         return r.latency_seconds * self.latency_share(bytes_, bucketed) + r.seconds_per_byte * bytes_
 
-    def matrix(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool) -> np.ndarray:
+    def matrix(
+        self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
+    ) -> np.ndarray:
         """Seconds for every (source, target), inf where impossible."""
         key = (sources, targets)
         if key not in self._pairs:
@@ -145,7 +147,11 @@ def evaluate(
     result = Evaluation(compute, [], resident, {}, choice=choice)
     for (producer, output), uses in uses_by_tensor(problem).items():
         _tensor(problem, choice, pricer, byte_price, keep_parameters, result, producer, output, uses)
-        if whole_gradients and any(u.slot == STATE for u in uses) and problem.vertices[uses[0].consumer].kind == "parameter":
+        if (
+            whole_gradients
+            and any(u.slot == STATE for u in uses)
+            and problem.vertices[uses[0].consumer].kind == "parameter"
+        ):
             master = problem.vertices[uses[0].consumer]
             shard = problem.choices(master.index).strategies[choice[master.index]].outputs[0]
             whole = pricer.local_bytes(master.index, 0, Layout.replicated(len(shard.dims)))

@@ -44,7 +44,11 @@ class PlanOptions:
 
 
 def make_plan(
-    captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model", report: Callable[[str], None] = lambda t: None
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
 ) -> Plan:
     """Raises UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
     start = time.perf_counter()
@@ -80,7 +84,9 @@ def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
         seconds = sum(float(problem.choices(v).seconds[0]) for v in nodes)
         first = problem.vertices[nodes[0]].node
         where = f" at {first.meta['source']}" if first.meta.get("source") else ""
-        lines.append(f"{target} has no sharding rule: {len(nodes)} ops run whole on every device, {seconds * 1e3:.3g} ms{where}")
+        lines.append(
+            f"{target} has no sharding rule: {len(nodes)} ops run whole on every device, {seconds * 1e3:.3g} ms{where}"
+        )
     if strict:
         raise UnsupportedOpError(
             f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
@@ -102,7 +108,9 @@ def _not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError]) -> Ou
     """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap)."""
     for other in others.values():
         if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
-            chosen = Outcome(other.restriction, other.evaluation, min(chosen.bound_seconds, other.evaluation.seconds), True)
+            chosen = Outcome(
+                other.restriction, other.evaluation, min(chosen.bound_seconds, other.evaluation.seconds), True
+            )
     return chosen
 
 

@@ -167,7 +167,9 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
         elif is_op(node) and values_of(node):
             shapes = tuple((tuple(x.shape), str(x.dtype)) for x in values_of(node))
             constants = tuple(str(a) for a in _constants(node))
-            v = add(node.name, "op", node, node.meta["phase"], (str(node.target), shapes, constants, node.meta["phase"]))
+            v = add(
+                node.name, "op", node, node.meta["phase"], (str(node.target), shapes, constants, node.meta["phase"])
+            )
             v.inputs = [tensor(a) for a in tensor_arguments(node)]
             where[node] = v.index
             uses += [Use(p, o, v.index, slot, v.phase) for slot, (p, o) in enumerate(v.inputs)]
@@ -214,7 +216,9 @@ def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
         v.cls = first.setdefault(v.cls, v.index)
 
 
-def _choices(v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, state: StateBytes, pinned: Layout | None) -> Choices:
+def _choices(
+    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, state: StateBytes, pinned: Layout | None
+) -> Choices:
     if v.kind == "op":
         return _op_choices(v.node, rule, part_sets, mesh, cost)
     value = v.node.meta["val"]
@@ -265,7 +269,10 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
     outputs = values_of(node)
     if rule is None:
         whole = Strategy(
-            tuple(Layout.replicated(a.dim()) for a in arguments), tuple(Layout.replicated(o.dim()) for o in outputs), (), 1
+            tuple(Layout.replicated(a.dim()) for a in arguments),
+            tuple(Layout.replicated(o.dim()) for o in outputs),
+            (),
+            1,
         )
         options = [whole]
     else:

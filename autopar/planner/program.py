@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .evaluate import RESIDENT_LEAVES, Pricer
-from .problem import STATE, Problem
+from .problem import Problem
 
 SCALE = 1e6  # objective in microseconds, well inside the solver's tolerances
 

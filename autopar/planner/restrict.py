@@ -69,7 +69,9 @@ class Restriction:
         if name not in RECIPES:
             known = ", ".join(["auto", *RECIPES])
             close = difflib.get_close_matches(str(strategy), list(RECIPES), 1)
-            raise StrategyError(f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}")
+            raise StrategyError(
+                f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}"
+            )
         recipe = RECIPES[name]
         if recipe.data_axes and len(mesh.names) < recipe.data_axes:
             raise StrategyError(
@@ -79,14 +81,18 @@ class Restriction:
         if recipe.data:
             sharded = {"none": (), "last": mesh.names[-1:], "all": mesh.names}[recipe.shard]
             whole = tuple(a for a in mesh.names if a not in sharded)
-            return Restriction(name, dict.fromkeys(mesh.names, DATA), sharded, whole, recipe.keep, recipe.whole_gradients)
+            return Restriction(
+                name, dict.fromkeys(mesh.names, DATA), sharded, whole, recipe.keep, recipe.whole_gradients
+            )
         tensor = ("tp",) if "tp" in mesh.names else mesh.names[-1:]
         data = tuple(a for a in mesh.names if a not in tensor)
         roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
         return Restriction(name, roles, tensor, data, None)
 
 
-def allowed_strategies(problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
+def allowed_strategies(
+    problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None
+) -> dict[int, np.ndarray]:
     """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow."""
     mesh = problem.mesh
     batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
@@ -180,7 +186,9 @@ def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str
         masks[v.cls] &= fits
     if not found:
         close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
-        raise StrategyError(f"the pin {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}")
+        raise StrategyError(
+            f"the pin {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}"
+        )
 
 
 def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:

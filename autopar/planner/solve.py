@@ -45,10 +45,14 @@ class Solver:
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.search, self.report, self.blocks = search, report, Blocks(problem)
         fastest = sum(float(c.seconds.min()) * len(c.members) for c in problem.classes.values())
-        self.unit_price = max(fastest, 1e-6) / limit_bytes  # a price at which the whole memory costs as much as all compute
+        self.unit_price = (
+            max(fastest, 1e-6) / limit_bytes
+        )  # a price at which the whole memory costs as much as all compute
         self.tie_price = self.unit_price * 1e-5  # among equally fast plans the smaller one
 
-    def solve(self, restriction: Restriction, pins: dict[str, str] | None = None, start: dict[int, int] | None = None) -> Outcome:
+    def solve(
+        self, restriction: Restriction, pins: dict[str, str] | None = None, start: dict[int, int] | None = None
+    ) -> Outcome:
         """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
         allowed = allowed_strategies(self.problem, restriction, pins)
         fastest = self._at_price(restriction, allowed, self.tie_price, price_saved=False, start=start)
@@ -74,9 +78,7 @@ class Solver:
             self.problem, self.pricer, allowed, price, price_saved, restriction.keep, start, search=self.search
         )
         choice = {v.index: solution.choice[v.cls] for v in self.problem.vertices}
-        evaluation = evaluate(
-            self.problem, choice, self.pricer, price, restriction.keep, restriction.whole_gradients
-        )
+        evaluation = evaluate(self.problem, choice, self.pricer, price, restriction.keep, restriction.whole_gradients)
         self._check(solution.objective, evaluation, price, price_saved)
         bound = solution.bound - price * self.limit_bytes
         return Outcome(restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)

@@ -42,17 +42,23 @@ def check_programs(plan_hash: str, collectives: list[str]) -> None:
         first_hash, first = everyone[0]
         if other_hash != first_hash:
             raise DesyncError(
-                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {first_hash[:12]}", fix="pass the same plan on every rank"
+                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {first_hash[:12]}",
+                fix="pass the same plan on every rank",
             )
         if others != first:
             where = next((i for i, (a, b) in enumerate(zip(first, others)) if a != b), min(len(first), len(others)))
             a, b = ((x[where] if where < len(x) else "nothing") for x in (first, others))
-            raise DesyncError(f"collective {where} is {a} on rank 0 and {b} on rank {rank}", fix="use one model on all ranks")
+            raise DesyncError(
+                f"collective {where} is {a} on rank 0 and {b} on rank {rank}", fix="use one model on all ranks"
+            )
 
 
 def check_batches(names: list[str], tensors: list[torch.Tensor]) -> None:
     """Raises InputError on every rank if ranks pass different global batches."""
-    sums = [zlib.crc32(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if t.numel() else 0 for t in tensors]
+    sums = [
+        zlib.crc32(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if t.numel() else 0
+        for t in tensors
+    ]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sums)
     for rank, others in enumerate(everyone):

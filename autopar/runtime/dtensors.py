@@ -42,7 +42,9 @@ def layout_of(placements: Sequence, ndim: int, mesh: Mesh, name: str = "tensor")
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard) or _torch.is_strided_shard(placement):
-            raise InputError(f"{name} has placement {placement} over axis {axis}", fix="use Shard or Replicate placements")
+            raise InputError(
+                f"{name} has placement {placement} over axis {axis}", fix="use Shard or Replicate placements"
+            )
         dims[placement.dim] = (*dims[placement.dim], axis)
     return Layout(tuple(dims))
 

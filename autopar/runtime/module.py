@@ -245,7 +245,9 @@ class _Bridge(torch.autograd.Function):
         for name, (shape, placements, mesh, stride) in zip(ctx.runner.parameters, ctx.parameters):
             local = gradients.get(name)
             if local is not None:
-                local = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+                local = DTensor.from_local(
+                    local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+                )
             result.append(local)
         return (None, None, None, *result)
 
@@ -260,7 +262,8 @@ def _take_over(module: ParallelModule, source: nn.Module, captured: Captured, pl
         if id(parameter) not in made:
             if parameter.is_meta:
                 raise InputError(
-                    f"{name} is on the meta device and has no values", fix="compile a model with values; use plan() for meta models"
+                    f"{name} is on the meta device and has no values",
+                    fix="compile a model with values; use plan() for meta models",
                 )
             node = roles.get(captured.ties.get(name, name))
             unused = node is None or node.name not in plan.sharding.leaves

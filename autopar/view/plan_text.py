@@ -54,7 +54,8 @@ def plan_text(plan: Plan) -> str:
     lines += [*table(header, rows, left=3), ""]
     if plan.collectives:
         rows = [
-            [f"{c.phase} {c.kind}", ",".join(c.axes), str(c.count), size(c.wire_bytes), ms(c.seconds)] for c in plan.collectives
+            [f"{c.phase} {c.kind}", ",".join(c.axes), str(c.count), size(c.wire_bytes), ms(c.seconds)]
+            for c in plan.collectives
         ]
         lines += [*table(["collectives", "axes", "count", "sent by a device", "ms"], rows, left=2), ""]
     rows = [[name, gib(bytes_)] for name, bytes_ in plan.memory.items()]
@@ -69,7 +70,15 @@ def plan_text(plan: Plan) -> str:
                 continue
             note = "" if a.fits else "does not fit"
             ratio = a.step_seconds / plan.step_seconds
-            rows.append([a.name, ms(a.step_seconds), ms(a.communication_seconds), gib(a.peak_bytes), f"{ratio:.2f}x {note}".strip()])
+            rows.append(
+                [
+                    a.name,
+                    ms(a.step_seconds),
+                    ms(a.communication_seconds),
+                    gib(a.peak_bytes),
+                    f"{ratio:.2f}x {note}".strip(),
+                ]
+            )
         lines += [*table(["costed by the same model", "step ms", "comm ms", "GiB", "against this plan"], rows), ""]
     lines += [f"warning: {w}" for w in plan.warnings]
     return "\n".join(lines).rstrip() + "\n"

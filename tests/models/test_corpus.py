@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 import torch
-from autopar.models import build
-from autopar.models.corpus import batches, text
 
 from autopar.errors import ModelError
+from autopar.models import build
+from autopar.models.corpus import batches, text
 
 
 def test_the_text_is_english_of_the_promised_size():

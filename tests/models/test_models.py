@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from autopar.models import build, gpt, llama, mlp
-from autopar.models.output import next_token_loss
 
 from autopar.errors import ModelError
+from autopar.models import build, gpt, llama, mlp
+from autopar.models.output import next_token_loss
 
 TINY = ["gpt2-tiny", "llama-tiny", "mlp-tiny", "gpt2-tiny:tied=false", "llama-tiny:kv_heads=4", "llama-tiny:tied=true"]
 

@@ -3,10 +3,10 @@ import resource
 
 import pytest
 import torch
-from autopar.models import build, names, resolve
-from autopar.models.registry import BUILDERS, PUBLISHED
 
 from autopar.errors import ModelError
+from autopar.models import build, names, resolve
+from autopar.models.registry import BUILDERS, PUBLISHED
 
 COUNTS = {  # parameters of the released checkpoints, tied ones once; GPT-3's were never released
     "gpt2": 124_439_808,

@@ -1,4 +1,5 @@
-"""What the tests of the lowering share: random layouts, a joint graph of one tensor, and whole steps on the simulator."""
+"""What the tests of the lowering share: random layouts, a joint graph of one tensor, and whole steps on the
+simulator."""
 
 from __future__ import annotations
 
@@ -60,13 +61,15 @@ def redistribution(shape, source: Layout, target: Layout, mesh: Mesh, seed: int 
 
 
 def partial_values(shape, layout: Layout, mesh: Mesh, generator: torch.Generator):
-    """(value(coordinate, kept axes), blocks): addends that differ along partial axes, and each rank's block of its own."""
+    """(value(coordinate, kept axes), blocks): addends that differ along partial axes, and each rank's block of its
+    own."""
     axes = [axis for axis, _ in layout.partial]
     positions = list(itertools.product(*(range(mesh.size(a)) for a in axes)))
     addends = {p: torch.randn(tuple(shape), generator=generator, dtype=torch.float64) for p in positions}
 
     def value(coordinate, still_partial=()):
-        """The addends of all devices that differ from `coordinate` along the axes that are no longer partial, combined."""
+        """The addends of all devices that differ from `coordinate` along the axes that are no longer partial,
+        combined."""
         chosen = [
             v for p, v in addends.items()
             if all(p[i] == coordinate[a] for i, a in enumerate(axes) if a in still_partial)
@@ -95,12 +98,7 @@ def run_step(joint: fx.GraphModule, sharding: Sharding, values: dict, reduce_sca
 
     `values`: global tensors by placeholder name, tangents included."""
     graphs = local_graphs(joint, sharding, reduce_scatter)
-    inputs = [local_inputs(g, values) for g in graphs]
-    tangents = [
-        [local_part(values[n.name], n.meta["layout"], sharding.mesh, sharding.mesh.coordinate(rank))
-         for n in graph.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
-        for rank, graph in enumerate(graphs)
-    ]  # fmt: skip
+    inputs, tangents = zip(*(local_inputs(graph, values) for graph in graphs))
     simulator = Simulator(sharding.mesh)
     parts = [program(graph) for graph in graphs]
     outputs, gradients = simulate_step(simulator, parts, inputs, tangents)
@@ -116,7 +114,8 @@ def run_step(joint: fx.GraphModule, sharding: Sharding, values: dict, reduce_sca
 
 
 class MLP(torch.nn.Module):
-    """Mean squared error of down(relu(up(x * scale))) against a target, x (B, S, H); the two linears are canonical ops."""
+    """Mean squared error of down(relu(up(x * scale))) against a target, x (B, S, H); the two linears are canonical
+    ops."""
 
     def __init__(self, hidden: int = 8, inner: int = 12):
         super().__init__()
@@ -136,7 +135,7 @@ def capture(model: torch.nn.Module, *inputs: torch.Tensor) -> tuple[fx.GraphModu
     return joint, global_values(joint, model, {f"args[{i}]": x for i, x in enumerate(inputs)})
 
 
-def global_values(joint: fx.GraphModule, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def global_values(joint: fx.GraphModule, model: torch.nn.Module, inputs: dict) -> dict[str, torch.Tensor]:
     """Values by placeholder name; tangents are one."""
     state, values = dict(model.named_parameters()) | dict(model.named_buffers()), {}
     for node in joint.graph.nodes:
@@ -149,9 +148,10 @@ def global_values(joint: fx.GraphModule, model: torch.nn.Module, inputs: dict[st
     return values
 
 
-def written(joint: fx.GraphModule, mesh: Mesh, default: str, nodes: dict[str, str], leaves: dict[str, str], outputs, **kept):
-    """A Sharding written as text. nodes: "arguments -> outputs", layouts separated by "|", by node name; an op that is not
-    named has the layout `default` for everything, with axes of dims that a tensor lacks or does not stretch over left out."""
+def written(joint: fx.GraphModule, mesh: Mesh, default: str, nodes: dict, leaves: dict, outputs, **kept) -> Sharding:
+    """A Sharding written as text. nodes: "arguments -> outputs", layouts separated by "|", by node name; an op that
+    is not named has the layout `default` for everything, with axes of dims that a tensor lacks or does not stretch
+    over left out."""
 
     def parse(text, value):
         layout = Layout.parse(text, 8)

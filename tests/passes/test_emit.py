@@ -5,12 +5,14 @@ import random
 
 import pytest
 import torch
-from .lowering import local_graphs, partial_values, random_layout, redistribution
 
 from autopar.layout import Layout, is_even, is_legal, local_part
 from autopar.mesh import Mesh
+from autopar.passes.emit import Collective
 from autopar.passes.localize import localize
 from autopar.simulate import Simulator
+
+from .lowering import local_graphs, partial_values, random_layout, redistribution
 
 MESHES = [Mesh.parse(m) for m in ("a=2", "a=3", "a=4", "a=2,b=2", "a=2,b=3", "a=2,b=2,c=2", "a=1,b=2")]
 
@@ -92,8 +94,10 @@ def test_graph_does_not_grow_with_the_group(devices):
 def test_moves_on_dim_0_need_no_reshape():
     mesh = Mesh.parse("a=2")
     for source, target, op in [
-        ("a:S(0)", "R", "all_gather_into_tensor"), ("a:P", "a:S(0)", "reduce_scatter_tensor"), ("a:P", "R", "all_reduce"),
-    ]:  # fmt: skip
+        ("a:S(0)", "R", "all_gather_into_tensor"),
+        ("a:P", "a:S(0)", "reduce_scatter_tensor"),
+        ("a:P", "R", "all_reduce"),
+    ]:
         joint, sharding = redistribution((4, 4), parse(source), parse(target), mesh)
         assert targets(local_graphs(joint, sharding)[0]) == [op, "wait_tensor"]
 
@@ -126,4 +130,4 @@ def test_collective_says_what_it_is():
     mesh = Mesh.parse("a=2")
     joint, sharding = redistribution((4, 4), parse("a:S(0)"), parse("R"), mesh)
     (said,) = [n.meta["collective"] for n in local_graphs(joint, sharding)[0].graph.nodes if "collective" in n.meta]
-    assert (said.kind, said.axes, said.wire_bytes, said.tensor, said.phase) == ("all_gather", ("a",), 64.0, "x", "forward")
+    assert said == Collective("all_gather", ("a",), 64.0, "x", "forward")

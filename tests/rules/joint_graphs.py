@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.clean import clean
 from torch import fx, nn
 
 import autopar.ops
 from autopar.capture import differentiate, export
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.clean import clean
 
 ops = torch.ops.autopar
 
