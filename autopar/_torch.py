@@ -9,10 +9,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of the collectives
 from torch import fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = ["tree_flatten", "tree_map", "tree_unflatten"]
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 def fake_mode():
@@ -89,15 +92,21 @@ def _describe_output(desc) -> tuple[str, object] | None:
     return None
 
 
+def schema_names(target) -> list[str]:
+    """Names of an op's arguments."""
+    return [argument.name for argument in target._schema.arguments]
+
+
+def op_name(target) -> str:
+    """An ATen op's name without namespace and overload, "" for anything else."""
+    return getattr(target, "_opname", "")
+
+
 def rename(node: fx.Node, name: str) -> None:
     """Give a node (and a placeholder's argument) a name of our own."""
     node._rename(name)
     if node.op == "placeholder":
         node.target = node.name
-
-
-def wait_tensor(tensor):
-    return c10d.wait_tensor.default(tensor)
 
 
 def strided_shard(dim: int, split_factor: int):

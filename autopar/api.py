@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import capture, hardware
+from ._torch import tree_map
 from .calls import split_example
 from .capture import Captured
 from .errors import AutoparError, InputError, MeshError, StrategyError
@@ -233,7 +234,7 @@ def _in_precision(model: nn.Module, precision: str) -> nn.Module:
 def _example_in_precision(example_inputs, precision: str):
     if precision != "bf16":
         return example_inputs
-    return torch.utils._pytree.tree_map(
+    return tree_map(
         lambda x: x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, example_inputs
     )
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ._torch import tree_flatten, tree_map, tree_unflatten
 from .errors import InputError
 
 

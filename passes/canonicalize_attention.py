@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from .._torch import schema_names
 from ..errors import UnsupportedOpError
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
@@ -23,7 +24,7 @@ _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.u
 def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The node in the place of a scaled_dot_product_attention, None if its mask is learned (T5's position bias): that needs the
     gradient of the mask, which ATen's decomposition gives. Raises UnsupportedOpError for attention dropout."""
-    schema = [a.name for a in node.target._schema.arguments]
+    schema = schema_names(node.target)
     given = dict(zip(schema, node.args)) | dict(node.kwargs)
     if given.get("dropout_p", 0.0):
         raise UnsupportedOpError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from .._torch import schema_names
 from ..ops import cross_entropy as cross_entropy_formula
 
 aten = torch.ops.aten
@@ -19,7 +20,7 @@ _SAME_VALUE = (aten.contiguous.default, aten.clone.default, aten.alias.default, 
 def cross_entropy(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The scalar (or per-target) loss node in the place of cross_entropy_loss, None where the formula does not apply: class
     weights, label smoothing, probabilities as targets, classes in another dim than the last."""
-    schema = [a.name for a in node.target._schema.arguments]
+    schema = schema_names(node.target)
     given = dict(zip(schema, node.args)) | dict(node.kwargs)
     logits, target = given["self"], given["target"]
     if given.get("weight") is not None or given.get("label_smoothing", 0.0) or logits.meta["val"].dim() != 2:

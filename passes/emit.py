@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers the fake kernels of the collectives)
 from torch import fx
 
 from .._torch import c10d, fake_mode, rename

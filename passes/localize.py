@@ -26,9 +26,9 @@ import operator
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import rules
+from .._torch import tree_flatten, tree_unflatten
 from ..errors import VerifyError
 from ..graph import describe, is_tensor, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, local_part, local_shape

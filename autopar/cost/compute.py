@@ -14,6 +14,7 @@ import operator
 import torch
 from torch import fx
 
+from .._torch import op_name
 from ..graph import tensor_arguments, values_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
@@ -34,7 +35,7 @@ POINTWISE_NAMES = {
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "_opname", "") in POINTWISE_NAMES
+    return node.op == "call_function" and op_name(node.target) in POINTWISE_NAMES
 
 
 def flops_of(node: fx.Node) -> float:

@@ -52,14 +52,14 @@ def minimize(
         bound = max(bound, dual.bound())
         rounded = dual.round()
         value = tied.objective(rounded)
-        if best is None or value < best.objective * 1.02 or not np.isfinite(best.objective):
+        if value - bound > search.gap * abs(value) and (best is None or value < best.objective):
             rounded = tied.improve(rounded)
             value = tied.objective(rounded)
         if best is None or value < best.objective:
             best = Solution(rounded, value, bound)
         if best.objective - bound <= search.gap * abs(best.objective):
             return Solution(best.choice, best.objective, min(bound, best.objective))
-        if turn > 12 and bound - last < 1e-5 * abs(bound):
+        if turn > 8 and bound - last < 0.2 * search.gap * abs(bound):
             break
         last = bound
     return _finish(problem, pricer, dual, Solution(best.choice, best.objective, bound), search)

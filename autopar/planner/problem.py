@@ -21,8 +21,8 @@ from .. import rules
 from ..capture import Captured
 from ..cost.compute import ComputeCost, flops_of, fraction, fused_inputs
 from ..cost.memory import StateBytes
-from ..graph import bytes_of, is_op, output_node, tensor_arguments, tensor_of, values_of
-from ..layout import Layout, is_legal, largest_local_numel
+from ..graph import bytes_of, flat_arguments, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ..layout import Layout, is_even, is_legal, largest_local_numel
 from ..mesh import Mesh
 from ..rules import Rule, Strategy
 
@@ -112,12 +112,17 @@ def build(
     part_sets = rules.propagate_parts(graph)
     rule_of: dict[int, Rule | None] = {}
     unruled = []
+    tensors_of = {
+        v.index: [(vertices[p].node, o) for p, o in v.inputs] + [(v.node, o) for o in range(len(values_of(v.node)))]
+        for v in vertices
+        if v.kind == "op"
+    }
     for v in vertices:
         if v.kind == "op":
             rule = rule_of[v.index] = rules.rule_of(v.node)
             if rule is None:
                 unruled.append(v.node)
-            v.signature = (*v.signature, _parts_key(part_sets, v.node, rule))
+            v.signature = (*v.signature, tuple(part_sets.get(t) for t in tensors_of[v.index]))
         elif v.kind == "parameter":
             v.signature = (*v.signature, str(part_sets.get((v.node, 0))))
         if v.kind in ("parameter", "input", "buffer"):
@@ -195,18 +200,11 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
 
 def _constants(node: fx.Node) -> list:
     """Arguments that are not tensors, nested ones too, with node names left out."""
-    flat, _ = torch.utils._pytree.tree_flatten((node.args, node.kwargs))
-    return [a for a in flat if not isinstance(a, fx.Node)]
+    return [a for a in flat_arguments(node) if not isinstance(a, fx.Node)]
 
 
 def _no_digits(name: str) -> str:
     return "".join("#" if c.isdigit() else c for c in name)
-
-
-def _parts_key(part_sets, node: fx.Node, rule: Rule | None) -> str:
-    if rule is None:
-        return ""
-    return str(sorted((f, tuple(p)) for f, p in rules.factor_parts(node, rule, part_sets).items() if p))
 
 
 def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
@@ -253,7 +251,9 @@ def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bo
         for order in itertools.permutations(range(len(names))) if orders else [range(len(names))]:
             dims = tuple(tuple(names[i] for i in order if placed[i] == d) for d in range(len(shape)))
             layout = Layout(dims)
-            if is_legal(shape, layout, mesh):
+            in_mesh_order = list(order) == list(range(len(names)))
+            # DTensor cuts unevenly only in the mesh's order
+            if is_legal(shape, layout, mesh) and (in_mesh_order or is_even(shape, layout, mesh)):
                 result[layout] = None
             for d, counts in parts.items():
                 for p in counts:

@@ -6,6 +6,7 @@ builder (see families.py). Random ops are left out on purpose: several devices n
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from . import indexing, layers, views
@@ -25,6 +26,7 @@ from .families import (
     pointwise,
     reduce,
 )
+from .reading import is_zero
 from .rule import Rule
 from .settle import settle
 
@@ -192,6 +194,24 @@ enter("arange eye linspace", blocked)
 
 def rule_of(node: fx.Node) -> Rule | None:
     """The sharding rule of a graph node, from the global shapes in its metadata; None if the op has none."""
-    builder = TABLE.get(str(node.target)) if node.op == "call_function" else None
-    made = builder(node) if builder else None
-    return settle(node, made) if made else None
+    if node.op != "call_function":
+        return None
+    key = (node.target, tuple(map(_seen, node.args)), tuple((k, _seen(v)) for k, v in node.kwargs.items()))
+    if key not in _KNOWN:
+        builder = TABLE.get(str(node.target))
+        made = builder(node) if builder else None
+        _KNOWN[key] = settle(node, made) if made else None
+    return _KNOWN[key]
+
+
+_KNOWN: dict[tuple, Rule | None] = {}  # repeated blocks ask for the same rules again and again
+
+
+def _seen(argument: object) -> object:
+    """All that a rule may depend on: shape, dtype and zeroness of tensors, other arguments as they print."""
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(_seen, argument))
+    if not isinstance(argument, fx.Node):
+        return repr(argument)
+    value = argument.meta.get("val")
+    return (tuple(value.shape), value.dtype, is_zero(argument)) if isinstance(value, torch.Tensor) else "other"

@@ -1,0 +1,74 @@
+"""Tiny models for the tests of the runtime: builders of (model, keyword inputs), the same on every process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopar import models
+
+NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def gpt2(batch: int = 4, seq: int = 12, **options):
+    """Hugging Face's GPT-2: Conv1D weights, fused attention weight, tied embedding and head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        **(dict(vocab_size=96, n_positions=32, n_embd=24, n_layer=2, n_head=4, **NO_DROPOUT) | options), use_cache=False
+    )
+    return GPT2LMHeadModel(config), _tokens(batch, seq)
+
+
+def llama(batch: int = 4, seq: int = 12, **options):
+    """Hugging Face's Llama with grouped query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **(
+            dict(
+                vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=32,
+            ) | options
+        ),
+        use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), _tokens(batch, seq)
+
+
+def bert(batch: int = 4, seq: int = 12):
+    """Hugging Face's BERT with a classifier on top."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    inputs = dict(input_ids=torch.randint(1, 96, (batch, seq)), labels=torch.randint(0, 3, (batch,)))
+    return BertForSequenceClassification(config), inputs
+
+
+def own(text: str, batch: int = 4, seq: int = 12):
+    """One of autopar's own builders, such as "mlp:hidden=16"."""
+    return models.build(text, batch=batch, seq=seq, device="cpu", seed=0)
+
+
+def _tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 96, (batch, seq))
+    return dict(input_ids=ids, labels=ids)
+
+
+class Regressor(nn.Module):
+    """Two layers without a loss of its own: x (B, I) -> (B, O)."""
+
+    def __init__(self, inputs: int = 6, hidden: int = 16, outputs: int = 4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(inputs, hidden)
+        self.down = nn.Linear(hidden, outputs)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
