@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 __all__ = ["tree_flatten", "tree_map", "tree_unflatten"]
 
 aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
 
 
 def fake_mode():
