@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import capture, hardware
+from . import capture, debug, hardware
 from ._torch import tree_map
 from .calls import split_example
 from .capture import Captured
@@ -45,10 +45,10 @@ _UNITS = {
 
 def trace(model: nn.Module, example_inputs, loss_fn: Callable | None = None) -> Captured:
     """The annotated joint graph of a model's call, in canonical ops. Raises CaptureError, InputError, UnsupportedOpError."""
-    exported = capture.export(model, example_inputs, loss_fn)
-    canonicalize(exported.graph_module)
-    captured = capture.differentiate(exported)
-    clean(captured.graph_module)
+    exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn)
+    debug.run_pass("canonicalize", canonicalize, exported.graph_module)
+    captured = debug.run_pass("differentiate", capture.differentiate, exported)
+    debug.run_pass("clean", clean, captured.graph_module)
     return captured
 
 
@@ -153,6 +153,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
 
     agreed = Plan.from_json(agree.from_rank_zero(make))
     agreed.check_fits(captured.graph, mesh)
+    debug.planned(agreed)
     return ParallelModule(model, captured, agreed, mesh, device_mesh, inputs)
 
 

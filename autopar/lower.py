@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from . import debug
 from .capture import Captured
+from .passes.bucket import bucket
 from .passes.localize import localize
 from .passes.lower_ops import lower_ops
 from .passes.partition import Parts, partition
@@ -39,6 +41,7 @@ def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphMo
     yield "localize", lambda graph: localize(graph, plan.sharding, rank, plan.reduce_scatter)
     yield "recompute", lambda graph: recompute(graph, plan.sharding.recompute)
     yield "lower_ops", lower_ops
+    yield "bucket", lambda graph: bucket(graph, plan.bucket_bytes)
 
 
 def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:
@@ -48,8 +51,8 @@ def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) 
     if check:
         check_global(graph)
         check_sharding(graph, plan.sharding)
-    for _, run in passes_of(plan, rank):
-        graph = run(graph)
+    for name, run in passes_of(plan, rank):
+        graph = debug.run_pass(name, run, graph)
         if check:
             check_local(graph, plan.mesh)
-    return RankProgram(rank, graph, partition(graph))
+    return RankProgram(rank, graph, debug.run_pass("partition", partition, graph))

@@ -91,6 +91,7 @@ class Plan:
     layouts: dict[str, str]  # of every parameter and input, by its own name
     sharding: Sharding = field(repr=False)
     reduce_scatter: str = "native"
+    bucket_bytes: float = 0.0  # parameters and gradients travel in collectives of about this size
     fingerprint: str = ""
     planning_seconds: float = field(default=0.0, compare=False)
 

@@ -150,7 +150,7 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
         memory={k: v for k, v in memory.items() if v}, collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=tuple(sorted(e.recomputed_blocks)), warnings=warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
-        reduce_scatter=options.hardware.reduce_scatter_lowering, fingerprint=fingerprint(problem.graph),
+        reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes), fingerprint=fingerprint(problem.graph),
         planning_seconds=seconds,
     )  # fmt: skip
 

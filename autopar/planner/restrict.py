@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ..errors import StrategyError
 from ..layout import Layout
@@ -46,6 +47,11 @@ RECIPES = {
     "megatron": Recipe(data=False, tensor=TENSOR),
     "megatron_sp": Recipe(data=False, tensor=TENSOR_SEQUENCE),
 }
+autopar = torch.ops.autopar
+TENSOR_OPS = {
+    autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default, autopar.attention.default,
+    autopar.attention_bw.default,
+}  # fmt: skip
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
 
 
@@ -101,7 +107,8 @@ def allowed_strategies(
         v = problem.vertices[cls]
         mask = np.ones(len(options.strategies), bool)
         if v.kind == "op" and batch:
-            mask = _op_mask(options.strategies, restriction, mesh, batch[cls], weight[cls])
+            must_cut = v.node.target in TENSOR_OPS
+            mask = _op_mask(options.strategies, restriction, mesh, batch[cls], weight[cls], must_cut)
         elif v.kind == "parameter":
             mask = _parameter_mask(options.strategies, restriction)
         elif v.kind == "input":
@@ -112,7 +119,8 @@ def allowed_strategies(
     return masks
 
 
-def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], weight: set[str]) -> np.ndarray:
+def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool) -> np.ndarray:
+    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads."""
     mask = np.ones(len(strategies), bool)
     for i, axis in enumerate(mesh.names):
         role = restriction.roles[axis]
@@ -127,6 +135,9 @@ def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], 
             mask &= np.array([not f or f.startswith("+") or (f in weight and f not in batch) for f in factors])
         else:
             mask &= np.array([f not in batch for f in factors])
+        if must_cut and role in (TENSOR, TENSOR_SEQUENCE):
+            cuts = np.array([f in weight and f not in batch for f in factors]) & mask
+            mask = cuts if cuts.any() else mask
     return mask
 
 

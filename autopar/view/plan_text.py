@@ -1,88 +1,128 @@
-"""The text of a plan: stable, sorted, diffable; GiB and ms appear only here."""
+"""The text of a plan: stable, sorted, diffable. One function a section; units are in autopar/view/units.py."""
 
 from __future__ import annotations
 
-from ..plan import Plan
+from collections.abc import Sequence
 
-GIB = 2**30
-
-
-def table(header: list[str], rows: list[list[str]], left: int = 1) -> list[str]:
-    """Lines of a table whose first `left` columns are aligned left, the others right."""
-    cells = [header, *rows]
-    widths = [max(len(row[c]) for row in cells) for c in range(len(header))]
-
-    def line(row: list[str]) -> str:
-        return "  ".join(x.ljust(w) if c < left else x.rjust(w) for c, (x, w) in enumerate(zip(row, widths))).rstrip()
-
-    return [line(header), *(line(row) for row in rows)]
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
-
-
-def gib(bytes_: float) -> str:
-    return f"{bytes_ / GIB:.2f}" if bytes_ >= GIB / 10 else f"{bytes_ / GIB:.4f}"
-
-
-def size(bytes_: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if bytes_ >= scale:
-            return f"{bytes_ / scale:.2f} {unit}"
-    return f"{bytes_:.0f} B"
+from ..plan import Alternative, Plan, Region
+from .units import byte_column, column, ms, percent, size, table
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, modules, collectives, memory, alternatives, warnings."""
-    lines = [
-        f"plan of {plan.model} on mesh {plan.mesh} ({plan.mesh.devices} devices, {plan.hardware}), {plan.precision}, "
-        f"{plan.optimizer}, strategy {plan.strategy}",
-        f"step {ms(plan.step_seconds)} ms = compute {ms(plan.compute_seconds)} + communication "
-        f"{ms(plan.communication_seconds)} + recompute {ms(plan.recompute_seconds)}; "
-        f"no plan is faster than {ms(plan.bound)} ms (gap {plan.gap:.2%})",
-        f"peak {size(plan.peak_bytes)} a device of {size(plan.memory_limit_bytes)}",
-        "",
+    """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, warnings."""
+    sections = (_result, _modules, _collectives, _memory, _recomputed, _alternatives, _warnings)
+    return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
+
+
+def summary(plan: Plan) -> str:
+    """The result alone, in three lines."""
+    return "\n".join(_result(plan))
+
+
+def _result(plan: Plan) -> list[str]:
+    parts = {
+        "compute": plan.compute_seconds,
+        "communication": plan.communication_seconds,
+        "recomputation": plan.recompute_seconds,
+    }
+    sum_of = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds)
+    devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
+    return [
+        f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
+        f"strategy {plan.strategy}",
+        f"step {ms(plan.step_seconds)} = {sum_of or 'nothing'}; no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})",
+        f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
+        f"{size(plan.memory_limit_bytes)}",
     ]
-    rows = []
-    for r in plan.regions:
-        name = r.name if r.copies == 1 else f"{r.name} (x{r.copies})"
-        collectives = " ".join(f"{kind}:{count}" for kind, count in r.collectives.items())
-        rows.append([name, r.weights or "-", r.activations or "-", str(r.ops), ms(r.compute_seconds),
-                     ms(r.communication_seconds), gib(r.bytes_), collectives])  # fmt: skip
-    header = ["module", "weights", "activations", "ops", "compute ms", "comm ms", "GiB", "collectives"]
-    lines += [*table(header, rows, left=3), ""]
-    if plan.collectives:
-        rows = [
-            [f"{c.phase} {c.kind}", ",".join(c.axes), str(c.count), size(c.wire_bytes), ms(c.seconds)]
-            for c in plan.collectives
-        ]
-        lines += [*table(["collectives", "axes", "count", "sent by a device", "ms"], rows, left=2), ""]
-    rows = [[name, gib(bytes_)] for name, bytes_ in plan.memory.items()]
-    lines += [*table(["memory of a device", "GiB"], [*rows, ["in all", gib(plan.peak_bytes)]]), ""]
-    if plan.recomputed:
-        lines += [f"recomputed in the backward: {len(plan.recomputed)} blocks: {_few(plan.recomputed)}", ""]
-    if plan.alternatives:
-        rows = [["this plan", ms(plan.step_seconds), ms(plan.communication_seconds), gib(plan.peak_bytes), ""]]
-        for a in plan.alternatives:
-            if a.step_seconds is None:
-                rows.append([a.name, "-", "-", "-", a.note])
-                continue
-            note = "" if a.fits else "does not fit"
-            ratio = a.step_seconds / plan.step_seconds
-            rows.append(
-                [
-                    a.name,
-                    ms(a.step_seconds),
-                    ms(a.communication_seconds),
-                    gib(a.peak_bytes),
-                    f"{ratio:.2f}x {note}".strip(),
-                ]
-            )
-        lines += [*table(["costed by the same model", "step ms", "comm ms", "GiB", "against this plan"], rows), ""]
-    lines += [f"warning: {w}" for w in plan.warnings]
-    return "\n".join(lines).rstrip() + "\n"
 
 
-def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+def _modules(plan: Plan) -> list[str]:
+    regions = in_tree_order(plan.regions)
+    if not regions:
+        return []
+    unit, bytes_ = byte_column([r.bytes_ for r in regions])
+    seconds = [r.compute_seconds for r in regions] + [r.communication_seconds for r in regions]
+    milliseconds = column([s * 1e3 for s in seconds])  # one number of decimals for both columns
+    rows = zip(
+        [r.name if r.copies == 1 else f"{r.name} (x{r.copies})" for r in regions],
+        [r.weights or "-" for r in regions],
+        [r.activations or "-" for r in regions],
+        [" ".join(f"{kind}:{count}" for kind, count in r.collectives.items()) or "-" for r in regions],
+        milliseconds[: len(regions)],
+        milliseconds[len(regions) :],
+        bytes_,
+    )
+    header = ["module", "weights", "activations", "collectives", "compute ms", "comm ms", unit]
+    return table(header, list(rows), left=4)
+
+
+def in_tree_order(regions: Sequence[Region]) -> list[Region]:
+    """Modules as they first appear, each followed by what is inside of it; what belongs to no module comes last."""
+    first: dict[tuple[str, ...], int] = {}  # of every module, and of every module around one
+    for position, region in enumerate(regions):
+        names = region.name.split(".")
+        for depth in range(1, len(names) + 1):
+            first.setdefault(tuple(names[:depth]), position)
+
+    def place(region: Region) -> tuple:
+        names = region.name.split(".")
+        return region.name.startswith("("), [first[tuple(names[:depth])] for depth in range(1, len(names) + 1)]
+
+    return sorted(regions, key=place)
+
+
+def _collectives(plan: Plan) -> list[str]:
+    if not plan.collectives:
+        return []
+    unit, sent = byte_column([c.wire_bytes for c in plan.collectives])
+    rows = zip(
+        [f"{c.phase} {c.kind}" for c in plan.collectives],
+        [",".join(c.axes) for c in plan.collectives],
+        [str(c.count) for c in plan.collectives],
+        sent,
+        column([c.seconds * 1e3 for c in plan.collectives]),
+    )
+    return table(["collectives", "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+
+
+def _memory(plan: Plan) -> list[str]:
+    kinds = {**plan.memory, "in all": plan.peak_bytes}
+    unit, cells = byte_column(list(kinds.values()))
+    rows = [[k, cell, percent(v, plan.memory_limit_bytes)] for (k, v), cell in zip(kinds.items(), cells)]
+    return table(["memory of a device", unit, "of the limit"], rows)
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    if not plan.recomputed:
+        return []
+    count, few = len(plan.recomputed), ", ".join(plan.recomputed[:4]) + (" ..." if len(plan.recomputed) > 4 else "")
+    return [f"recomputed in the backward: {count} block{'s' if count > 1 else ''}: {few}"]
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)
+    shown = [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
+    unit, bytes_ = byte_column([a.peak_bytes for a in shown])
+    rows = list(
+        zip(
+            [a.name for a in shown],
+            column([a.step_seconds * 1e3 for a in shown]),
+            column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
+            bytes_,
+            [_against(a, plan) for a in shown],
+        )
+    )
+    lines = table(["costed by the same model", "step ms", "comm ms", unit, "time"], rows)
+    return lines + [f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None]
+
+
+def _against(a: Alternative, plan: Plan) -> str:
+    if not a.fits:
+        return "does not fit"
+    return f"{a.step_seconds / plan.step_seconds:.2f}x" if plan.step_seconds else "-"
+
+
+def _warnings(plan: Plan) -> list[str]:
+    return [f"warning: {w}" for w in plan.warnings]

@@ -1,0 +1,83 @@
+"""What the planner's tests share: captured models, a toy machine, problems and plans of them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+
+from autopar import api
+from autopar.capture import Captured
+from autopar.cost.memory import StateBytes
+from autopar.cost.redistribute import Redistributor
+from autopar.hardware import Hardware, Tier
+from autopar.mesh import Mesh
+from autopar.models import registry
+from autopar.plan import Plan
+from autopar.planner import fold as folding
+from autopar.planner.evaluate import Evaluation, Pricer, evaluate
+from autopar.planner.make import PlanOptions, make_plan
+from autopar.planner.problem import Problem, build
+from autopar.planner.restrict import Restriction, allowed_strategies
+
+TINY_GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
+TINY_LLAMA = "llama:hidden=32,layers=1,heads=4,kv_heads=4,ffn=64,vocab=64,seq=16"
+
+
+def toy(
+    flops: float = 1e9, memory: float = 1e9, link: float = 1e9, latency: float = 0.0, launch: float = 0.0,
+    bucket: int = 1 << 40, device_bytes: float = 1e12, reduce_scatter: str = "native",
+) -> Hardware:  # fmt: skip
+    """A machine whose links are as fast as its memory and wait for nothing, so that even tiny models are worth sharding."""
+    return Hardware(
+        "toy", "", "", {"fp32": flops, "bf16": flops, "fp64": flops}, 1.0, memory, 1.0, int(device_bytes), max(launch, 1e-12),
+        (Tier("link", None, latency, link, bucket),), reduce_scatter,
+    )  # fmt: skip
+
+
+@functools.cache
+def captured(model: str, batch: int = 8, seq: int = 16) -> Captured:
+    """The joint graph of a registry model, without weights."""
+    return api.trace(*registry.build(model, batch=batch, seq=seq, device="meta"))
+
+
+def make(model: str | Captured, mesh: str, hardware: Hardware | None = None, *, batch: int = 8, seq: int = 16, **options) -> Plan:
+    """The plan of a model without the experts' plans beside it."""
+    graph = captured(model, batch, seq) if isinstance(model, str) else model
+    options = {"baselines": False} | options
+    return make_plan(graph, Mesh.parse(mesh), PlanOptions(hardware or toy(), **options))
+
+
+class Instance:
+    """One problem with its pricer and the strategies a restriction allows."""
+
+    def __init__(self, model: str | Captured, mesh: str, hardware: Hardware | None = None, strategy: str | None = None,
+                 folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16):  # fmt: skip
+        self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
+        graph = captured(model, batch, seq) if isinstance(model, str) else model
+        state, fold = StateBytes.of(optimizer, "fp32"), folding.fold if folded else folding.unfolded
+        self.problem: Problem = build(graph, self.mesh, self.hardware, state, fold)
+        links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
+        self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth), self.hardware.links[-1].bucket_bytes)
+        self.restriction = Restriction.of(strategy, self.mesh)
+        self.allowed: dict[int, np.ndarray] = allowed_strategies(self.problem, self.restriction)
+
+    def evaluate(self, choice: dict[int, int], byte_price: float = 0.0, keep: bool | None = None) -> Evaluation:
+        """Cost of a choice by class on the unfolded graph."""
+        every = {v.index: choice[v.cls] for v in self.problem.vertices}
+        return evaluate(self.problem, every, self.pricer, byte_price, keep)
+
+    def objective(self, choice: dict[int, int], byte_price: float = 0.0, price_saved: bool = False, keep: bool | None = None) -> float:
+        """What the solver minimizes, recomputed by the judge."""
+        e = self.evaluate(choice, byte_price if price_saved else 0.0, keep)
+        return e.seconds + byte_price * (e.resident_bytes + (e.saved_bytes if price_saved else 0.0))
+
+
+def counts(plan: Plan, phase: str | None = None, *axes: str) -> dict[str, int]:
+    """Collectives of a plan by kind, of one phase and over exactly these axes if given."""
+    found: Counter = Counter()
+    for c in plan.collectives:
+        if phase in (None, c.phase) and (not axes or c.axes == axes):
+            found[c.kind] += c.count
+    return dict(found)
