@@ -11,7 +11,7 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from torch import fx, nn
 from . import _torch
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
+from .fake_state import Form, fake, fake_state, forms_of
 from .graph import OutputRole, Role, mark_phases, output_node
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
@@ -84,19 +85,24 @@ def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, di
     return {k: v for k, v in kwargs.items() if k in model_takes or (open_ended and k not in to_loss)}, to_loss
 
 
-def export(model: nn.Module, example_inputs, loss_fn: Callable | None = None) -> Exported:
-    """Trace the forward of `model` on an example call (real, fake or meta tensors; only shapes are read).
+def export(
+    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None
+) -> Exported:
+    """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on any
+    device. `forms`: shapes and dtypes to give the parameters instead of their own.
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
     signature, inputs = CallSignature.of(*split_example(example_inputs))
-    inputs = _distinct(inputs)
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
+    mode, forms = _torch.fake_mode(), forms or forms_of(model)
+    inputs = [fake(mode, x.shape, x.dtype) for x in inputs]  # one each, also for a tensor that is passed twice
     returns = Returns()
     wrapper = _FlatCall(model, signature, returns, loss_fn)
     try:
-        program = torch.export.export(wrapper, tuple(inputs), strict=False)
+        with fake_state(model, mode, forms):
+            program = torch.export.export(wrapper, tuple(inputs), strict=False)
     except AutoparError:
         raise
     except Exception as error:
@@ -112,14 +118,7 @@ def export(model: nn.Module, example_inputs, loss_fn: Callable | None = None) ->
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
             node.target = f"{ROOT}.{ties.get(name, name)}"
-    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-    return Exported(graph_module, signature, returns, inputs, ties, trainable)
-
-
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in place of repeated tensors (labels=input_ids), which export would take for one input."""
-    seen: set[int] = set()
-    return [x.clone() if id(x) in seen or seen.add(id(x)) else x for x in tensors]
+    return Exported(graph_module, signature, returns, inputs, ties, {n: f.trainable for n, f in forms.items()})
 
 
 def _tie_map(model: nn.Module) -> dict[str, str]:

@@ -18,7 +18,6 @@ from torch import fx
 
 from .codegen import emit_text, is_collective
 
-SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,13 @@ def count(subject) -> Counter | None:
     found = Counter(nodes=sum(len(m.graph.nodes) for m in modules.values()))
     for module in modules.values():
         for node in filter(is_collective, module.graph.nodes):
-            name = node.target.overloadpacket.__name__
-            found[SHORT.get(name, name)] += 1
+            found[kind_of(node.target.overloadpacket.__name__)] += 1
     return found if modules else None
+
+
+def kind_of(op: str) -> str:
+    """`all_gather_into_tensor` -> `all_gather`: the word for a collective op that is used in plans."""
+    return op.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
 
 
 def graphs_of(subject) -> dict[str, fx.GraphModule]:

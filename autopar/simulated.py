@@ -14,16 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx, nn
 
-from . import hardware as profiles
-from .api import trace
+from . import api, debug
 from .calls import Returns, split_example
 from .capture import Captured, _FlatCall
 from .graph import is_tensor, output_node, tensor_arguments
 from .layout import Layout, local_part
 from .lower import RankProgram, lower
-from .mesh import Mesh
 from .plan import Plan
-from .planner.make import PlanOptions, make_plan
 from .simulate import Simulator, assemble, local_inputs
 from .simulate import simulate_step as run_parts
 from .verify import check_ranks
@@ -44,6 +41,14 @@ class StepResult:
     bytes_sent: tuple[float, ...]
     collectives: Counter
     programs: tuple[RankProgram, ...]
+
+
+def plan_and_capture(model: nn.Module, mesh: object, example_inputs, **options) -> tuple[Plan, Captured]:
+    """`autopar.plan`, with the capture that the plan was made for."""
+    results = {}
+    with debug.observe(lambda stage: results.update({stage.name: stage.result})):
+        plan = api.plan(model, mesh, example_inputs, **options)
+    return plan, results["differentiate"]
 
 
 def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) -> StepResult:
@@ -67,7 +72,7 @@ def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) 
         whole[roles[i].kind][roles[i].name] = assemble(blocks, plan.sharding.outputs[i], mesh, shape)
     returned = tuple(whole["output"][name] for name in sorted(whole["output"], key=int))
     loss = None if captured.returns.loss is None else returned[captured.returns.loss]
-    calls = Counter((kind, axes) for kind, axes, group in simulator.calls if 0 in group)
+    calls = Counter((debug.kind_of(op), axes) for op, axes, group in simulator.calls if 0 in group)
     return StepResult(
         loss, returned, whole["gradient"], whole["mutation"], tuple(simulator.bytes_sent), calls, programs
     )  # fmt: skip
@@ -135,23 +140,18 @@ def verify_model(
     example_inputs,
     mesh: object,
     *,
-    strategy: str | None = None,
-    pin: Mapping[str, str] | None = None,
-    hardware: object = "cpu-gloo",
-    memory_bytes: float | None = None,
     loss_fn: Callable | None = None,
-    name: str | None = None,
+    hardware: object = "cpu-gloo",
     report: Callable[[str], None] = lambda text: None,
+    **options,
 ) -> VerifyReport:
     """Plan a model, simulate one step of all ranks, and compare it with the model itself, which has real weights and is left
-    as it is. Without a loss the gradients are those of the sum of all outputs. Raises subclasses of AutoparError."""
-    report("tracing the model")
-    captured = trace(model, example_inputs, loss_fn)
+    as it is. Without a loss the gradients are those of the sum of all outputs. `options` (strategy, pin, ...) are those of
+    `autopar.plan`. Raises subclasses of AutoparError."""
+    plan, captured = plan_and_capture(
+        model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
+    )
     values = global_values(captured, model, example_inputs)
-    options = PlanOptions(
-        profiles.load(hardware), memory_bytes=memory_bytes, strategy=strategy, pin=dict(pin or {}), baselines=False
-    )  # fmt: skip
-    plan = make_plan(captured, Mesh.of(mesh), options, name or type(model).__name__, report)
     report("simulating one step")
     step = simulate_step(captured, plan, values)
     report("running the unsharded model")

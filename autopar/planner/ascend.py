@@ -6,6 +6,7 @@ stalls, strategies whose reduced cost exceeds the gap are removed and HiGHS solv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +35,19 @@ def minimize(
     byte_price: float = 0.0,
     price_saved: bool = False,
     keep_parameters: bool | None = None,
-    start: dict[int, int] | None = None,
+    starts: Sequence[dict[int, int]] = (),
     search: Search = Search(),
 ) -> Solution:
-    """The best choice by class that was found, its objective (price included) and a proven lower bound on the objective."""
+    """The best choice by class that was found, its objective (price included) and a proven lower bound on the objective.
+    `starts` are choices to do at least as well as; those that are not allowed are left out."""
     dual = Dual(problem, pricer, allowed, byte_price, price_saved, keep_parameters)
     tied = Tied(dual)
     best = None
-    if start is not None:
-        best = Solution(start, tied.objective(start), -np.inf)
+    for start in starts:
+        if all(allowed[cls][k] for cls, k in start.items()):
+            value = tied.objective(start)
+            if best is None or value < best.objective:
+                best = Solution(start, value, -np.inf)
     bound = last = -np.inf
     for turn in range(search.rounds):
         dual.sweep(True)
@@ -50,13 +55,14 @@ def minimize(
         if turn % 4 != 3:
             continue
         bound = max(bound, dual.bound())
-        rounded = dual.round()
-        value = tied.objective(rounded)
-        if value - bound > search.gap * abs(value) and (best is None or value < best.objective):
-            rounded = tied.improve(rounded)
+        if best is None or best.objective - bound > search.gap * abs(best.objective):
+            rounded = dual.round()
             value = tied.objective(rounded)
-        if best is None or value < best.objective:
-            best = Solution(rounded, value, bound)
+            if value - bound > search.gap * abs(value) and (best is None or value < 1.05 * best.objective):
+                rounded = tied.improve(rounded)
+                value = tied.objective(rounded)
+            if best is None or value < best.objective:
+                best = Solution(rounded, value, bound)
         if best.objective - bound <= search.gap * abs(best.objective):
             return Solution(best.choice, best.objective, min(bound, best.objective))
         if turn > 8 and bound - last < 0.2 * search.gap * abs(bound):

@@ -37,6 +37,9 @@ class _Side:
         return np.minimum.reduceat(values[self.order], self.starts)
 
 
+FORWARD, BACKWARD = 1, 2  # phases of a factor's consumers, as bits
+
+
 @dataclass
 class _End:
     """One variable of a factor: the class at `position` and the message that the factor sends it, by layout."""
@@ -44,35 +47,49 @@ class _End:
     position: int
     side: _Side
     message: np.ndarray
-    columns: np.ndarray | None = None  # a consumer's layouts as columns of the factor's cost
+    columns: np.ndarray | None = None  # a consumer's layouts as columns of the factor's prices
+    phase: int = FORWARD
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """One way to serve all consumers of a hub: a price by producer layout p, and for every column q what a block of consumers
+    that takes q pays, by the phases in the block: {FORWARD: (p, q), BACKWARD: (p, q), FORWARD | BACKWARD: (p, q)}."""
+
+    base: np.ndarray
+    block: dict[int, np.ndarray]
 
 
 class _Factor:
-    """The payments of a hub: cost (p, column), one producer, a few consumers."""
+    """The payments of a hub with one producer and a few consumers: the cheapest of its modes."""
 
-    def __init__(self, cost: np.ndarray, tail: _End, heads: list[_End]):
-        self.cost, self.tail, self.heads = cost, tail, heads
+    def __init__(self, modes: list[_Mode], tail: _End, heads: list[_End]):
+        self.modes, self.tail, self.heads = modes, tail, heads
+        self.width = next(iter(modes[0].block.values())).shape[1]
         positions = [tail.position, *(h.position for h in heads)]
         self.first, self.last = min(positions), max(positions)
 
     def _added(self, head: _End) -> np.ndarray:
         """What a consumer adds, by column; impossible where it does not want the column."""
-        added = np.full(self.cost.shape[1], IMPOSSIBLE_SECONDS)
+        added = np.full(self.width, IMPOSSIBLE_SECONDS)
         added[head.columns] = -head.message
         return added
 
-    def _partitions(self, heads: list[_End]) -> np.ndarray:
-        """For every p the minimum over all ways in which these consumers share payments."""
-        if len(heads) == 1:
-            head = heads[0]
-            return (self.cost[:, head.columns] - head.message).min(1)
-        added = [self._added(h) for h in heads]
+    def _partitions(self, mode: _Mode, heads: list[_End], added: list[np.ndarray]) -> dict[int, np.ndarray]:
+        """For every set of these consumers (a bit mask), by p, the minimum over all ways in which they share payments."""
         count = len(heads)
+        best = {0: np.zeros(len(mode.base))}
+        if count == 1:
+            columns = heads[0].columns
+            best[1] = (mode.block[heads[0].phase][:, columns] - heads[0].message).min(1)
+            return best
         block = {}
         for mask in range(1, 1 << count):
-            total = sum(added[i] for i in range(count) if mask >> i & 1)
-            block[mask] = (self.cost + total).min(1)
-        best = {0: np.zeros(self.cost.shape[0])}
+            members = [i for i in range(count) if mask >> i & 1]
+            phases = 0
+            for i in members:
+                phases |= heads[i].phase
+            block[mask] = (mode.block[phases] + sum(added[i] for i in members)).min(1)
         for mask in range(1, 1 << count):
             lowest = mask & -mask
             rest, sub, result = mask ^ lowest, mask ^ lowest, None
@@ -83,27 +100,30 @@ class _Factor:
                     break
                 sub = (sub - 1) & rest
             best[mask] = result
-        self._best_of = best
-        return best[(1 << count) - 1]
+        return best
 
     def to_tail(self) -> np.ndarray:
         """Minimum over the consumers, by the producer's layout."""
-        return self._partitions(self.heads)
+        added = [self._added(h) for h in self.heads] if len(self.heads) > 1 else []
+        everyone = (1 << len(self.heads)) - 1
+        values = [m.base + self._partitions(m, self.heads, added)[everyone] for m in self.modes]
+        return values[0] if len(values) == 1 else np.minimum.reduce(values)
 
     def to_head(self, head: _End) -> np.ndarray:
         """Minimum over the producer and the other consumers, by this consumer's layout."""
-        base = self.cost[:, head.columns] - self.tail.message[:, None]
         others = [h for h in self.heads if h is not head]
-        if not others:
-            return base.min(0)
-        self._partitions(others)
-        best = self._best_of if len(others) > 1 else {0: np.zeros(len(base)), 1: self._partitions(others)}
-        added = [self._added(o)[head.columns] for o in others]
+        added = [self._added(o) for o in others]
         everyone, result = (1 << len(others)) - 1, None
-        for mask in range(1 << len(others)):  # the others that join this consumer's block
-            joined = sum((added[i] for i in range(len(others)) if mask >> i & 1), np.zeros(len(head.columns)))
-            value = (base + best[everyone ^ mask][:, None]).min(0) + joined
-            result = value if result is None else np.minimum(result, value)
+        for mode in self.modes:
+            before = mode.base - self.tail.message
+            best = self._partitions(mode, others, added) if others else {0: np.zeros(len(before))}
+            for mask in range(1 << len(others)):  # the others that join this consumer's block
+                phases, joined = head.phase, 0.0
+                for i, other in enumerate(others):
+                    if mask >> i & 1:
+                        phases, joined = phases | other.phase, joined + added[i][head.columns]
+                value = (mode.block[phases][:, head.columns] + (before + best[everyone ^ mask])[:, None]).min(0) + joined
+                result = value if result is None else np.minimum(result, value)
         return result
 
     def smallest(self) -> float:
@@ -156,59 +176,68 @@ class Dual:
         return tuple(numbers), np.array(which)
 
     def _add(self, hub: Hub) -> None:
-        vertex = self.problem.vertices[hub.example[0]]
-        is_parameter = vertex.kind == "parameter"
-        is_saved = vertex.phase == "forward" and (is_parameter or vertex.kind not in RESIDENT_LEAVES)
-        backward = [c for c in hub.consumers if c[2] == "backward"]
-        forward = [c for c in hub.consumers if c[2] == "forward"]
-        prices_saving = self.price_saved and is_saved and bool(backward)
-        splits = forward and backward and (prices_saving or (is_parameter and self.keep_parameters is False))
-        for consumers in (forward, backward) if splits else (list(hub.consumers),):
-            saving = prices_saving and (consumers is backward or not splits)
-            parts = -(-len(consumers) // MOST_CONSUMERS)
-            for i in range(parts):
-                self._factor(hub, consumers[i::parts], parts, is_parameter if saving else None)
+        """Add a hub's factor, or several that share its prices if it has many consumers."""
+        parts = -(-len(hub.consumers) // MOST_CONSUMERS)
+        for i in range(parts):
+            self._factor(hub, hub.consumers[i::parts], parts)
 
-    def _factor(self, hub: Hub, consumers, parts: int, saved: bool | None) -> None:
-        """`saved`: None without a price on saved copies, else whether the tensor is a parameter (its base is there anyway)."""
+    def _factor(self, hub: Hub, consumers, parts: int) -> None:
         sources, source_of = self._layouts(hub.producer, hub.output, True)
-        bytes_ = self.problem.tensor_bytes[hub.example]
-        bucketed = self.pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
         wanted = [self._layouts(cls, slot, False) for cls, slot, _ in consumers]
         universe = tuple(dict.fromkeys(q for targets, _ in wanted for q in targets))
         column = {q: i for i, q in enumerate(universe)}
-        cost = self.pricer.matrix(sources, universe, bytes_, bucketed) / parts
-        if saved is not None:
-            cost = self._with_saving(hub, cost, sources, universe, saved, len(consumers) * parts)
-        cost = np.where(np.isfinite(cost), cost * hub.copies, IMPOSSIBLE_SECONDS)
+        scale = hub.copies / parts
+        modes = [
+            _Mode(
+                np.minimum(mode.base * scale, IMPOSSIBLE_SECONDS),
+                {phase: np.minimum(price * scale, IMPOSSIBLE_SECONDS) for phase, price in mode.block.items()},
+            )
+            for mode in self._modes(hub, sources, universe)
+        ]
         if len(consumers) == 1 and consumers[0][0] == hub.producer:  # a class that feeds itself: part of its own cost
-            columns = np.array([column[q] for q in wanted[0][0]])
-            self.unary[self.position[hub.producer]] += cost[source_of, columns[wanted[0][1]]]
+            columns = np.array([column[q] for q in wanted[0][0]])[wanted[0][1]]
+            phase = BACKWARD if consumers[0][2] == "backward" else FORWARD
+            values = [m.base[source_of] + m.block[phase][source_of, columns] for m in modes]
+            self.unary[self.position[hub.producer]] += np.minimum.reduce(values)
             return
         tail = _End(self.position[hub.producer], _Side(source_of), np.zeros(len(sources)))
         heads = [
-            _End(self.position[cls], _Side(which), np.zeros(len(targets)), np.array([column[q] for q in targets]))
-            for (cls, _, _), (targets, which) in zip(consumers, wanted)
-        ]
-        factor = _Factor(cost, tail, heads)
+            _End(self.position[cls], _Side(which), np.zeros(len(targets)), np.array([column[q] for q in targets]),
+                 BACKWARD if phase == "backward" else FORWARD)
+            for (cls, _, phase), (targets, which) in zip(consumers, wanted)
+        ]  # fmt: skip
+        factor = _Factor(modes, tail, heads)
         self.factors.append(factor)
         for end in (tail, *heads):
             self.ends[end.position].append((factor, end))
 
-    def _with_saving(self, hub: Hub, cost, sources, universe, is_parameter: bool, readers: int) -> np.ndarray:
-        """Lower bound on what a backward consumer adds: reading the base saves it; reading q keeps q or makes it again from a
-        saved base, which `readers` consumers may share."""
-        cost = cost.copy()
-        local = [self.pricer.local_bytes(*hub.example, q) for q in universe]
-        for i, p in enumerate(sources):
-            base = 0.0 if is_parameter else self.byte_price * self.pricer.local_bytes(*hub.example, p) / readers
-            for j, q in enumerate(universe):
-                if p == q:
-                    cost[i, j] = base
-                elif np.isfinite(cost[i, j]):
-                    keep = np.inf if is_parameter and self.keep_parameters is False else self.byte_price * local[j]
-                    cost[i, j] = min(cost[i, j] + base, keep)
-        return cost
+    def _modes(self, hub: Hub, sources, universe) -> list[_Mode]:
+        """The ways to serve a hub. With a price on saved values a forward tensor is saved as it is (then the backward may make
+        copies again or keep those of the forward) or not (then the backward reads only kept copies)."""
+        vertex = self.problem.vertices[hub.example[0]]
+        is_parameter = vertex.kind == "parameter"
+        bytes_ = self.problem.tensor_bytes[hub.example]
+        bucketed = self.pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
+        once = self.pricer.matrix(sources, universe, bytes_, bucketed)
+        nothing = np.zeros(len(sources))
+        is_saved = vertex.phase == "forward" and (is_parameter or vertex.kind not in RESIDENT_LEAVES)
+        reads_saved = any(phase == "backward" for _, _, phase in hub.consumers)
+        if is_parameter and self.keep_parameters is False:
+            return [_Mode(nothing, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: 2 * once})]
+        if not (self.price_saved and is_saved and reads_saved):
+            return [_Mode(nothing, dict.fromkeys((FORWARD, BACKWARD, FORWARD | BACKWARD), once))]
+        same = np.array([[p == q for q in universe] for p in sources])
+        held = self.byte_price * np.array([self.pricer.local_bytes(*hub.example, q) for q in universe])
+        keep = once + held[None, :]
+        both = np.where(same, 0.0, np.minimum(keep, 2 * once))
+        saved = _Mode(nothing, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: both})
+        if is_parameter:
+            return [saved]
+        base = self.byte_price * np.array([self.pricer.local_bytes(*hub.example, p) for p in sources])
+        saved = _Mode(base, saved.block)
+        gone = np.where(same, np.inf, keep)
+        dropped = _Mode(nothing, {FORWARD: once, BACKWARD: np.full_like(once, np.inf), FORWARD | BACKWARD: gone})
+        return [saved, dropped]
 
     # ascent
 

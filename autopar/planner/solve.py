@@ -17,6 +17,7 @@ from .ascend import Search, minimize
 from .blocks import Blocks
 from .evaluate import Evaluation, Pricer, evaluate
 from .problem import Problem
+from .program import Solution
 from .restrict import RECIPES, Restriction, allowed_strategies
 
 MOST_PRICES = 9
@@ -44,6 +45,7 @@ class Solver:
                  report: Callable[[str], None] = lambda text: None):  # fmt: skip
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.search, self.report, self.blocks = search, report, Blocks(problem)
+        self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
         fastest = sum(float(c.seconds.min()) * len(c.members) for c in problem.classes.values())
         self.unit_price = (
             max(fastest, 1e-6) / limit_bytes
@@ -55,7 +57,7 @@ class Solver:
     ) -> Outcome:
         """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
         allowed = allowed_strategies(self.problem, restriction, pins)
-        fastest = self._at_price(restriction, allowed, self.tie_price, price_saved=False, start=start)
+        fastest = self._at_price(restriction, allowed, self.tie_price, price_saved=False)
         if fastest.fits:
             return fastest
         return self._raise_price(restriction, allowed, fastest)
@@ -73,10 +75,13 @@ class Solver:
     def baselines(self) -> dict[str, Outcome | AutoparError]:
         return {name: self.baseline(name) for name in RECIPES}
 
-    def _at_price(self, restriction: Restriction, allowed, price: float, price_saved: bool, start=None) -> Outcome:
-        solution = minimize(
-            self.problem, self.pricer, allowed, price, price_saved, restriction.keep, start, search=self.search
-        )
+    def _minimize(self, restriction: Restriction, allowed, price: float, price_saved: bool) -> Solution:
+        solution = minimize(self.problem, self.pricer, allowed, price, price_saved, restriction.keep, self.found, self.search)
+        self.found.append(solution.choice)
+        return solution
+
+    def _at_price(self, restriction: Restriction, allowed, price: float, price_saved: bool) -> Outcome:
+        solution = self._minimize(restriction, allowed, price, price_saved)
         choice = {v.index: solution.choice[v.cls] for v in self.problem.vertices}
         evaluation = evaluate(self.problem, choice, self.pricer, price, restriction.keep, restriction.whole_gradients)
         self._check(solution.objective, evaluation, price, price_saved)
@@ -123,7 +128,7 @@ class Solver:
 
     def _bound_with_recompute(self, restriction: Restriction, allowed, price: float) -> float:
         """A bound that also holds for plans that recompute: saved values cost nothing, resident ones their price."""
-        solution = minimize(self.problem, self.pricer, allowed, price, False, restriction.keep, search=self.search)
+        solution = self._minimize(restriction, allowed, price, price_saved=False)
         return solution.bound - price * self.limit_bytes
 
     def _recomputed(self, tried: Outcome, best: Outcome | None) -> Outcome | None:

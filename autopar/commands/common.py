@@ -1,0 +1,95 @@
+"""What the commands share: arguments that name a model and how to plan it, checks before the long work, and progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..errors import StrategyError
+
+Report = Callable[[str], None]
+
+
+def command(subparsers, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]):
+    """A subparser whose --help ends with an example."""
+    parser = subparsers.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_model(parser, batch: int | None = 8, seq: int | None = 64) -> None:
+    """--model, --mesh, --batch and --seq; a size without a default is required."""
+    model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, or file.py:function"
+    parser.add_argument("--model", required=True, metavar="M", help=model)
+    parser.add_argument("--mesh", required=True, help="axes and sizes, outermost first: dp=8,tp=8")
+    for name, default, what in (("--batch", batch, "global batch"), ("--seq", seq, "sequence length")):
+        after = "" if default is None else f" (default {default})"
+        parser.add_argument(name, type=count, default=default, required=default is None, metavar="N", help=what + after)
+
+
+def add_planning(parser, hardware: str) -> None:
+    """--hardware, --strategy, --memory and --pin."""
+    parser.add_argument("--hardware", default=hardware, help=f"profile or TOML file (default {hardware})")
+    strategies = "ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp (default: whatever is fastest)"
+    parser.add_argument("--strategy", help=strategies)
+    parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
+    pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
+    parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def pins(args: argparse.Namespace) -> dict[str, str]:
+    found = {}
+    for text in args.pin:
+        glob, equals, layout = text.partition("=")
+        if not (glob and equals and layout):
+            raise StrategyError(f"cannot read {text!r} as a pin", fix="write GLOB=LAYOUT, such as '*.c_fc.weight=tp:S(1)'")
+        found[glob] = layout
+    return found
+
+
+def planning(args: argparse.Namespace) -> dict:
+    """The arguments of `add_planning` as those of `autopar.plan`."""
+    return dict(
+        name=args.model, hardware=args.hardware, strategy=args.strategy, memory=args.memory, pin=pins(args)
+    )  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises the errors of a mesh, profile, strategy or pin before a model is built."""
+    from .. import hardware
+    from ..mesh import Mesh
+    from ..planner.restrict import Restriction
+
+    Restriction.of(args.strategy, Mesh.parse(args.mesh))
+    hardware.load(args.hardware)
+    pins(args)
+
+
+def quiet() -> None:
+    """Hide torch's warning that autopar's own ops differentiate through a fallback, which they mean to."""
+    warnings.filterwarnings("ignore", message="(?s).*an autograd kernel was not registered")
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """A function that shows what is being done on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update

@@ -1,0 +1,77 @@
+"""`autopar graph`: the compiler's passes with what each changes, or the graph as one of them leaves it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+
+from . import common
+
+EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
+GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
+LOCAL = ("localize", "recompute", "lower_ops", "bucket", "partition")
+STAGES = (*GLOBAL, "plan", *LOCAL)
+
+
+def add(subparsers) -> None:
+    parser = common.command(subparsers, "graph", "print the passes, or the graph after one of them", EXAMPLE, run)
+    common.add_model(parser)
+    common.add_planning(parser, hardware="cpu-gloo")
+    after = "print the graph after this step: " + ", ".join(STAGES) + " (plan: the joint graph with the plan's layouts)"
+    parser.add_argument("--after", choices=STAGES, metavar="STEP", help=after)
+    parser.add_argument("--rank", type=int, default=0, help="whose graph, from localize on (default 0)")
+    parser.add_argument("--diff", action="store_true", help="with --after: what the step changed, a line a node")
+
+
+class _Reached(Exception):
+    """The step that was asked for has run, and nothing after it is needed."""
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check(args)
+    from .. import api, debug, models
+    from ..lower import lower
+    from ..mesh import Mesh
+    from ..view.graph_text import graph_text
+
+    Mesh.parse(args.mesh).coordinate(args.rank)  # raises if there is no such rank
+    common.quiet()
+    lines: list[str] = []
+    texts: dict[str, str] = {}  # of the steps up to the one that was asked for
+    kept = {}
+
+    def watch(stage: debug.Stage) -> None:
+        lines.append(stage.line())
+        kept[stage.name] = stage.result
+        if args.after:
+            graphs = debug.graphs_of(stage.result).values()
+            texts[stage.name] = "\n".join(map(graph_text, graphs)) if args.diff else debug.stage_text(stage.result)
+        if stage.name == args.after:
+            raise _Reached
+
+    try:
+        with common.progress() as report, debug.observe(watch):
+            report("building the model")
+            model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
+            plan = api.plan(model, args.mesh, inputs, baselines=False, report=report, **common.planning(args))
+            captured = kept["differentiate"]
+            texts["plan"] = graph_text(captured.graph_module, plan.sharding)
+            if args.after != "plan":
+                lower(captured, plan, args.rank)
+    except _Reached:
+        pass
+    if not args.after:
+        print(f"{args.model} on mesh {args.mesh}, rank {args.rank}", *lines, sep="\n")
+    elif args.diff:
+        print(_difference(texts, args.after), end="")
+    else:
+        print(texts[args.after], end="")
+    return 0
+
+
+def _difference(texts: dict[str, str], after: str) -> str:
+    """A unified diff of the graph before and after a step."""
+    names = list(texts)
+    before = names[names.index(after) - 1] if names[0] != after else None
+    old = texts[before].splitlines(keepends=True) if before else []
+    return "".join(difflib.unified_diff(old, texts[after].splitlines(keepends=True), before or "nothing", after, n=1))

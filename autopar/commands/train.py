@@ -1,0 +1,82 @@
+"""`autopar train`: a short training run on gloo processes of its own, or on those of torchrun, with what was predicted beside
+what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from ..errors import AutoparError, MeshError
+from . import common
+
+EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
+
+
+def add(subparsers) -> None:
+    parser = common.command(subparsers, "train", "train a model on processes of this machine", EXAMPLE, run)
+    common.add_model(parser)
+    common.add_planning(parser, hardware="cpu-gloo")
+    parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    parser.add_argument("--timeout", type=common.count, default=600, metavar="S", help="seconds a rank waits for others (600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check(args)
+    from .. import models
+    from ..mesh import Mesh
+
+    models.build(args.model, batch=args.batch, seq=args.seq)  # on meta: raises here rather than in every process
+    settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args)}
+    devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
+    if "RANK" not in os.environ or world is None:
+        return _spawn(settings, devices)
+    if int(world) != devices:
+        raise MeshError(f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
+                        fix=f"start it with --nproc-per-node {devices}")  # fmt: skip
+    from .train_rank import train
+
+    train(int(os.environ["RANK"]), devices, "env://", settings)
+    return 0
+
+
+def _spawn(settings: dict, devices: int) -> int:
+    """One process a device. All have ended when this returns or raises, however it does."""
+    import logging
+    import sys
+    import tempfile
+
+    import torch.multiprocessing as mp
+
+    from .train_rank import in_process
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of every process that it stops
+    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+        arguments = (devices, folder, settings)
+        processes = mp.start_processes(in_process, arguments, devices, join=False, daemon=True, start_method="spawn")
+        try:
+            while not processes.join(timeout=1):  # one that fails stops the others and raises here
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            if reason := _reason(folder):
+                raise reason from None
+            print(f"autopar: {str(error).strip()}", file=sys.stderr)
+            return 1
+        finally:
+            for process in processes.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+    return 0
+
+
+def _reason(folder: str) -> AutoparError | None:
+    """The AutoparError that a process wrote down before it ended."""
+    import json
+    from pathlib import Path
+
+    for file in sorted(Path(folder).glob("error-*.json")):
+        message, fix = json.loads(file.read_text())
+        return AutoparError(message, fix=fix)
+    return None

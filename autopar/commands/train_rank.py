@@ -1,0 +1,135 @@
+"""What one process of `autopar train` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+
+from .. import models
+from ..errors import AutoparError
+from ..mesh import Mesh
+from ..models.corpus import batches
+from ..plan import Plan
+from ..view.plan_text import summary
+from ..view.units import ms, size
+from . import common
+
+WARM_UP = 2  # steps that are not timed
+
+
+def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
+    """`train` in a spawned process; an AutoparError is written down for the parent."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
+    try:
+        train(rank, devices, f"file://{folder}/rendezvous", settings)
+    except AutoparError as error:
+        Path(folder, f"error-{rank}.json").write_text(json.dumps([error.message, error.fix]))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # the parent is interrupted too and says so
+
+
+def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
+    """Builds the model, compiles it, takes the steps and prints, on rank 0, how they went."""
+    common.quiet()
+    dist.init_process_group(
+        "gloo", init_method=rendezvous, rank=rank, world_size=devices, timeout=timedelta(seconds=settings["timeout"])
+    )
+    try:
+        mesh = Mesh.parse(settings["mesh"])
+        _run(init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names), settings, say=print if rank == 0 else _silent)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(device_mesh, settings: dict, say) -> None:
+    batch, seq, steps = settings["batch"], settings["seq"], settings["steps"]
+    source, inputs = models.build(settings["model"], batch=batch, seq=seq, device="cpu", seed=settings["seed"])
+    stream = _stream(source, inputs, settings)
+    say("planning ...", flush=True)
+    planning = {k: settings[k] for k in ("hardware", "strategy", "memory", "pin")}
+    model = autopar.compile(source, device_mesh, inputs, **planning)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
+    say(summary(model.plan), "", sep="\n")
+    seconds, peak = [], 0
+    for step in range(1, steps + 1):
+        call = next(stream)
+        start = time.perf_counter()
+        with _saved_bytes(model) as saved:
+            loss = model(**call).loss
+        loss.backward()
+        seconds.append(time.perf_counter() - start)
+        optimizer.step()
+        peak = max(peak, saved[0] + _state_bytes(model, optimizer))
+        optimizer.zero_grad()
+        whole = time.perf_counter() - start
+        say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
+    timed = seconds[WARM_UP:] or seconds
+    figures = torch.tensor([statistics.median(timed), float(peak)], dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    say("", _comparison(model.plan, *figures.tolist(), len(timed)), sep="\n")
+
+
+def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:
+    """Batches of the corpus for a model that reads tokens; for another one its example inputs, over and over."""
+    if "input_ids" not in inputs:
+        return iter(lambda: inputs, None)
+    config = getattr(source, "config", None)
+    vocab = getattr(config, "vocab", None) or getattr(config, "vocab_size", None) or 256
+    return batches(settings["batch"], settings["seq"], vocab, settings["seed"])
+
+
+def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
+    return (
+        f"predicted {ms(plan.step_seconds)}, {size(plan.peak_bytes)} a device; measured {ms(seconds)}, {size(bytes_)}\n"
+        f"measured: median of forward and backward over {steps} step{'s' if steps > 1 else ''}, on the slowest rank; parameters, "
+        "buffers, gradients, optimizer state and tensors saved for the backward, on the rank with most"
+    )
+
+
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """A box with the bytes that the forward inside saves for the backward, parameters left out."""
+    seen = {_local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    box = [0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = _local(tensor).untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            box[0] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield box
+
+
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that this rank holds of parameters, buffers, gradients and optimizer state."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return sum(_local(t).untyped_storage().nbytes() for t in tensors)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _silent(*words, **options) -> None:
+    pass
