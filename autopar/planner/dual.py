@@ -12,6 +12,7 @@ a block, so the minimum is over partitions of the consumers into blocks, min_q (
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,9 +146,13 @@ class Dual:
     """The dual of one problem for given allowed strategies and price of memory."""
 
     def __init__(self, problem: Problem, pricer: Pricer, allowed: dict[int, np.ndarray], byte_price: float = 0.0,
-                 price_saved: bool = False, keep_parameters: bool | None = None):  # fmt: skip
+                 price_saved: bool = False, keep_parameters: bool | None = None,
+                 recomputable: Collection[int] = ()):  # fmt: skip
+        """`recomputable`: vertices whose values may be made again in the backward instead of saved; with them the bound also
+        holds for plans that recompute (each at least for the price of its own op)."""
         self.problem, self.pricer, self.allowed = problem, pricer, allowed
         self.byte_price, self.price_saved, self.keep_parameters = byte_price, price_saved, keep_parameters
+        self.recomputable = frozenset(recomputable)
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
         self.index = [np.flatnonzero(allowed[cls]) for cls in self.classes]
@@ -237,7 +242,10 @@ class Dual:
         saved = _Mode(base, saved.block)
         gone = np.where(same, np.inf, keep)
         dropped = _Mode(nothing, {FORWARD: once, BACKWARD: np.full_like(once, np.inf), FORWARD | BACKWARD: gone})
-        return [saved, dropped]
+        if hub.example[0] not in self.recomputable:
+            return [saved, dropped]
+        again = np.full(len(sources), float(self.problem.classes[hub.producer].seconds.min()))
+        return [saved, dropped, _Mode(again, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: 2 * once})]
 
     # ascent
 

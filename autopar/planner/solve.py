@@ -15,12 +15,14 @@ import numpy as np
 from ..errors import AutoparError, MemoryInfeasibleError
 from .ascend import Search, minimize
 from .blocks import Blocks
+from .dual import Dual
 from .evaluate import Evaluation, Pricer, evaluate
 from .problem import Problem
 from .program import Solution
 from .restrict import RECIPES, Restriction, allowed_strategies
 
 MOST_PRICES = 9
+SWEEPS_FOR_RECOMPUTE = 16
 
 
 @dataclass
@@ -103,8 +105,11 @@ class Solver:
         for _ in range(MOST_PRICES):
             self.report(f"memory price {price / self.unit_price:.3g}")
             tried = self._at_price(restriction, allowed, price, price_saved=True)
-            bound = max(bound, self._bound_with_recompute(restriction, allowed, price))
+            lower, rounded = self._with_recompute(restriction, allowed, price)
+            bound = max(bound, lower)
             smallest = min(smallest, tried.evaluation.bytes_)
+            if np.isfinite(rounded.seconds):
+                best = self._recomputed(Outcome(restriction, rounded, lower, False), best)
             if tried.fits:
                 high = price
                 if best is None or tried.evaluation.seconds < best.evaluation.seconds:
@@ -114,6 +119,8 @@ class Solver:
                 best = self._recomputed(tried, best)
             if best is not None and best.evaluation.seconds - bound <= 2e-3 * best.evaluation.seconds:
                 break
+            if high is None and price > 100 * self.unit_price and best is not None:
+                break  # only recomputation helps any more
             if high is None:
                 price *= 6
             elif low is None:
@@ -126,10 +133,17 @@ class Solver:
             self._refuse(restriction, allowed, smallest)
         return Outcome(restriction, best.evaluation, bound, True, smallest)
 
-    def _bound_with_recompute(self, restriction: Restriction, allowed, price: float) -> float:
-        """A bound that also holds for plans that recompute: saved values cost nothing, resident ones their price."""
-        solution = self._minimize(restriction, allowed, price, price_saved=False)
-        return solution.bound - price * self.limit_bytes
+    def _with_recompute(self, restriction: Restriction, allowed, price: float) -> tuple[float, Evaluation]:
+        """A bound that also holds for plans that recompute, and the plan that its dual rounds to."""
+        dual = Dual(self.problem, self.pricer, allowed, price, True, restriction.keep, self.blocks.inner)
+        for _ in range(SWEEPS_FOR_RECOMPUTE):
+            dual.sweep(True)
+            dual.sweep(False)
+        choice = dual.round()
+        self.found.append(choice)
+        each = {v.index: choice[v.cls] for v in self.problem.vertices}
+        evaluation = evaluate(self.problem, each, self.pricer, price, restriction.keep, restriction.whole_gradients)
+        return dual.bound() - price * self.limit_bytes, evaluation
 
     def _recomputed(self, tried: Outcome, best: Outcome | None) -> Outcome | None:
         evaluation = self.blocks.fit(tried.evaluation, self.pricer, self.limit_bytes)
