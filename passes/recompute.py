@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 
@@ -33,6 +34,8 @@ def recompute(local: fx.GraphModule, blocks: Collection[str]) -> fx.GraphModule:
             arguments = {a: again(a) for a in node.all_input_nodes}
             copies[node] = graph.node_copy(node, lambda a: arguments[a])
             copies[node].meta = dict(node.meta) | {"phase": "backward"}
+            if node.meta.get("collective"):
+                copies[node].meta["collective"] = replace(node.meta["collective"], phase="backward")
         return copies[node]
 
     for reader in list(graph.nodes):

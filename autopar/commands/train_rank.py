@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -75,7 +75,7 @@ def _run(device_mesh, settings: dict, say) -> None:
         loss.backward()
         seconds.append(time.perf_counter() - start)
         optimizer.step()
-        peak = max(peak, saved[0] + _state_bytes(model, optimizer))
+        peak = max(peak, saved() + _state_bytes(model, optimizer))
         optimizer.zero_grad()
         whole = time.perf_counter() - start
         say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
@@ -103,20 +103,16 @@ def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
 
 
 @contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
-    """A box with the bytes that the forward inside saves for the backward, parameters left out."""
-    seen = {_local(p).untyped_storage().data_ptr() for p in model.parameters()}
-    box = [0]
+def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """A function that says how many bytes the forward inside saves for the backward, parameters left out."""
+    parameters, saved = _storages(model.parameters()), {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = _local(tensor).untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            box[0] += storage.nbytes()
+        saved.update(_storages([tensor]))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield box
+        yield lambda: sum(bytes_ for pointer, bytes_ in saved.items() if pointer not in parameters)
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -124,11 +120,13 @@ def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    return sum(_local(t).untyped_storage().nbytes() for t in tensors)
+    return sum(_storages(tensors).values())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors by its address: gradients from one bucket share theirs."""
+    local = (t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors)
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
 
 
 def _silent(*words, **options) -> None:

@@ -1,0 +1,60 @@
+"""Recomputed blocks: less is saved, the gradients are those of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar import simulated
+from autopar.lower import lower
+from autopar.models import build
+
+
+def blocks_of(captured) -> frozenset[str]:
+    from autopar.planner.blocks import block_of
+
+    return frozenset(filter(None, (block_of(n.meta.get("module", "")) for n in captured.graph.nodes)))
+
+
+def saved_bytes(parts) -> int:
+    """Bytes that the forward hands to the backward, parameters and inputs left out."""
+    output = next(iter(reversed(parts.forward.graph.nodes)))
+    saved = [n for n, role in zip(output.args[0], output.meta["roles"]) if role is None and n.op == "call_function"]
+    return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in saved)
+
+
+@pytest.mark.parametrize(("model", "mesh", "strategy"), [
+    ("gpt2-tiny", "dp=2", "ddp"), ("gpt2-tiny", "tp=2", "megatron_sp"), ("llama-tiny", "dp=2,tp=2", "megatron"),
+    ("gpt2-tiny", "dp=2", "fsdp"),
+])  # fmt: skip
+def test_gradients_are_equal_and_less_is_saved(model, mesh, strategy):
+    module, inputs = build(model, batch=4, seq=16, device="cpu")
+    plan, captured = simulated.plan_and_capture(module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False)
+    blocks = blocks_of(captured)
+    assert len(blocks) >= 2
+    again = replace(plan, sharding=replace(plan.sharding, recompute=blocks))
+    before, after = (lower(captured, p, 0, check=True).parts for p in (plan, again))
+    assert saved_bytes(after) < 0.6 * saved_bytes(before)
+    values = simulated.global_values(captured, module, inputs)
+    want, got = (simulated.simulate_step(captured, p, values).gradients for p in (plan, again))
+    module(**inputs).loss.backward()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-7), name
+        error = (got[name] - parameter.grad).norm() / parameter.grad.norm().clamp_min(1e-6)
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_a_small_limit_makes_the_planner_recompute():
+    module, inputs = build("gpt:hidden=64,layers=6,heads=4,vocab=256,seq=128", batch=32, seq=128, device="cpu")
+    free, captured = simulated.plan_and_capture(module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", baselines=False)
+    assert not free.recomputed
+    limit = 0.5 * free.peak_bytes
+    plan, captured = simulated.plan_and_capture(
+        module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", memory=limit, baselines=False
+    )
+    assert plan.recomputed and plan.peak_bytes <= limit
+    assert plan.step_seconds > free.step_seconds and plan.recompute_seconds > 0
+    report = simulated.verify_model(module, inputs, "dp=2", hardware="cpu-gloo", strategy="ddp", memory=limit)
+    assert report.loss_error < 1e-5 and max(report.gradient_errors.values()) < 1e-5
