@@ -19,7 +19,6 @@ from torch import fx
 from .codegen import emit_text, is_collective
 
 
-
 @dataclass(frozen=True)
 class Stage:
     """A pass that has run. `before` and `after` count nodes ("nodes") and collectives by kind; `before` is None at the start.

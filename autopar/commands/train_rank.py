@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     planning = {k: settings[k] for k in ("hardware", "strategy", "memory", "pin")}
     model = autopar.compile(source, device_mesh, inputs, **planning)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
-    say(summary(model.plan), "", sep="\n")
+    say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
     seconds, peak = [], 0
     for step in range(1, steps + 1):
         call = next(stream)

@@ -1,0 +1,227 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from autopar import Plan, api, debug
+from autopar.cli import main
+from autopar.commands.graph import GLOBAL, LOCAL
+from autopar.models import build
+
+MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
+
+
+def plan(*words: str) -> list[str]:
+    return ["plan", *MLP, "--no-baselines", "--hardware", "cpu-gloo", *words]
+
+
+def autopar(*words: str, **environment: str) -> subprocess.Popen:
+    """The command in a process and a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
+    )  # fmt: skip
+
+
+# reading the command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "verify", "graph"])
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    example = capsys.readouterr().out.partition("example:\n")[2].split()
+    assert example[:2] == ["autopar", command]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("autopar ")
+
+
+@pytest.mark.parametrize(
+    "words, message, fix",
+    [
+        ([], "COMMAND", "autopar --help"),
+        (["plna"], "'plna'", "autopar --help"),
+        (["plan", "--model", "gpt2"], "--mesh", "autopar plan --help"),
+        (["plan", *MLP, "--batch", "0"], "0 is not 1 or more", "autopar plan --help"),
+        (["plan", *MLP, "--batch", "many"], "invalid count value: 'many'", "autopar plan --help"),
+        (["plan", *MLP, "--model", "gtp2"], "no model named 'gtp2'", "gpt2"),
+        (["plan", *MLP, "--mesh", "8x8"], "'8x8' as a mesh", "dp=2,tp=4"),
+        (["plan", *MLP, "--mesh", "dp=0"], "positive", "1 or more"),
+        (["plan", *MLP, "--hardware", "h1000"], "'h1000'", "h100"),
+        (["plan", *MLP, "--strategy", "megatorn"], "'megatorn'", "megatron"),
+        (["plan", *MLP, "--mesh", "dp=4", "--strategy", "hsdp"], "has 1", "fsdp"),
+        (["plan", *MLP, "--optimizer", "adaw"], "'adaw'", "adamw"),
+        (["plan", *MLP, "--memory", "4 apples"], "'4 apples'", "40GiB"),
+        (["plan", *MLP, "--pin", "weight"], "'weight' as a pin", "GLOB=LAYOUT"),
+        (["plan", *MLP, "--pin", "*.up.weight=ep:S(0)"], "no axis 'ep'", "dp, tp"),
+        (["plan", *MLP, "--pin", "*.upp.weight=tp:S(0)"], "matches no parameter", "blocks.0.up.weight"),
+        (["plan", *MLP, "--pin", "*.up.weight=tp:T(0)"], "T(0)", "S("),
+        (plan("--memory", "10KiB"), "no plan fits", "devices"),
+        (plan("--json", "/there/is/no/such/folder/plan.json"), "No such file", ""),
+        (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
+        (["graph", *MLP, "--after", "lunch"], "'lunch'", "autopar graph --help"),
+        (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
+        (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, fix, capsys):
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("autopar: ")
+    before, _, after = lines[0].partition("; fix: ")
+    assert message in before and fix in after
+
+
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_text_and_files(capsys, tmp_path):
+    assert main(plan("--json", str(tmp_path / "plan.json"), "--emit", str(tmp_path / "rank0.py"))) == 0
+    captured = capsys.readouterr()
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert captured.out == str(loaded) and captured.err == ""
+    code = (tmp_path / "rank0.py").read_text()
+    compile(code, "rank0.py", "exec")
+    assert "def forward(" in code and "def backward(" in code and "# blocks.0.up" in code
+
+
+def test_plan_json_on_stdout(capsys):
+    assert main(plan("--json", "-", "--strategy", "megatron", "--pin", "*.up.bias=R")) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data == Plan.from_json(data).to_json()
+    assert data["step_seconds"] > 0 and data["peak_bytes"] > 0 and data["gap"] >= 0
+    assert data["layouts"]["blocks.0.up.weight"] == "tp:S(0)" and data["layouts"]["blocks.0.up.bias"] == "R"
+
+
+def test_plan_in_bf16_takes_less(capsys):
+    peak = {}
+    for precision in ("fp32", "bf16"):
+        assert main(plan("--json", "-", "--precision", precision, "--seq", "512")) == 0
+        peak[precision] = json.loads(capsys.readouterr().out)["memory"]["activations"]
+    assert 0.4 < peak["bf16"] / peak["fp32"] < 0.7
+
+
+def test_plans_do_not_depend_on_hashing():
+    words = ["plan", "--model", "gpt2-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "8", "--json", "-"]
+    running = [autopar(*words, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    first, second = (process.communicate(timeout=200) for process in running)
+    assert first == second and json.loads(first[0])["alternatives"]
+
+
+# graph and verify -----------------------------------------------------------------------------------------------------
+
+
+def test_graph_lists_the_passes(capsys):
+    assert main(["graph", *MLP, "--strategy", "megatron"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:]] == [*GLOBAL, *LOCAL]
+    localize = next(line for line in lines if line.startswith("localize:"))
+    assert " -> " in localize and "all_reduce +" in localize
+
+
+@pytest.mark.parametrize("step", ["export", "clean", "plan", "localize"])
+def test_graph_text(step, capsys, golden):
+    assert main(["graph", *MLP, "--strategy", "megatron", "--after", step, "--rank", "3"]) == 0
+    golden(capsys.readouterr().out)
+
+
+def test_graph_after_partition_is_code(capsys):
+    assert main(["graph", *MLP, "--after", "partition"]) == 0
+    code = capsys.readouterr().out
+    compile(code, "rank0.py", "exec")
+    assert code.startswith("# rank 0 of dp=2,tp=2") and "def backward(" in code
+
+
+def test_graph_diff(capsys):
+    assert main(["graph", *MLP, "--strategy", "megatron", "--after", "localize", "--diff"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["--- plan", "+++ localize"]
+    assert any(line.startswith("+linear_1_all_reduce: _c10d_functional.wait_tensor") for line in lines)
+
+
+def test_verify(capsys):
+    assert main(["verify", *MLP, "--strategy", "fsdp"]) == 0
+    assert capsys.readouterr().out.endswith("\nmatch\n")
+
+
+def test_verify_that_does_not_match(capsys, monkeypatch):
+    monkeypatch.setattr("autopar.simulated.TOLERANCE", -1.0)
+    assert main(["verify", *MLP]) == 1
+    assert "no match" in capsys.readouterr().out.splitlines()[-1]
+
+
+# watching the passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["", "1", "2", "3"])
+def test_debug_levels(level, capsys, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_DEBUG", level)
+    module, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
+    api.trace(module, inputs)
+    lines = capsys.readouterr().err.splitlines()
+    assert bool(lines) == (level >= "2")
+    assert (level >= "2") == any(line.startswith("clean: nodes ") for line in lines)
+    assert (level >= "3") == any(line.startswith("x_x: input x -> (4, 4, 64) float32") for line in lines)
+    debug.planned("the plan")
+    assert capsys.readouterr().err == ("the plan\n" if level >= "1" else "")
+
+
+# train ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+def test_train():
+    model = ["--model", "gpt2-tiny:layers=1", "--batch", "4", "--seq", "16"]
+    process = autopar("train", *model, "--mesh", "dp=2", "--steps", "8", "--lr", "0.01")
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
+    assert out.splitlines()[-2].startswith("predicted ") and "; measured " in out.splitlines()[-2]
+    assert not left_of(process)
+
+
+@pytest.mark.gloo
+def test_an_error_of_all_ranks_is_one_line():
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--memory", "10KiB")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 2 and err.startswith("autopar: no plan fits") and len(err.splitlines()) == 1
+    assert not left_of(process)
+
+
+@pytest.mark.gloo
+def test_an_interrupt_ends_every_process():
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
+    for line in process.stdout:
+        if line.startswith("step 1"):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130 and not left_of(process)
+
+
+def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["train", *MLP]) == 2
+    assert "torchrun started 3" in capsys.readouterr().err
+
+
+def left_of(process: subprocess.Popen) -> bool:
+    """Whether a process of its group is still there some seconds later."""
+    for _ in range(50):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    return True

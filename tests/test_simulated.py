@@ -1,0 +1,94 @@
+import pytest
+import torch
+from torch import nn
+
+from autopar import simulated
+from autopar.models import build
+from autopar.simulated import global_values, plan_and_capture, simulate_step, verify_model
+
+MODELS = ["gpt2-tiny:layers=1", "llama-tiny:layers=1", "mlp-tiny:layers=1"]
+AUTO = [(model, mesh, None) for model in MODELS for mesh in ("dp=8", "dp=2,tp=4")] + [("gpt2-tiny:layers=2", "dp=4,tp=4", None)]
+EXPERTS = [
+    ("gpt2-tiny:layers=1", "dp=2,tp=4", "megatron"),
+    ("llama-tiny:layers=1", "dp=2,tp=4", "megatron_sp"),
+    ("llama-tiny:layers=1", "dp=8", "fsdp"),
+    ("mlp-tiny:layers=2", "dp=4,tp=4", "hsdp"),
+    ("mlp-tiny:layers=2", "dp=4,tp=4", "megatron"),
+    ("mlp-tiny:layers=1", "dp=8", "zero1"),
+    ("gpt2-tiny:layers=1", "dp=2,tp=2", "ddp"),
+]
+
+
+@pytest.mark.parametrize("model, mesh, strategy", AUTO + EXPERTS)
+def test_a_step_is_that_of_the_unsharded_model(model, mesh, strategy):
+    module, inputs = build(model, batch=16, seq=16, device="cpu")
+    report = verify_model(module, inputs, mesh, strategy=strategy, name=model)
+    assert report.match and report.diverging is None, str(report)
+    assert len(report.sent_bytes) == report.plan.mesh.devices
+    assert len(report.gradient_errors) == len({n.replace(".1.", ".0.") for n, _ in module.named_parameters()})
+    assert str(report).endswith("\nmatch\n")
+
+
+def test_results_by_name():
+    module, inputs = build("mlp-tiny:layers=1", batch=4, seq=4, device="cpu")
+    plan, captured = plan_and_capture(module, "dp=2,tp=2", inputs, strategy="megatron", hardware="cpu-gloo", baselines=False)
+    step = simulate_step(captured, plan, global_values(captured, module, inputs))
+    loss = module(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(step.loss, loss.detach())
+    assert set(step.gradients) == {name for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(step.gradients[name], parameter.grad)
+    assert step.outputs[1].shape == (4, 4, 64)
+    assert ("all_reduce", ("tp",)) in step.collectives and len(step.bytes_sent) == 4
+
+
+class Normalised(nn.Module):
+    """A buffer with a new value in every step, and no loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.steps.add_(y.detach().sum(0))
+        return y * self.steps.new_ones(8)
+
+
+def test_buffers_are_compared_and_left_as_they_were():
+    torch.manual_seed(0)
+    module = Normalised()
+    report = verify_model(module, (torch.randn(8, 8),), "dp=4", strategy="ddp")
+    assert report.match and report.loss is None, str(report)
+    assert set(report.buffer_errors) == {"steps"}
+    assert not module.steps.any()
+
+
+def test_loss_fn():
+    torch.manual_seed(0)
+    module, batch = nn.Linear(8, 8), dict(input=torch.randn(8, 8), target=torch.randn(8, 8))
+    report = verify_model(module, batch, "dp=2,tp=2", loss_fn=lambda output, target: (output - target).pow(2).mean())
+    assert report.match and report.loss > 0
+
+
+def test_the_first_wrong_node_is_named(monkeypatch):
+    honest = simulated.lower
+
+    def damaged(captured, plan, rank):
+        """Rank 1 takes another function in the first gelu."""
+        program = honest(captured, plan, rank)
+        if rank == 1:
+            for graph in (program.local.graph, program.parts.forward.graph):
+                node = next(n for n in graph.nodes if n.name == "gelu")
+                node.target, node.kwargs = torch.ops.aten.relu.default, {}
+        return program
+
+    monkeypatch.setattr(simulated, "lower", damaged)
+    module, inputs = build("mlp-tiny:layers=2", batch=4, seq=4, device="cpu")
+    report = verify_model(module, inputs, "dp=2,tp=2", strategy="megatron")
+    assert not report.match
+    assert (report.diverging.node, report.diverging.module) == ("gelu", "blocks.0")
+    assert report.diverging.error > 1e-3
+    assert "first node that differs: gelu (dp:S(0) tp:S(2))" in str(report)
