@@ -22,6 +22,9 @@ from .mesh import Mesh
 from .sharding import NodeSharding, Sharding
 
 VERSION = 1
+MEMORY_KINDS = (  # in the order of the plan's text
+    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "activations", "recomputed block",
+)  # fmt: skip
 LARGEST_FILE_BYTES = 256 * 2**20
 
 
@@ -147,6 +150,7 @@ class Plan:
                 "collectives": tuple(Collective(**(c | {"axes": tuple(c["axes"])})) for c in fields["collectives"]),
                 "regions": tuple(Region(**r) for r in fields["regions"]),
                 "alternatives": tuple(Alternative(**a) for a in fields["alternatives"]),
+                "memory": {kind: fields["memory"][kind] for kind in MEMORY_KINDS if kind in fields["memory"]},
                 "recomputed": tuple(fields["recomputed"]),
                 "warnings": tuple(fields["warnings"]),
                 "sharding": _sharding_from_json(fields["sharding"], mesh),
@@ -202,9 +206,9 @@ def _sharding_to_json(sharding: Sharding) -> dict:
 
     nodes = {
         name: [[number(x) for x in n.inputs], [number(x) for x in n.outputs], list(n.choice)]
-        for name, n in sharding.nodes.items()
+        for name, n in sorted(sharding.nodes.items())  # as a loaded plan has them, so that its hash is the same
     }
-    leaves = {name: number(layout) for name, layout in sharding.leaves.items()}
+    leaves = {name: number(layout) for name, layout in sorted(sharding.leaves.items())}
     outputs = [number(x) for x in sharding.outputs]
     kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
     return {

@@ -97,7 +97,7 @@ def test_plan_text_and_files(capsys, tmp_path):
 def test_plan_json_on_stdout(capsys):
     assert main(plan("--json", "-", "--strategy", "megatron", "--pin", "*.up.bias=R")) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data == Plan.from_json(data).to_json()
+    assert data["hash"] == Plan.from_json(data).hash
     assert data["step_seconds"] > 0 and data["peak_bytes"] > 0 and data["gap"] >= 0
     assert data["layouts"]["blocks.0.up.weight"] == "tp:S(0)" and data["layouts"]["blocks.0.up.bias"] == "R"
 
@@ -182,7 +182,7 @@ def test_debug_levels(level, capsys, monkeypatch):
 def test_train():
     model = ["--model", "gpt2-tiny:layers=1", "--batch", "4", "--seq", "16"]
     process = autopar("train", *model, "--mesh", "dp=2", "--steps", "8", "--lr", "0.01")
-    out, err = process.communicate(timeout=250)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
@@ -201,12 +201,14 @@ def test_an_error_of_all_ranks_is_one_line():
 @pytest.mark.gloo
 def test_an_interrupt_ends_every_process():
     process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
-    for line in process.stdout:
-        if line.startswith("step 1"):
-            break
-    os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130 and not left_of(process)
+    try:
+        assert any("loss" in line for line in process.stdout)
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130 and not left_of(process)
+    finally:
+        if left_of(process):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):

@@ -157,8 +157,9 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
         return vertex
 
     def tensor(node: fx.Node) -> tuple[int, int]:
-        producer, output = tensor_of(node)
-        return where[producer], output
+        producer, item = tensor_of(node)  # items that are None (a gradient nobody wants) are no outputs
+        values = producer.meta["val"]
+        return where[producer], item if item == 0 else sum(isinstance(v, torch.Tensor) for v in values[:item])
 
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):

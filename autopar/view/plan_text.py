@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from ..plan import Alternative, Plan, Region
 from .units import byte_column, column, ms, percent, size, table
 
+# kinds of memory in the order that they are printed in, also of a plan that was read from a file
+MEMORY = (
+    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "activations", "recomputed block",
+)  # fmt: skip
+
 
 def plan_text(plan: Plan) -> str:
     """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, warnings."""
@@ -86,7 +91,8 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    kinds = {**plan.memory, "in all": plan.peak_bytes}
+    known = [k for k in MEMORY if k in plan.memory] + sorted(set(plan.memory) - set(MEMORY))
+    kinds = {**{k: plan.memory[k] for k in known}, "in all": plan.peak_bytes}
     unit, cells = byte_column(list(kinds.values()))
     rows = [[k, cell, percent(v, plan.memory_limit_bytes)] for (k, v), cell in zip(kinds.items(), cells)]
     return table(["memory of a device", unit, "of the limit"], rows)
