@@ -121,3 +121,22 @@ def is_strided_shard(placement) -> bool:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
+
+
+def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype):
+    """What a DTensor is apart from its local values; made once, it serves every step."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def as_dtensor(local: torch.Tensor, spec) -> torch.Tensor:
+    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local_of(dtensor) -> torch.Tensor:
+    """The local values of a DTensor themselves: what is written to it shows here, and the other way round."""
+    return dtensor._local_tensor

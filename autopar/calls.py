@@ -8,14 +8,18 @@ transformers ModelOutput, nested containers), the loss first if there is one.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from ._torch import tree_flatten, tree_map, tree_unflatten
-from .errors import InputError
+from ._torch import tree_flatten, tree_unflatten
+from .errors import CaptureError, InputError
+
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)  # constants of an output
 
 
 def split_example(example_inputs) -> tuple[tuple, dict]:
@@ -47,6 +51,7 @@ class CallSignature:
 
     @staticmethod
     def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
+        """The signature of a call and its tensors. Raises InputError for a tensor that is empty or wants a gradient."""
         leaves, spec = tree_flatten((args, kwargs))
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         signature = CallSignature(
@@ -56,11 +61,23 @@ class CallSignature:
             tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
             tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
         )
-        return signature, [x for x, t in zip(leaves, is_tensor) if t]
+        tensors = [x for x, t in zip(leaves, is_tensor) if t]
+        for name, x in zip(signature.tensor_names, tensors):
+            if not x.numel():
+                raise InputError(f"{name} is empty", shape=tuple(x.shape), fix="pass at least one sample")
+            _check_no_gradient(name, x)
+        return signature, tensors
 
-    @property
+    @cached_property
     def tensor_names(self) -> list[str]:
         return [n for n, c in zip(self.names, self.constants) if c is ...]
+
+    @cached_property
+    def keywords(self) -> list[str]:
+        return list(self.rebuild([None] * len(self.tensor_names))[1])
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self.shapes[self.names.index(name)]
 
     def rebuild(self, tensors) -> tuple[tuple, dict]:
         """`(args, kwargs)` with the given tensors in place."""
@@ -68,8 +85,10 @@ class CallSignature:
         return tree_unflatten([next(it) if c is ... else c for c in self.constants], self.spec)
 
     def flatten(self, args: tuple, kwargs: dict, shapes: tuple | None = None) -> list[torch.Tensor]:
-        """Tensors of another call of the same form. `shapes` replaces the compiled shapes (local inputs). Raises InputError
-        naming the input, both shapes or dtypes and the remedy."""
+        """Tensors of another call of the same form. `shapes` replaces the compiled shapes for tensors that are not DTensors
+        (local inputs). Raises InputError naming the input, both shapes or dtypes and the remedy."""
+        if kwargs.keys() == set(self.keywords):
+            kwargs = {name: kwargs[name] for name in self.keywords}  # in the order they were compiled in
         leaves, spec = tree_flatten((args, kwargs))
         if spec != self.spec or len(leaves) != len(self.constants):
             raise InputError(
@@ -78,15 +97,17 @@ class CallSignature:
                 fix="call it with the same arguments as example_inputs, or compile again with these",
             )
         tensors = []
-        for name, leaf, constant, shape, dtype in zip(
-            self.names, leaves, self.constants, shapes or self.shapes, self.dtypes
+        for name, leaf, constant, whole, part, dtype in zip(
+            self.names, leaves, self.constants, self.shapes, shapes or self.shapes, self.dtypes
         ):
             if constant is ...:
                 if not isinstance(leaf, torch.Tensor):
                     raise InputError(
-                        f"{name} was a tensor when the model was compiled and is a {type(leaf).__name__} now"
+                        f"{name} was a tensor when the model was compiled and is a {type(leaf).__name__} now",
+                        fix="pass the same kinds of arguments as example_inputs",
                     )
-                if tuple(leaf.shape) != shape:
+                shape = whole if hasattr(leaf, "placements") else part
+                if leaf.shape != shape:
                     raise InputError(
                         f"{name} has shape {tuple(leaf.shape)}, the model was compiled for {shape}",
                         shape=f"{tuple(leaf.shape)} instead of {shape}",
@@ -97,6 +118,7 @@ class CallSignature:
                     raise InputError(
                         f"{name} has dtype {leaf.dtype}, the model was compiled for {dtype}", fix=f"cast it to {dtype}"
                     )
+                _check_no_gradient(name, leaf)
                 tensors.append(leaf)
             elif not _same(leaf, constant):
                 raise InputError(
@@ -104,6 +126,14 @@ class CallSignature:
                     fix="arguments that are not tensors are constants of the compiled graph: compile again to change one",
                 )
         return tensors
+
+
+def _check_no_gradient(name: str, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise InputError(
+            f"{name} requires a gradient, and a compiled model gives gradients to its parameters only",
+            fix="pass input.detach(), or make the layers that compute it a part of the model",
+        )
 
 
 def _same(a, b) -> bool:
@@ -146,10 +176,17 @@ class Returns:
                 return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
             if isinstance(value, (tuple, list)):
                 return type(value)(walk(v, f"{name}[{i}]") for i, v in enumerate(value))
+            if value is not None and not isinstance(value, _PLAIN):
+                raise CaptureError(
+                    f"the model returns a {type(value).__name__}{f' as {name}' if name else ''}, which may hold tensors",
+                    fix="return tensors in a dict, tuple, list or dataclass",
+                )
             return value
 
         self.template = walk(output, "")
         self.count = len(tensors)
+        if not tensors:
+            raise CaptureError("the model returns no tensor", fix="return the loss, or outputs to compute one from")
         self.loss = self._find_loss(output, tensors)
         return tensors
 
@@ -189,9 +226,14 @@ class _Built:
     cls: type
     fields: dict
 
+    @cached_property
+    def arguments(self) -> list[str]:
+        """Fields that the class is made from."""
+        taken = inspect.signature(self.cls).parameters
+        return [name for name in self.fields if name in taken]
+
     def make(self, values: dict):
-        init = inspect.signature(self.cls).parameters
-        return self.cls(**{k: v for k, v in values.items() if k in init})
+        return self.cls(**{name: values[name] for name in self.arguments})
 
 
 @dataclass
@@ -200,7 +242,3 @@ class LossOutput:
 
     loss: torch.Tensor
     output: object
-
-
-def detach(tree):
-    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)

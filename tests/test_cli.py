@@ -67,6 +67,7 @@ def test_version(capsys):
         (["plan", *MLP, "--pin", "*.up.weight=tp:T(0)"], "T(0)", "S("),
         (plan("--memory", "10KiB"), "no plan fits", "devices"),
         (plan("--json", "/there/is/no/such/folder/plan.json"), "No such file", ""),
+        (["graph", *MLP, "--diff"], "--diff", "--after"),
         (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
         (["graph", *MLP, "--after", "lunch"], "'lunch'", "autopar graph --help"),
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),

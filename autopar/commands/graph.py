@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 
+from ..errors import AutoparError
 from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
@@ -28,6 +29,8 @@ class _Reached(Exception):
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.diff and not args.after:
+        raise AutoparError("--diff shows what one step changes", fix="name it, such as --after localize")
     common.check(args)
     from .. import api, debug, models
     from ..lower import lower

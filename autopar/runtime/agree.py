@@ -1,45 +1,76 @@
-"""What all ranks must agree on before the first step: one plan, one program of collectives, one batch.
+"""What all ranks must agree on before the first step: one graph, one plan, one program of collectives, one batch.
 
-Rank 0 plans; the others receive its plan, or the error it ended with. All ranks then compare what they are going to run. A
-disagreement is a typed error on every rank instead of a hang or a wrong number later.
+Rank 0 plans; the others receive its plan. Whatever fails on one rank fails on all of them, and all compare what they are going
+to run: a disagreement is a typed error on every rank instead of a hang or a wrong number later.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import AutoparError, DesyncError, InputError
 
+T = TypeVar("T")
+
+
+def everywhere(run: Callable[[], T]) -> T:
+    """What `run` returns on this rank. If it fails on some rank, every rank raises: its own error, else the first rank's."""
+    result, error = None, None
+    try:
+        result = run()
+    except Exception as caught:
+        error = caught
+    failures = _gather(_portable(error))
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        _raise(failure, rank)
+    return result
+
 
 def from_rank_zero(make: Callable[[], object]) -> object:
-    """The value that rank 0 makes, on every rank; if it raises an AutoparError, every rank raises it."""
-    box: list = [None, None]
+    """The value that rank 0 makes, on every rank; if that fails, every rank raises."""
+    box, error = [None, None], None
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except AutoparError as error:
-            box[1] = (type(error), error.message, {k: _text(v) for k, v in error.__dict__.items() if k != "message"})
+        except Exception as caught:
+            error = caught
+            box[1] = _portable(caught)
     dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        kind, message, fields = box[1]
-        raise kind(message, **fields)
+    if error is not None:
+        raise error
+    _raise(box[1], 0)
     return box[0]
 
 
-def _text(value: object) -> object:
-    return value if value is None or isinstance(value, (str, int, float, dict)) else str(value)
+def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
+    """Raises InputError or DesyncError if ranks traced other input shapes ("x (4, 8)") or another graph than rank 0."""
+    everyone = _gather((list(inputs), fingerprint))
+    first_inputs, first = everyone[0]
+    for rank, (others, found) in enumerate(everyone):
+        if others != first_inputs:
+            raise InputError(
+                f"rank {rank} compiles for {', '.join(others)} and rank 0 for {', '.join(first_inputs)}",
+                fix="pass example_inputs of the same structure and shape on every rank",
+            )
+        if found != first:
+            raise DesyncError(
+                f"rank {rank} traced another graph ({found[:12]}) than rank 0 ({first[:12]})",
+                fix="build the same model on every rank; what it computes must not depend on the rank",
+            )
 
 
 def check_programs(plan_hash: str, collectives: list[str]) -> None:
     """Raises DesyncError naming the first collective, or the plan, in which ranks differ."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (plan_hash, collectives))
+    everyone = _gather((plan_hash, collectives))
+    first_hash, first = everyone[0]
     for rank, (other_hash, others) in enumerate(everyone):
-        first_hash, first = everyone[0]
         if other_hash != first_hash:
             raise DesyncError(
                 f"rank {rank} has plan {other_hash[:12]}, rank 0 has {first_hash[:12]}",
@@ -55,12 +86,7 @@ def check_programs(plan_hash: str, collectives: list[str]) -> None:
 
 def check_batches(names: list[str], tensors: list[torch.Tensor]) -> None:
     """Raises InputError on every rank if ranks pass different global batches."""
-    sums = [
-        zlib.crc32(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if t.numel() else 0
-        for t in tensors
-    ]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sums)
+    everyone = _gather([_checksum(t) for t in tensors])
     for rank, others in enumerate(everyone):
         for name, a, b in zip(names, everyone[0], others):
             if a != b:
@@ -68,3 +94,34 @@ def check_batches(names: list[str], tensors: list[torch.Tensor]) -> None:
                     f"rank {rank} passes another {name} than rank 0, but inputs='global' wants the same global batch on every rank",
                     fix="pass the same batch everywhere, or compile with inputs='local' if each rank loads its own part",
                 )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _gather(value: object) -> list:
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _portable(error: Exception | None) -> tuple | None:
+    """An error as plain data. Its traceback stays on the rank that it belongs to."""
+    if error is None:
+        return None
+    if not isinstance(error, AutoparError):
+        return None, f"{type(error).__name__}: {error}", {}
+    return type(error), error.message, {k: _plain(v) for k, v in error.__dict__.items() if k != "message"}
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, (str, int, float, dict)) else str(value)
+
+
+def _raise(failure: tuple | None, rank: int) -> None:
+    if failure is not None:
+        kind, message, fields = failure
+        if kind is None:
+            raise DesyncError(f"rank {rank} failed with {message}", fix="see the traceback of that rank")
+        raise kind(message, **fields)

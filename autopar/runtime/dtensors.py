@@ -18,7 +18,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 
 
-def placements_of(layout: Layout, mesh: Mesh) -> list:
+def placements_of(layout: Layout, mesh: Mesh) -> tuple:
     """One placement a mesh axis."""
     result = []
     for axis in mesh.names:
@@ -32,7 +32,7 @@ def placements_of(layout: Layout, mesh: Mesh) -> list:
             later = set(mesh.names[mesh.names.index(axis) + 1 :])
             factor = layout.parts[d] * math.prod(mesh.size(a) for a in order[: order.index(axis)] if a in later)
             result.append(Shard(d) if factor == 1 else _torch.strided_shard(d, factor))
-    return result
+    return tuple(result)
 
 
 def layout_of(placements: Sequence, ndim: int, mesh: Mesh, name: str = "tensor") -> Layout:
@@ -49,9 +49,20 @@ def layout_of(placements: Sequence, ndim: int, mesh: Mesh, name: str = "tensor")
     return Layout(tuple(dims))
 
 
+def spec_of(layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh):
+    """What the DTensors of one global tensor have in common, for `_torch.as_dtensor`."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return _torch.dtensor_spec(device_mesh, placements_of(layout, mesh), shape, stride, dtype)
+
+
 def as_dtensor(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh) -> DTensor:
     """A DTensor of global `shape` around this device's part of it, without communication."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, device_mesh, placements_of(layout, mesh), run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return _torch.as_dtensor(local, spec_of(layout, shape, local.dtype, mesh, device_mesh))
+
+
+def redistributed(tensor: DTensor, layout: Layout, mesh: Mesh, device_mesh) -> torch.Tensor:
+    """The local part of a DTensor in another layout."""
+    placements = placements_of(layout, mesh)
+    if tuple(tensor.placements) != placements:
+        tensor = tensor.redistribute(device_mesh, placements)
+    return tensor.to_local()

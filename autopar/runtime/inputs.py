@@ -1,0 +1,100 @@
+"""The batch: its global form when compiling, this rank's part of it at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..calls import CallSignature, split_example
+from ..errors import InputError
+from ..layout import Layout, local_part, local_shape
+from ..mesh import Mesh
+from . import agree
+from .dtensors import as_dtensor, layout_of, redistributed
+
+
+def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:
+    """`(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by input name:
+    of DTensors, and with inputs="local" of each rank's part."""
+    signature, tensors = CallSignature.of(*split_example(example_inputs))
+    axes = tuple(a for a in mesh.names if a.startswith("dp") or a == "data") or mesh.names[:1]
+    fixed: dict[str, Layout] = {}
+    whole = []
+    for name, x in zip(signature.tensor_names, tensors):
+        shape = list(x.shape)
+        if isinstance(x, DTensor):
+            fixed[name] = layout_of(x.placements, x.dim(), mesh, name)
+        elif mode == "local":
+            fixed[name] = Layout((axes, *((),) * (x.dim() - 1))) if x.dim() else Layout(())
+            for axis in axes if x.dim() else ():
+                shape[0] *= mesh.size(axis)
+        whole.append(torch.empty(shape, dtype=x.dtype, device="meta"))
+    return signature.rebuild(whole), fixed
+
+
+class Inputs:
+    """Turns a call into the local tensors that the rank's graph takes. `layouts`: by input name, those that the plan gives
+    the inputs; `fixed`: those in which the user passes them, if they are not whole."""
+
+    def __init__(self, signature: CallSignature, mode: str, layouts: Mapping[str, Layout], fixed: Mapping[str, Layout], mesh: Mesh,
+                 device_mesh):  # fmt: skip
+        self.signature, self.is_local, self.layouts, self.fixed = signature, mode == "local", layouts, fixed
+        self.mesh, self.device_mesh = mesh, device_mesh
+        self.device = torch.device(device_mesh.device_type)
+        self.coordinate = mesh.coordinate(torch.distributed.get_rank())
+        self.first_call = True
+        self.shapes = signature.shapes
+        if self.is_local:
+            self.shapes = tuple(
+                s if s is None else local_shape(s, fixed[n], mesh, self.coordinate)
+                for n, s in zip(signature.names, signature.shapes)
+            )
+
+    def __call__(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """Raises InputError if the call does not have the form that was compiled; at the first call on all ranks together."""
+        if self.first_call:
+            tensors = agree.everywhere(lambda: self.signature.flatten(args, kwargs, self.shapes))
+            whole = [(n, t) for n, t in zip(self.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
+            if not self.is_local:
+                agree.check_batches([n for n, _ in whole], [t for _, t in whole])
+            self.first_call = False
+        else:
+            tensors = self.signature.flatten(args, kwargs, self.shapes)
+        return [self._local(name, t) for name, t in zip(self.signature.tensor_names, tensors)]
+
+    def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        layout = self.layouts.get(name)
+        if layout is None:  # the graph does not read it
+            return tensor
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh != self.device_mesh:
+                raise InputError(
+                    f"{name} is a DTensor of another mesh", mesh=tensor.device_mesh, fix="use the mesh given to autopar.compile"
+                )
+            return redistributed(tensor, layout, self.mesh, self.device_mesh)
+        if not self.is_local:
+            return local_part(tensor, layout, self.mesh, self.coordinate).to(self.device)
+        if self.fixed[name] == layout:
+            return tensor.to(self.device)
+        shape = self.signature.shape_of(name)  # a given plan may want it otherwise
+        whole = as_dtensor(tensor.to(self.device), shape, self.fixed[name], self.mesh, self.device_mesh)
+        return redistributed(whole, layout, self.mesh, self.device_mesh)
+
+    def shard(self, args: tuple, kwargs: dict) -> tuple | dict:
+        """See ParallelModule.shard_inputs."""
+        batch = next((x.dims[0] for x in self.layouts.values() if x.dims), ())
+
+        def sharded(name, value):
+            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                return value
+            layout = self.layouts.get(name)
+            if layout is None or len(layout.dims) != value.dim():
+                layout = Layout((batch, *((),) * (value.dim() - 1))) if value.dim() else Layout(())
+            part = local_part(value, layout, self.mesh, self.coordinate).to(self.device)
+            return as_dtensor(part, value.shape, layout, self.mesh, self.device_mesh)
+
+        if kwargs:
+            return {name: sharded(name, value) for name, value in kwargs.items()}
+        return tuple(sharded(f"args[{i}]", value) for i, value in enumerate(args))

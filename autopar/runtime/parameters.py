@@ -1,0 +1,104 @@
+"""Parameters change hands: the compiled module gets this rank's shards, the source model keeps empty ones that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..capture import Captured
+from ..errors import InputError, MovedParameterError
+from ..layout import Layout, local_part
+from ..plan import Plan
+from .dtensors import as_dtensor
+
+# What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
+_ANSWERS = frozenset(
+    """__repr__ __hash__ size shape dim ndim numel dtype device layout requires_grad is_leaf is_meta is_cuda is_sparse
+    is_floating_point is_complex is_quantized type element_size untyped_storage""".split()
+)
+
+
+class MovedParameter(nn.Parameter):
+    """What is left of a source parameter: any use, also by an optimizer built on it before, says where its values went."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name == "__get__":  # of an attribute
+            name = getattr(function.__self__, "__name__", "")
+        if name in _ANSWERS:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        raise MovedParameterError(
+            "this parameter was taken over by autopar.compile and is empty",
+            fix="use the module that compile returned, and build the optimizer from its parameters()",
+        )
+
+    def __repr__(self) -> str:
+        return "MovedParameter(taken over by autopar.compile)"
+
+
+class Container(nn.Module):
+    """A node of the module tree that only holds names."""
+
+
+def check_source(source: nn.Module) -> None:
+    """Raises InputError or MovedParameterError if the model has no values that could be taken over."""
+    for name, parameter in source.named_parameters():
+        if isinstance(parameter, MovedParameter):
+            raise MovedParameterError(
+                f"{name} was taken over by an earlier autopar.compile", fix="build the model again, or copy it before compiling"
+            )
+        if parameter.is_meta:
+            raise InputError(
+                f"{name} is on the meta device and has no values",
+                fix="compile a model with values; autopar.plan takes models on the meta device",
+            )
+        if isinstance(parameter, DTensor):
+            raise InputError(f"{name} is a DTensor already", fix="compile the model before it is parallelized")
+
+
+def take_over(module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh) -> None:
+    """Give `module` this rank's parts under all names of the source. Each source parameter is emptied as soon as its part is
+    made, so that the two are never in memory as a whole."""
+    device = torch.device(device_mesh.device_type)
+    persistent = set(source.state_dict())
+    buffers: dict[int, torch.Tensor] = {}
+    for name, buffer in source.named_buffers(remove_duplicate=False):
+        kept = buffers.setdefault(id(buffer), buffer.detach().clone().to(device))
+        _place(module, name, lambda owner, leaf, b=kept, n=name: owner.register_buffer(leaf, b, n in persistent))
+    leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(source.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            unused = Layout.replicated(parameter.dim())
+            layout = plan.sharding.leaves.get(leaves.get(captured.ties.get(name, name), ""), unused)
+            local = local_part(parameter.detach(), layout, plan.mesh, coordinate).to(device)
+            dtensor = as_dtensor(local, parameter.shape, layout, plan.mesh, device_mesh)
+            made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+            _empty(parameter)
+        _place(module, name, lambda owner, leaf, p=made[id(parameter)]: owner.register_parameter(leaf, p))
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    parameter.__class__ = MovedParameter
+
+
+def _place(module: nn.Module, name: str, register: Callable[[nn.Module, str], None]) -> None:
+    *path, leaf = name.split(".")
+    owner: nn.Module = module
+    for part in path:
+        if part not in owner._modules:
+            owner.add_module(part, Container())
+        owner = owner._modules[part]
+    register(owner, leaf)
+
+
+def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:
+    """Where a parameter or buffer lives: looking it up there at every step always finds the current one."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), kind), leaf

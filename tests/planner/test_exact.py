@@ -1,0 +1,101 @@
+"""The search against every plan there is: brute force on few choices, the integer program on whole small problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from autopar.planner.ascend import Search, minimize
+from autopar.planner.program import Program
+
+from .planning import TINY_GPT, Instance, toy
+
+GAP = Search().gap
+MLP = "mlp:hidden=8,layers=1"
+PRICES = [(0.0, False, None), (1e-9, True, None), (1e-7, True, None), (1e-9, False, False), (1e-8, True, False), (1e-8, True, True)]
+MESHES = ["a=2", "a=4", "a=2,b=2"]
+WAITING = toy(latency=1e-6, launch=1e-7)  # latency and launches, so that few large steps can beat many small ones
+
+
+def few_choices(instance: Instance, rng: random.Random, most: int = 700) -> dict[int, np.ndarray]:
+    """Masks that leave up to four strategies, the replicated one among them, to some classes, and that one to the others:
+    at most `most` plans in all, and the replicated plan always possible."""
+    masks = {cls: np.arange(len(options.strategies)) == 0 for cls, options in instance.problem.classes.items()}
+    plans = 1
+    for cls in rng.sample(sorted(masks), len(masks)):
+        chosen = rng.sample(range(len(masks[cls])), min(len(masks[cls]), rng.randint(2, 4)))
+        masks[cls][chosen] = True
+        if plans * masks[cls].sum() > most:
+            masks[cls][1:] = False
+        plans *= masks[cls].sum()
+    return masks
+
+
+def every_plan(masks: dict[int, np.ndarray]):
+    for picked in itertools.product(*(np.flatnonzero(mask).tolist() for mask in masks.values())):
+        yield dict(zip(masks, picked))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_brute_force(seed):
+    """No plan among all is better than what the search finds, and none is below its bound."""
+    rng = random.Random(seed)
+    mesh, price = rng.choice(MESHES), rng.choice(PRICES)
+    instance = Instance(rng.choice([MLP, "mlp:hidden=6,layers=1", TINY_GPT]), mesh, rng.choice([toy(), WAITING]), batch=6)
+    masks = few_choices(instance, rng)
+    found = minimize(instance.problem, instance.pricer, masks, *price)
+    best = min(instance.objective(choice, *price) for choice in every_plan(masks))
+    assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
+    assert found.bound <= best * (1 + 1e-9) and best <= found.objective * (1 + 1e-9)
+    assert found.objective <= best * (1 + GAP)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize(("model", "mesh"), [(MLP, "a=2"), (MLP, "a=4"), (MLP, "a=2,b=2"), (TINY_GPT, "a=2"), (TINY_GPT, "a=4")])
+def test_integer_program(model, mesh, folded):
+    """The ascent's plan is optimal within its gap, its bound a bound, by HiGHS on the same problem."""
+    for hardware, price in itertools.product((toy(), WAITING), ((0.0, False, None), (1e-9, False, False))):
+        instance = Instance(model, mesh, hardware, folded=folded)
+        found = minimize(instance.problem, instance.pricer, instance.allowed, *price)
+        exact = Program(instance.problem, instance.pricer, instance.allowed, *price).solve(60, 1e-6)
+        assert exact.objective == pytest.approx(instance.objective(exact.choice, *price), rel=1e-6)
+        assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
+        assert found.objective <= exact.objective * (1 + GAP)
+        assert found.bound <= exact.objective * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("price", PRICES, ids=str)
+def test_bound_and_judge_with_a_price_on_memory(price):
+    """The gap closes with every price on memory, and the folded objective is the cost of the unfolded plan."""
+    for mesh in MESHES:
+        instance = Instance("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", mesh)
+        found = minimize(instance.problem, instance.pricer, instance.allowed, *price)
+        assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
+        assert 0 <= found.objective - found.bound <= 2 * GAP * found.objective
+
+
+@pytest.mark.parametrize(("model", "mesh", "loss"), [
+    ("mlp:hidden=8,layers=2", "a=2", 0.0), ("mlp:hidden=8,layers=3", "a=2,b=2", 5e-3),
+    ("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", "a=4", 0.0),
+    ("llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16", "a=2", 0.0),
+])  # fmt: skip
+def test_folding_loses_nothing(model, mesh, loss):
+    """Equal blocks that share their choice are as good as free ones; they are never better, which would be a false cost."""
+    objective, bound = {}, {}
+    for folded in (True, False):
+        instance = Instance(model, mesh, WAITING, folded=folded)
+        found = minimize(instance.problem, instance.pricer, instance.allowed)
+        objective[folded], bound[folded] = instance.evaluate(found.choice).seconds, found.bound
+        assert objective[folded] == pytest.approx(found.objective, rel=1e-9)
+    assert objective[True] >= bound[False] * (1 - 1e-9)
+    assert objective[True] <= objective[False] * (1 + GAP + loss)
+
+
+def test_classes_do_not_grow_with_the_number_of_blocks():
+    counts = [len(Instance(f"gpt:hidden=32,layers={n},heads=4,vocab=64,seq=16", "a=2").problem.classes) for n in (6, 9)]
+    assert counts[0] == counts[1]
+    whole = len(Instance("gpt:hidden=32,layers=9,heads=4,vocab=64,seq=16", "a=2", folded=False).problem.classes)
+    assert counts[0] < whole / 2

@@ -1,0 +1,181 @@
+"""compile over real gloo processes: gradients, training, inputs and errors, several checks a spawn."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests import gloo
+from tests.runtime import tiny
+
+pytestmark = pytest.mark.gloo
+
+
+def device_mesh(text: str):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autopar import Mesh
+
+    mesh = Mesh.parse(text)
+    return init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradient_error(model, reference) -> float:
+    """Worst relative error over all parameters; gradients that are zero but for rounding count against the largest."""
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    floor = 1e-4 * max(float(g.norm()) for g in wanted.values())
+    got = dict(model.named_parameters())
+    assert set(got) == set(dict(reference.named_parameters()))
+    return max(float((full(got[n].grad) - g).norm() / g.norm().clamp_min(floor)) for n, g in wanted.items())
+
+
+def steps_like_one_process(rank: int, mesh: str, strategy: str, steps: int) -> None:
+    """Gradients of the first step, then the losses of AdamW steps with clipped gradients, against the unsharded model."""
+    import autopar
+
+    model, batch = tiny.gpt2()
+    reference = copy.deepcopy(model)
+    model = autopar.compile(model, device_mesh(mesh), example_inputs=batch, strategy=strategy)
+    assert set(model.state_dict()) == set(reference.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
+    for step in range(steps):
+        loss, want = model(**batch).loss, reference(**batch).loss
+        assert abs(float(loss) - float(want)) < 1e-4 * float(want), (step, float(loss), float(want))
+        loss.backward()
+        want.backward()
+        if step == 0:
+            assert gradient_error(model, reference) < 1e-5
+        norms = [float(full(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5))) for m in (model, reference)]
+        assert abs(norms[0] - norms[1]) < 1e-4 * norms[1]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("dp=4", "zero1")])
+def test_twenty_adamw_steps(mesh, strategy):
+    gloo.run(4, steps_like_one_process, mesh, strategy, 20)
+
+
+def uneven(rank: int) -> None:
+    """Hidden 31 over 3, vocabulary 50 over 3: shards differ in size."""
+    import autopar
+
+    for strategy in ("fsdp", "megatron_sp", "zero2"):
+        model, batch = tiny.own("gpt:hidden=31,layers=1,heads=1,vocab=50,seq=12", batch=6)
+        reference = copy.deepcopy(model)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        model = autopar.compile(model, device_mesh("tp=3"), example_inputs=batch, strategy=strategy)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(full(parameter).detach(), before[name]), name
+        model(**batch).loss.backward()
+        reference(**batch).loss.backward()
+        assert gradient_error(model, reference) < 1e-5, strategy
+
+
+def test_uneven_shards():
+    gloo.run(3, uneven)
+
+
+def inputs_and_errors(rank: int) -> None:
+    import autopar
+    from autopar.errors import (
+        InputError, MemoryInfeasibleError, MeshError, MovedParameterError, PlanMismatchError, StrategyError, UnsupportedOpError,
+    )  # fmt: skip
+
+    mesh = device_mesh("dp=2")
+
+    # a fused weight sharded inside its three parts
+    model, batch = tiny.gpt2()
+    reference = copy.deepcopy(model)
+    pin = {"*.c_attn.weight": "dp:S(1/3)"}
+    model = autopar.compile(model, mesh, example_inputs=batch, pin=pin)
+    model(**batch).loss.backward()
+    reference(**batch).loss.backward()
+    assert gradient_error(model, reference) < 1e-5
+    assert "S(1/3)" in model.plan.layouts["transformer.h.0.attn.c_attn.weight"]
+    assert model.config.n_layer == 2
+
+    # local inputs: each rank passes its half
+    model, batch = tiny.llama()
+    reference = copy.deepcopy(model)
+    mine = {k: v[2 * rank : 2 * rank + 2] for k, v in batch.items()}
+    model = autopar.compile(model, mesh, example_inputs=mine, inputs="local", strategy="ddp")
+    model(**mine).loss.backward()
+    reference(**batch).loss.backward()
+    assert gradient_error(model, reference) < 1e-5
+
+    # labels that are the same tensor as the ids are still an input of their own
+    other = {"input_ids": batch["input_ids"], "labels": batch["labels"].flip(0)}
+    model = autopar.compile(copy.deepcopy(reference), mesh, example_inputs=batch)
+    assert abs(float(model(**other).loss) - float(reference(**other).loss)) < 1e-5
+
+    # no loss in the model: outputs are DTensors, the loss outside
+    module = tiny.Regressor()
+    reference = copy.deepcopy(module)
+    x, y = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.ones(4, 4)
+    model = autopar.compile(module, mesh, example_inputs=(x,))
+    torch.nn.functional.mse_loss(full(model(x)), y).backward()
+    torch.nn.functional.mse_loss(reference(x), y).backward()
+    assert gradient_error(model, reference) < 1e-5
+
+    # the source is taken over
+    with pytest.raises(MovedParameterError):
+        module(x)
+
+    # frozen parameters have no gradient
+    module = tiny.Regressor()
+    module.up.weight.requires_grad_(False)
+    model = autopar.compile(module, mesh, example_inputs=(x,))
+    full(model(x)).sum().backward()
+    assert model.get_parameter("up.weight").grad is None and model.get_parameter("up.bias").grad is not None
+
+    def refused(kind, call, *words):
+        with pytest.raises(kind) as caught:
+            call()
+        for word in words:
+            assert word in str(caught.value), str(caught.value)
+
+    refused(InputError, lambda: model(torch.randn(5, 6)), "(5, 6)", "(4, 6)", "fix")
+    refused(InputError, lambda: model(x.double()), "float64")
+    refused(InputError, lambda: model(x, x))
+    fresh = autopar.compile(tiny.Regressor(), mesh, example_inputs=(x,))
+    refused(InputError, lambda: fresh(x + rank), "rank 1", "local")
+    later = autopar.compile(tiny.Regressor(), mesh)
+    refused(InputError, lambda: list(later.parameters()), "example_inputs")
+    later(x)
+    assert len(list(later.parameters())) == 4
+    refused(MemoryInfeasibleError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), memory=100), "GiB", "fix")
+    refused(StrategyError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), strategy="zzz"), "ddp")
+    refused(StrategyError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), pin={"*.q": "dp:S(0)"}), "nearest")
+    refused(MeshError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), pin={"up.weight": "zz:S(0)"}), "zz")
+    plan = autopar.plan(tiny.Regressor(), "dp=2", (x,), hardware="cpu-gloo")
+    autopar.compile(tiny.Regressor(), mesh, (x,), plan=plan)
+    refused(PlanMismatchError, lambda: autopar.compile(tiny.Regressor(hidden=8), mesh, (x,), plan=plan), "plan again")
+    dropped, batch = tiny.gpt2(resid_pdrop=0.1)
+    refused(UnsupportedOpError, lambda: autopar.compile(dropped.train(), mesh, example_inputs=batch), "dropout")
+
+
+def test_inputs_and_errors():
+    gloo.run(2, inputs_and_errors, seconds=240)
+
+
+def wrong_world(rank: int) -> None:
+    import autopar
+    from autopar.errors import MeshError
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    half = DeviceMesh("cpu", torch.tensor([0]), mesh_dim_names=("dp",))
+    with pytest.raises(MeshError):
+        autopar.compile(tiny.Regressor(), half, (torch.randn(4, 6),))
+
+
+def test_mesh_that_is_not_the_world():
+    gloo.run(2, wrong_world)
