@@ -140,7 +140,7 @@ def load(name: str | Path | Hardware) -> Hardware:
             memory_bytes = min(hardware.memory_bytes, int(stated[1]) * 10**9) if stated else hardware.memory_bytes
             return replace(hardware, memory_bytes=memory_bytes)
     raise HardwareError(
-        f"there is no hardware profile for {text!r}", fix=f"use {nearest(text, patterns)}, or a TOML file"
+        f"there is no hardware profile for {text!r}", fix=f"use {nearest(text.lower(), names())}, or a TOML file"
     )
 
 

@@ -42,6 +42,11 @@ class PlanOptions:
     folded: bool = True
     search: Search = Search()
 
+    def check(self, mesh: Mesh) -> None:
+        """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
+        Restriction.of(self.strategy, mesh)
+        StateBytes.of(self.optimizer, self.precision)
+
 
 def make_plan(
     captured: Captured,
@@ -158,13 +163,16 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
 def _collectives(e) -> tuple[Collective, ...]:
     count, wire, seconds = Counter(), Counter(), Counter()
     for transfer in e.transfers:
-        for step in transfer.redistribution.steps:
+        r = transfer.redistribution
+        # a bucketed tensor pays part of the latency: its steps share what the plan charges for the transfer
+        charged = transfer.seconds / max(r.latency_seconds + r.seconds_per_byte * transfer.bytes_, 1e-30)
+        for step in r.steps:
             if step.move.kind == "slice":
                 continue
             key = (step.move.kind, step.move.axes, transfer.phase)
             count[key] += 1
             wire[key] += step.wire_fraction * transfer.bytes_
-            seconds[key] += step.latency_seconds + step.seconds_per_byte * transfer.bytes_
+            seconds[key] += charged * (step.latency_seconds + step.seconds_per_byte * transfer.bytes_)
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))

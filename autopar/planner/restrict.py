@@ -111,7 +111,7 @@ def allowed_strategies(
             mask = _op_mask(options.strategies, restriction, mesh, batch[cls], weight[cls], must_cut)
         elif v.kind == "parameter":
             mask = _parameter_mask(options.strategies, restriction)
-        elif v.kind == "input":
+        elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
             mask = _input_mask(options.strategies, restriction)
         masks[cls] = mask
     for pattern, text in (pins or {}).items():

@@ -161,10 +161,10 @@ class Solver:
         factor = int(np.ceil(need / self.limit_bytes))
         kind = "" if restriction.name == "auto" else f" with strategy {restriction.name}"
         raise MemoryInfeasibleError(
-            f"no plan{kind} fits {self.limit_bytes / 2**30:.2f} GiB a device: the smallest found needs "
-            f"{need / 2**30:.2f} GiB, {missing / 2**30:.2f} GiB more",
+            f"no plan{kind} fits {self.limit_bytes / 2**30:.3g} GiB a device: the smallest found needs "
+            f"{need / 2**30:.3g} GiB, {missing / 2**30:.3g} GiB more",
             missing_bytes=int(missing),
             breakdown={"parameters, gradients and optimizer": without, "saved for the backward": need - without},
             mesh=self.problem.mesh,
-            fix=f"about {factor}x the devices, a smaller batch, or memory={need / 2**30:.1f}GiB would fit",
+            fix=f"about {factor}x the devices, a smaller batch, or memory={1.01 * need / 2**30:.3g}GiB would fit",
         )
