@@ -7,27 +7,30 @@ Everything up to the plan is the same for both; `plan` stops there and needs no 
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from . import capture, debug, hardware
 from ._torch import tree_map
-from .calls import split_example
 from .capture import Captured
-from .errors import AutoparError, InputError, MeshError, StrategyError
+from .errors import InputError, MeshError, StrategyError
+from .fake_state import Form, forms_of
 from .hardware import Hardware
-from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
-from .plan import Plan
+from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, make_plan
+from .runtime import agree, process_groups
+from .runtime.first_call import CompiledAtFirstCall
+from .runtime.inputs import global_example
+from .runtime.module import ParallelModule
+from .runtime.parameters import check_source, check_unmoved
 
 _UNITS = {
     "": 1,
@@ -43,12 +46,16 @@ _UNITS = {
 }
 
 
-def trace(model: nn.Module, example_inputs, loss_fn: Callable | None = None) -> Captured:
-    """The annotated joint graph of a model's call, in canonical ops. Raises CaptureError, InputError, UnsupportedOpError."""
-    exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn)
-    debug.run_pass("canonicalize", canonicalize, exported.graph_module)
-    captured = debug.run_pass("differentiate", capture.differentiate, exported)
-    debug.run_pass("clean", clean, captured.graph_module)
+def trace(
+    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None
+) -> Captured:
+    """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
+    their own. Raises CaptureError, InputError, UnsupportedOpError."""
+    with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
+        exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms)
+        debug.run_pass("canonicalize", canonicalize, exported.graph_module)
+        captured = debug.run_pass("differentiate", capture.differentiate, exported)
+        debug.run_pass("clean", clean, captured.graph_module)
     return captured
 
 
@@ -76,9 +83,11 @@ def plan(
     glob of a parameter's name -> layout, "tp:S(0)" or "R". `baselines=False` leaves the expert strategies out.
     Raises subclasses of AutoparError."""
     checked = _mesh(mesh)
-    report("tracing the model")
-    captured = trace(_in_precision(model, precision), _example_in_precision(example_inputs, precision), loss_fn)
+    check_unmoved(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines)
+    options.check(checked)
+    report("tracing the model")
+    captured = trace(model, _in_precision(example_inputs, precision), loss_fn, _forms(model, precision))
     return make_plan(captured, checked, options, name or type(model).__name__, report)
 
 
@@ -125,24 +134,31 @@ def compile(
         inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
     )  # fmt: skip
-    if example_inputs is None:
-        return _CompiledAtFirstCall(model, mesh, arguments)
-    return _compile(model, mesh, example_inputs, **arguments)
+    def compile_for(example):
+        return _compile(model, mesh, example, **arguments)
+
+    return CompiledAtFirstCall(model, compile_for) if example_inputs is None else compile_for(example_inputs)
 
 
 def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memory, optimizer, precision, strategy, pin,
              loss_fn, strict):  # fmt: skip
-    from .runtime import agree, process_groups
-    from .runtime.module import ParallelModule
-
     mesh = Mesh.of(device_mesh)
     process_groups.check_world(mesh, device_mesh)
-    example, fixed_inputs = _global_example(example_inputs, inputs, mesh)
-    captured = trace(model, example, loss_fn)
+
+    def traced():
+        check_source(model)
+        example, given = global_example(example_inputs, inputs, mesh)
+        return example, given, forms_of(model), trace(model, example, loss_fn)
+
+    example, given, forms, captured = agree.everywhere(traced)
+    signature = captured.signature
+    shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={c!r}" for n, s, c in
+              zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
+    agree.check_captures(shapes, fingerprint(captured.graph))
     fixed = {
-        n.name: fixed_inputs[n.meta["role"].name]
+        n.name: given[n.meta["role"].name]
         for n in captured.graph.nodes
-        if n.op == "placeholder" and n.meta["role"].kind == "input" and n.meta["role"].name in fixed_inputs
+        if n.op == "placeholder" and n.meta["role"].kind == "input" and n.meta["role"].name in given
     }
 
     def make() -> dict:
@@ -154,37 +170,12 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
     agreed = Plan.from_json(agree.from_rank_zero(make))
     agreed.check_fits(captured.graph, mesh)
     debug.planned(agreed)
-    return ParallelModule(model, captured, agreed, mesh, device_mesh, inputs)
+    capture.move(captured, torch.device(device_mesh.device_type))
 
+    def graph_in(training: bool) -> str:
+        return fingerprint(trace(model.train(training), example, loss_fn, forms).graph)
 
-class _CompiledAtFirstCall(nn.Module):
-    """What `compile(model, mesh)` returns without example_inputs."""
-
-    def __init__(self, model: nn.Module, device_mesh, arguments: dict):
-        super().__init__()
-        object.__setattr__(self, "_pending", (model, device_mesh, arguments))
-
-    def forward(self, *args, **kwargs):
-        if "compiled" not in self._modules:
-            model, device_mesh, arguments = self._pending
-            self.compiled = _compile(model, device_mesh, (args, kwargs), **arguments)
-        return self.compiled(*args, **kwargs)
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
-        if "compiled" not in self._modules:
-            raise InputError(
-                "the model is compiled at its first call and has no parameters before it",
-                fix="pass example_inputs to autopar.compile, then build the optimizer",
-            )
-        return self.compiled.named_parameters(prefix, recurse, remove_duplicate)
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "compiled" in self.__dict__.get("_modules", {}):
-                return getattr(self._modules["compiled"], name)
-            raise
+    return ParallelModule(model, captured, agreed, device_mesh, inputs, given, graph_in)
 
 
 def _options(mesh, profile, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:
@@ -220,51 +211,17 @@ def _bytes(memory: float | str | None) -> float | None:
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
 
 
-def _in_precision(model: nn.Module, precision: str) -> nn.Module:
-    """A copy on the meta device that computes in the given precision; the model itself for fp32."""
+def _forms(model: nn.Module, precision: str) -> dict[str, Form]:
+    """The parameters as they compute in a precision."""
+    forms = forms_of(model)
     if precision != "bf16":
-        return model
-    memo: dict[int, object] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta", dtype=torch.bfloat16), p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = b.detach()
-    return copy.deepcopy(model, memo)
+        return forms
+    return {n: replace(f, dtype=torch.bfloat16) if f.dtype.is_floating_point else f for n, f in forms.items()}
 
 
-def _example_in_precision(example_inputs, precision: str):
+def _in_precision(example_inputs, precision: str):
     if precision != "bf16":
         return example_inputs
     return tree_map(
         lambda x: x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, example_inputs
     )
-
-
-def _global_example(example_inputs, inputs: str, mesh: Mesh):
-    """The example with global shapes, and the layouts that the user's own tensors fix, by input name."""
-    from .calls import CallSignature
-    from .runtime.dtensors import layout_of
-
-    args, kwargs = split_example(example_inputs)
-    signature, tensors = CallSignature.of(args, kwargs)
-    fixed: dict[str, Layout] = {}
-    whole = []
-    axes = tuple(a for a in mesh.names if a.startswith("dp") or a == "data") or mesh.names[:1]
-    count = 1
-    for axis in axes:
-        count *= mesh.size(axis)
-    for name, x in zip(signature.tensor_names, tensors):
-        if isinstance(x, DTensor):
-            fixed[name] = layout_of(x.placements, x.dim(), mesh, name)
-            x = torch.empty(x.shape, dtype=x.dtype)
-        elif inputs == "local" and x.dim():
-            fixed[name] = Layout((axes, *((),) * (x.dim() - 1)))
-            x = torch.cat([x] * count)
-        elif inputs == "local":
-            fixed[name] = Layout(())
-        if x.requires_grad:
-            raise AutoparError(
-                f"{name} requires a gradient, which a compiled model does not give", fix="detach the input"
-            )
-        whole.append(x)
-    return signature.rebuild(whole), fixed

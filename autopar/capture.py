@@ -20,7 +20,7 @@ from torch import fx, nn
 from . import _torch
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
-from .fake_state import Form, fake, fake_state, forms_of
+from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .graph import OutputRole, Role, mark_phases, output_node
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
@@ -173,6 +173,27 @@ def differentiate(exported: Exported) -> Captured:
     mark_phases(graph)
     graph_module.recompile()
     return Captured(graph_module, exported.signature, exported.returns, exported.ties)
+
+
+def move(captured: Captured, device: torch.device) -> None:
+    """Rewrite a joint graph for tensors on `device`, in place. Graphs are traced and planned on the CPU."""
+    if device == DEVICE:
+        return
+    mode = next(n for n in captured.graph.nodes if n.op == "placeholder").meta["val"].fake_mode
+
+    def moved(value):
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(moved, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        with mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    for node in captured.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+        node.meta["val"] = moved(node.meta.get("val"))
+    captured.graph_module.recompile()
 
 
 def _merge_shared_placeholders(graph: fx.Graph) -> None:

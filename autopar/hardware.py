@@ -7,6 +7,7 @@ Every speed is bytes or operations per second, every size bytes, every time seco
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import re
@@ -139,8 +140,9 @@ def load(name: str | Path | Hardware) -> Hardware:
             hardware, stated = _read(file), re.search(r"(\d+) ?gb", text.lower())
             memory_bytes = min(hardware.memory_bytes, int(stated[1]) * 10**9) if stated else hardware.memory_bytes
             return replace(hardware, memory_bytes=memory_bytes)
+    close = difflib.get_close_matches(text, patterns, 1, 0.5)
     raise HardwareError(
-        f"there is no hardware profile for {text!r}", fix=f"use {nearest(text.lower(), names())}, or a TOML file"
+        f"there is no hardware profile for {text!r}", fix=f"use {nearest(text, patterns if close else names())}, or a TOML file"
     )
 
 

@@ -7,6 +7,7 @@ Processes are forked from a server that has imported torch already, so that star
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -72,6 +73,7 @@ def _results(pipes: list, processes: list, deadline: float) -> list:
 def _main(rank: int, world: int, store: str, pipe, function: Callable, args: tuple) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on how to gather faster
     try:
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)

@@ -234,7 +234,8 @@ class Dual:
         same = np.array([[p == q for q in universe] for p in sources])
         held = self.byte_price * np.array([self.pricer.local_bytes(*hub.example, q) for q in universe])
         keep = once + held[None, :]
-        both = np.where(same, 0.0, np.minimum(keep, 2 * once))
+        must_keep = is_parameter and self.keep_parameters
+        both = np.where(same, 0.0, keep if must_keep else np.minimum(keep, 2 * once))
         saved = _Mode(nothing, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: both})
         if is_parameter:
             return [saved]

@@ -225,6 +225,10 @@ class Program:
                 self._entries(row, np.array([made[p, q]]), 1.0)
                 self._entries(row, np.array([keep]), -1.0)
                 cover.append(keep)
+                if is_parameter and self.keep_parameters:  # what the forward made is kept, not made again
+                    row = self._new_rows(1, -np.inf, 1.0)
+                    self._entries(row, np.array([made[p, q]]), 1.0)
+                    self._entries(row, np.array([redo]), 1.0)
             rows = self._new_rows(len(variables), 0.0, np.inf)
             for variable in cover:
                 self._entries(rows, variable, 1.0)

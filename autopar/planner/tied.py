@@ -66,6 +66,8 @@ class Tied:
         held = {q: dual.byte_price * self.pricer.local_bytes(*hub.example, q) for q in backward}
         base = 0.0 if is_parameter else dual.byte_price * self.pricer.local_bytes(*hub.example, source)
         shared, alone = backward & forward, backward - forward
+        if is_parameter and dual.keep_parameters:
+            return sum(price.values()) + sum(held[q] for q in shared)
         fixed = sum(price[q] for q in forward) + sum(price[q] for q in alone)
         with_base = base + sum(min(price[q], held[q]) for q in shared)
         if reads_base or alone or not shared:

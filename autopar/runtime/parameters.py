@@ -44,13 +44,19 @@ class Container(nn.Module):
     """A node of the module tree that only holds names."""
 
 
-def check_source(source: nn.Module) -> None:
-    """Raises InputError or MovedParameterError if the model has no values that could be taken over."""
+def check_unmoved(source: nn.Module) -> None:
+    """Raises MovedParameterError if the model was compiled before."""
     for name, parameter in source.named_parameters():
         if isinstance(parameter, MovedParameter):
             raise MovedParameterError(
                 f"{name} was taken over by an earlier autopar.compile", fix="build the model again, or copy it before compiling"
             )
+
+
+def check_source(source: nn.Module) -> None:
+    """Raises InputError or MovedParameterError if the model has no values that could be taken over."""
+    check_unmoved(source)
+    for name, parameter in source.named_parameters():
         if parameter.is_meta:
             raise InputError(
                 f"{name} is on the meta device and has no values",
@@ -64,6 +70,8 @@ def take_over(module: nn.Module, source: nn.Module, captured: Captured, plan: Pl
     """Give `module` this rank's parts under all names of the source. Each source parameter is emptied as soon as its part is
     made, so that the two are never in memory as a whole."""
     device = torch.device(device_mesh.device_type)
+    for name, _ in source.named_modules(remove_duplicate=False):
+        _owner(module, name)  # all of them first: parameters keep their order
     persistent = set(source.state_dict())
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in source.named_buffers(remove_duplicate=False):
@@ -89,13 +97,17 @@ def _empty(parameter: nn.Parameter) -> None:
 
 
 def _place(module: nn.Module, name: str, register: Callable[[nn.Module, str], None]) -> None:
-    *path, leaf = name.split(".")
-    owner: nn.Module = module
-    for part in path:
-        if part not in owner._modules:
-            owner.add_module(part, Container())
-        owner = owner._modules[part]
-    register(owner, leaf)
+    path, _, leaf = name.rpartition(".")
+    register(_owner(module, path), leaf)
+
+
+def _owner(module: nn.Module, path: str) -> nn.Module:
+    """The module at `path`, made if there is none."""
+    for part in path.split(".") if path else ():
+        if part not in module._modules:
+            module.add_module(part, Container())
+        module = module._modules[part]
+    return module
 
 
 def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:

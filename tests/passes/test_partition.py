@@ -57,7 +57,7 @@ class Views(torch.nn.Module):
 
 def test_views_of_saved_values_are_not_saved():
     """The products' backwards read y, its transpose and the weight's transpose: y and the leaves are saved."""
-    model, x = Views(), torch.randn(4, 4, requires_grad=True)
+    model, x = Views(), torch.randn(4, 4)
     local, values = local_of(model, x)
     parts = partition(local)
     names = {n.name: n for n in local.graph.nodes}

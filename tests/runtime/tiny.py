@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from autopar import models
+from autopar.models.output import Output
 
 NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
@@ -62,13 +63,25 @@ def _tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
 
 
 class Regressor(nn.Module):
-    """Two layers without a loss of its own: x (B, I) -> (B, O)."""
+    """Two layers, x (B, I) -> (B, O); with `loss=True` it takes a target and returns an Output."""
 
-    def __init__(self, inputs: int = 6, hidden: int = 16, outputs: int = 4):
+    def __init__(self, inputs: int = 6, hidden: int = 16, outputs: int = 4, loss: bool = False):
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(inputs, hidden)
         self.down = nn.Linear(hidden, outputs)
+        if loss:
+            self.forward = self.with_loss
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
+
+    def with_loss(self, x, target):
+        y = Regressor.forward(self, x)
+        return Output(nn.functional.mse_loss(y, target), y)
+
+    @staticmethod
+    def batch(size: int = 8):
+        """(x, target) for the default sizes."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(size, 6, generator=generator), torch.randn(size, 4, generator=generator)

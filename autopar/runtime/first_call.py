@@ -1,0 +1,45 @@
+"""What `autopar.compile(model, mesh)` returns without example_inputs: a module that is compiled at its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ..errors import InputError
+
+
+class CompiledAtFirstCall(nn.Module):
+    """Turns into the compiled module, in place, at the first call. `compile_for((args, kwargs))` makes that module."""
+
+    def __init__(self, source: nn.Module, compile_for: Callable[[tuple[tuple, dict]], nn.Module]):
+        super().__init__()
+        object.__setattr__(self, "_source", source)
+        self._compile_for = compile_for
+        self.training = source.training
+
+    def forward(self, *args, **kwargs):
+        if self._source.training != self.training:
+            self._source.train(self.training)
+        compiled = self._compile_for((args, kwargs))
+        self.__dict__.clear()
+        self.__dict__.update(compiled.__dict__)
+        self.__class__ = type(compiled)
+        return self.forward(*args, **kwargs)
+
+    def _refuse(self, *args, **kwargs):
+        raise InputError(
+            "the model is compiled at its first call and has no parameters before it",
+            fix="pass example_inputs to autopar.compile, then build the optimizer",
+        )
+
+    named_parameters = named_buffers = state_dict = load_state_dict = _apply = _refuse
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_source")
+            if source is None or name.startswith("_") or callable(value := getattr(source, name)):
+                raise
+            return value

@@ -1,0 +1,54 @@
+"""Comparison of a compiled model with the unsharded one, for tests in one process and in several."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.mesh import Mesh
+
+
+def device_mesh(text: str):
+    mesh = Mesh.parse(text)
+    return init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+
+
+def planned(model, mesh: str, inputs, **options) -> autopar.Plan:
+    """A plan without the expert strategies, which take most of the time."""
+    return autopar.plan(model, mesh, inputs, hardware="cpu-gloo", baselines=False, **options)
+
+
+def pair(model, mesh, example, /, **options):
+    """(compiled, an independent copy of the model)."""
+    reference = copy.deepcopy(model)
+    return autopar.compile(model, mesh, example, **options), reference
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_close(mine, whole, what: str = "", tolerance: float = 1e-5) -> None:
+    """Relative to the largest element, since sums in another order differ by rounding of their terms."""
+    mine, whole = full(mine).detach(), whole.detach()
+    assert mine.shape == whole.shape and mine.dtype == whole.dtype, what
+    error, scale = (mine - whole).abs().max().item(), whole.abs().max().item()
+    assert error <= tolerance * max(scale, 1e-3), f"{what}: {error} of {scale}"
+
+
+def assert_same_gradients(parallel, reference, tolerance: float = 1e-5) -> None:
+    mine, whole = dict(parallel.named_parameters()), dict(reference.named_parameters())
+    assert list(mine) == list(whole)
+    for name, parameter in whole.items():
+        assert (mine[name].grad is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            assert mine[name].grad.placements == mine[name].placements, name
+            assert_close(mine[name].grad, parameter.grad, name, tolerance)
+
+
+def assert_same_values(parallel, reference, tolerance: float = 1e-5) -> None:
+    for name, parameter in reference.named_parameters():
+        assert_close(dict(parallel.named_parameters())[name], parameter, name, tolerance)

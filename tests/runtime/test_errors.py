@@ -1,0 +1,180 @@
+"""What a user does wrong is a typed error with a remedy, on every rank, and never a hang."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import InputError, StrategyError
+from autopar.runtime import agree
+from tests import gloo
+
+from . import tiny
+from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned
+
+
+class Branching(tiny.Regressor):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+class Flagged(tiny.Regressor):
+    def forward(self, x, scale=1.0, extra=None):
+        return super().forward(x) * scale
+
+
+def _error(run) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _mistakes(rank, of_model, of_mesh, of_shape):
+    """Messages by mistake. Reaching the end at all means that no rank waits for another."""
+    mesh = device_mesh("dp=2,tp=2")
+    x, _ = tiny.Regressor.batch()
+
+    def compiled(model=None, example=(x,), **options):
+        return _error(lambda: autopar.compile(model or tiny.Regressor(), mesh, example, **options))
+
+    return {
+        "memory": compiled(memory="10B"),
+        "strategy": compiled(strategy="fsdpp"),
+        "axis": compiled(pin={"up.weight": "xp:S(0)"}),
+        "pin": compiled(pin={"no.such": "tp:S(0)"}),
+        "precision": compiled(precision="bf16"),
+        "inputs": compiled(inputs="some"),
+        "plan of a model": compiled(plan=of_model),
+        "plan of a mesh": compiled(plan=of_mesh),
+        "plan of a shape": compiled(plan=of_shape),
+        "no plan": compiled(plan="/nowhere/plan.json"),
+        "part of the world": _error(lambda: autopar.compile(tiny.Regressor(), mesh["tp"], (x,))),
+        "no mesh": _error(lambda: autopar.compile(tiny.Regressor(), "dp=4", (x,))),
+        "branch": compiled(Branching()),
+        "branch on one rank": compiled(Branching() if rank == 2 else tiny.Regressor()),
+        "other models": compiled(tiny.Regressor(hidden=16 + 16 * (rank == 1))),
+        "meta": compiled(tiny.Regressor().to("meta")),
+        "gradient of an input": compiled(example=(x.clone().requires_grad_(),)),
+        "empty": compiled(example=(x[:0],)),
+        "no tensor": compiled(example=(3,)),
+        "no example": compiled(example=3),
+        "broken rank": _error(lambda: agree.everywhere(lambda: {}["x"] if rank == 1 else 0)),
+        "broken planner": _error(lambda: agree.from_rank_zero(lambda: {}["x"])),
+        "other collectives": _error(lambda: agree.check_programs("hash", ["a", "b"] if rank == 3 else ["a"])),
+        "other plans": _error(lambda: agree.check_programs("hash" + "x" * (rank == 2), [])),
+    }
+
+
+EXPECTED = {
+    "memory": ["MemoryInfeasibleError: ", "fix: "],
+    "strategy": ["StrategyError: no strategy 'fsdpp' is known", "fix: use fsdp"],
+    "axis": ["MeshError: the mesh has no axis 'xp'", "fix: use one of dp, tp"],
+    "pin": ["StrategyError: ", "no.such", "fix: "],
+    "precision": ["StrategyError: compile runs in the model's own dtype", "fix: leave precision out"],
+    "inputs": ["InputError: inputs is 'some'", 'fix: use "global" or "local"'],
+    "plan of a model": ["PlanMismatchError: the plan was made for another model", "fix: plan again"],
+    "plan of a mesh": ["PlanMismatchError: the plan was made for mesh dp=4, not dp=2,tp=2", "fix: plan again"],
+    "plan of a shape": ["PlanMismatchError: the plan was made for another model, input shape", "fix: plan again"],
+    "no plan": ["PlanFormatError: /nowhere/plan.json cannot be read", "fix: "],
+    "part of the world": ["MeshError: the mesh has 2 devices and the process group 4 ranks", "fix: start 2 processes"],
+    "no mesh": ["MeshError: compile needs a DeviceMesh, got str", "init_device_mesh"],
+    "branch": ["CaptureError: Branching could not be traced", "test_errors.py:", "return y * 2 if y.sum() > 0", "fix: "],
+    "branch on one rank": ["CaptureError: Branching could not be traced", "test_errors.py:", "fix: "],
+    "other models": ["DesyncError: rank 1 traced another graph", "fix: build the same model"],
+    "meta": ["InputError: up.weight is on the meta device", "fix: "],
+    "gradient of an input": ["InputError: args[0] requires a gradient", "fix: pass input.detach()"],
+    "empty": ["InputError: args[0] is empty", "fix: pass at least one sample"],
+    "no tensor": ["InputError: the example call passes no tensor", "fix: "],
+    "no example": ["InputError: example_inputs must be a dict", "fix: "],
+    "broken rank": ["DesyncError: rank 1 failed with KeyError: 'x'"],
+    "broken planner": ["DesyncError: rank 0 failed with KeyError: 'x'"],
+    "other collectives": ["DesyncError: collective 1 is nothing on rank 0 and b on rank 3", "fix: "],
+    "other plans": ["DesyncError: rank 2 has plan hashx, rank 0 has hash", "fix: "],
+}
+
+
+@pytest.mark.gloo
+def test_mistakes_on_every_rank():
+    x, _ = tiny.Regressor.batch()
+    mesh = "dp=2,tp=2"
+    plans = planned(tiny.Regressor(hidden=32), mesh, (x,)), planned(tiny.Regressor(), "dp=4", (x,)), planned(tiny.Regressor(), mesh, (x[:4],))
+    for rank, errors in enumerate(gloo.run(4, _mistakes, *plans)):
+        assert errors.keys() == EXPECTED.keys()
+        for what, error in errors.items():
+            own = {"broken rank": 1, "broken planner": 0}.get(what) == rank
+            for text in ["KeyError"] if own else EXPECTED[what]:
+                assert text in error, f"{what} on rank {rank}: {error}"
+
+
+CALLS = {
+    "shape": (lambda m, x: m(x[:4], 2.0), r"args\[0\] has shape \(4, 6\), the model was compiled for \(8, 6\)(.|\n)*fix: pass batches of"),
+    "dims": (lambda m, x: m(x[0], 2.0), r"args\[0\] has shape \(6,\)"),
+    "dtype": (lambda m, x: m(x.double(), 2.0), r"args\[0\] has dtype torch.float64(.|\n)*fix: cast it to torch.float32"),
+    "missing": (lambda m, x: m(x), r"the call passes args\[0\], the model was compiled for args\[0\], args\[1\](.|\n)*fix: "),
+    "nothing": (lambda m, x: m(), "the call passes nothing"),
+    "extra": (lambda m, x: m(x, 2.0, extra=x), r"the call passes args\[0\], args\[1\], extra"),
+    "constant": (lambda m, x: m(x, 3.0), r"args\[1\] is 3.0, the model was compiled for 2.0(.|\n)*fix: "),
+    "kind of constant": (lambda m, x: m(x, 2), r"args\[1\] is 2, the model was compiled for 2.0"),
+    "kind": (lambda m, x: m([1.0], 2.0), r"the call passes args\[0\], args\[1\]"),
+    "no tensor": (lambda m, x: m(1.0, 2.0), r"args\[0\] was a tensor when the model was compiled and is a float now"),
+    "gradient": (lambda m, x: m(x.clone().requires_grad_(), 2.0), r"args\[0\] requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("mistake", CALLS)
+def test_calls(alone, mistake):
+    x, _ = tiny.Regressor.batch()
+    parallel, reference = pair(Flagged(), alone, (x, 2.0))
+    call, message = CALLS[mistake]
+    for _ in range(2):  # the first call is checked on all ranks together, later ones are not
+        with pytest.raises(InputError, match=message):
+            call(parallel, x)
+        assert torch.equal(parallel(x, 2.0).full_tensor(), reference(x, 2.0))
+
+
+def test_other_options(alone):
+    x, _ = tiny.Regressor.batch()
+    for option in ("adapt", "weights"):
+        with pytest.raises(StrategyError, match=f"{option}= is not available"):
+            autopar.compile(tiny.Regressor(), alone, (x,), **{option: ("something",)})
+    with pytest.raises(StrategyError, match="cannot read 'lots' as a memory limit(.|\n)*40GiB"):
+        autopar.compile(tiny.Regressor(), alone, (x,), memory="lots")
+
+
+# saved plans -----------------------------------------------------------------------------------------------------------
+
+
+def _with_plan(rank, path, plan):
+    model, batch = tiny.gpt2(n_layer=1)
+    mesh = device_mesh("dp=2,tp=2")
+    from_file, reference = pair(model, mesh, batch, plan=path)
+    again, reference = pair(reference, mesh, batch, plan=plan)
+    assert from_file.plan == again.plan == plan and from_file.plan.hash == plan.hash
+    losses = [m(**batch).loss for m in (from_file, again, reference)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(losses[0], losses[1])
+    assert_close(losses[0], losses[2], "loss")
+    assert_same_gradients(from_file, reference)
+
+
+@pytest.mark.gloo
+def test_a_plan_made_without_weights_fits_the_model(tmp_path, monkeypatch):
+    """Planned from meta tensors, saved, loaded by every rank's compile; with the verifier on."""
+    with torch.device("meta"):
+        model, batch = tiny.gpt2(n_layer=1)
+    assert all(p.is_meta for p in model.parameters()) and batch["input_ids"].is_meta
+    plan = planned(model, "dp=2,tp=2", batch, strategy="megatron_sp")
+    plan.save(tmp_path / "plan.json")
+    gloo.run(4, _checked, _with_plan, str(tmp_path / "plan.json"), plan)
+
+
+def _checked(rank, function, *args):
+    os.environ["AUTOPAR_CHECK"] = "1"
+    return function(rank, *args)

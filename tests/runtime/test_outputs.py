@@ -1,0 +1,217 @@
+"""What a compiled model returns and how gradients flow from it: with a loss, without one, and through one outside."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.errors import CaptureError, InputError, UnsupportedOpError
+from autopar.models.output import Output
+from tests import gloo
+
+from . import tiny
+from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned
+
+Point = namedtuple("Point", "y total")
+
+
+@dataclass
+class Nested:
+    inner: dict
+    note: str
+    nothing: None = None
+
+
+class Returning(nn.Module):
+    """A Regressor whose result `form(y, x)` puts together."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.net, self.form = tiny.Regressor(), form
+
+    def forward(self, x):
+        return self.form(self.net(x), x)
+
+
+FORMS = {
+    "tensor": lambda y, x: y,
+    "scalar": lambda y, x: y.square().mean(),
+    "tuple": lambda y, x: (y, [y.sum(), y * 2], None),
+    "dict": lambda y, x: {"y": y, "twice": 2 * y},
+    "dict with loss": lambda y, x: {"y": y, "loss": y.square().mean(), "also": y.abs().sum()},
+    "the loss twice": lambda y, x: (lambda loss: {"loss": loss, "total": loss, "y": y})(y.square().mean()),
+    "namedtuple": lambda y, x: Point(y, y.sum()),
+    "dataclass": lambda y, x: Nested({"y": y, "x": x}, "text"),
+    "dataclass with loss": lambda y, x: Output(y.square().mean(), y),
+}
+
+
+def _tensors(value, name=""):
+    """(name, tensor) of all tensors of an output."""
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if isinstance(value, dict):
+        return [t for k, v in value.items() for t in _tensors(v, f"{name}.{k}")]
+    if isinstance(value, (tuple, list)):
+        return [t for i, v in enumerate(value) for t in _tensors(v, f"{name}[{i}]")]
+    return _tensors(vars(value), name) if hasattr(value, "__dataclass_fields__") else []
+
+
+def _is_loss(value):
+    return value["loss"] if isinstance(value, dict) and "loss" in value else getattr(value, "loss", None)
+
+
+def _check_form(mesh, form):
+    x, _ = tiny.Regressor.batch()
+    parallel, reference = pair(Returning(form), mesh, (x,))
+    found, expected = parallel(x), reference(x)
+    assert isinstance(found, type(expected))
+    loss = _is_loss(found)
+    for (name, mine), (other, whole) in zip(_tensors(found), _tensors(expected), strict=True):
+        assert name == other
+        assert isinstance(mine, DTensor) == bool(whole.dim()), name
+        assert_close(mine, whole, name)
+        assert mine.requires_grad == (whole.requires_grad if loss is None else mine is loss), name
+    if loss is not None:
+        totals = loss, _is_loss(expected)
+    else:
+        totals = (sum((t * (i + 1)).sum() for i, (_, t) in enumerate(_tensors(v))) for v in (found, expected))
+    for total in totals:
+        (total.full_tensor() if isinstance(total, DTensor) else total).backward()
+    assert_same_gradients(parallel, reference)
+    if isinstance(expected, Nested):
+        assert found.note == "text" and found.nothing is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(alone, form):
+    _check_form(alone, FORMS[form])
+
+
+def _distributed(rank, plan):
+    """On four processes: every form, then losses outside of the model."""
+    mesh = device_mesh("dp=2,tp=2")
+    for form in ("tensor", "tuple", "dict with loss", "the loss twice"):
+        _check_form(mesh, FORMS[form])
+    x, y = tiny.Regressor.batch()
+    model, reference = pair(tiny.Regressor(), mesh, dict(x=x), plan=plan)
+    target = model.shard_inputs(target=y)["target"]
+    (also,) = model.shard_inputs(y)
+    assert target.placements == also.placements == model(x=x).placements and not target.placements[0].is_replicate()
+    reference(x).sub(y).square().mean().backward()
+    for loss in (
+        lambda: (model(x=x) - target).square().mean(),  # on DTensors
+        lambda: F.mse_loss(model(x=x).full_tensor(), y),  # on gathered outputs
+        lambda: (model(**model.shard_inputs(x=x)).full_tensor() - also.full_tensor()).square().mean(),
+    ):
+        model.zero_grad()
+        loss().backward()
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.gloo
+def test_losses_outside_on_four_processes():
+    x, _ = tiny.Regressor.batch()
+    plan = planned(tiny.Regressor(), "dp=2,tp=2", dict(x=x), strategy="megatron")
+    gloo.run(4, _distributed, plan)
+
+
+def test_loss_fn(alone):
+    x, y = tiny.Regressor.batch()
+    parallel, reference = pair(tiny.Regressor(), alone, dict(x=x, target=y), loss_fn=lambda out, target: F.mse_loss(out, target))
+    result = parallel(x=x, target=y)
+    assert_close(result.output, reference(x))
+    assert not result.output.requires_grad
+    result.loss.backward()
+    F.mse_loss(reference(x), y).backward()
+    assert_same_gradients(parallel, reference)
+
+
+def test_hugging_face_outputs(alone):
+    model, batch = tiny.gpt2(n_layer=1)
+    parallel, reference = pair(model, alone, batch)
+    found, expected = parallel(**batch), reference(**batch)
+    assert type(found) is type(expected) and list(found) == list(expected)
+    assert_close(found["logits"], expected.logits)
+    assert found[0] is found.loss and not found.logits.requires_grad
+    assert parallel.config.n_embd == 24 and parallel.config is model.config
+    assert parallel.dtype == torch.float32
+    with pytest.raises(AttributeError, match="generate works on the parameters of the source model"):
+        parallel.generate
+    assert not hasattr(parallel, "no_such_attribute")
+
+
+def test_what_cannot_be_returned(alone):
+    x, _ = tiny.Regressor.batch()
+    with pytest.raises(CaptureError, match="returns a Hidden as y, which may hold tensors"):
+        autopar.compile(Returning(lambda y, x: {"y": Hidden(y)}), alone, (x,))
+    with pytest.raises(CaptureError, match="the model returns no tensor"):
+        autopar.compile(Returning(lambda y, x: None), alone, (x,))
+
+
+class Hidden:
+    def __init__(self, y):
+        self.y = y
+
+
+# modes and buffers -----------------------------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.drop(self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))).square().mean()
+
+
+def _batch_norm(rank):
+    """Running statistics and gradients of the global batch, in both modes."""
+    mesh, x = device_mesh("dp=2"), torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    for training in (True, False):
+        parallel, reference = pair(Normalized().train(training), mesh, (x,))
+        for step in range(2):
+            losses = [m(x + step) for m in (parallel, reference)]  # a second forward before the first backward
+            more = [m(2 * x) for m in (parallel, reference)]
+            for loss, other in zip(losses, more):
+                (loss + other).backward()
+        assert_close(*losses, "loss", 1e-4)
+        assert_same_gradients(parallel, reference, 1e-4)
+        for (name, mine), whole in zip(parallel.named_buffers(), reference.buffers()):
+            assert_close(mine, whole, name, 1e-4)
+    try:
+        parallel.train()(x)
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.gloo
+def test_batch_norm_on_two_processes():
+    assert all("compiled in eval mode and is in train mode now" in text for text in gloo.run(2, _batch_norm))
+
+
+def test_modes(alone):
+    x, _ = tiny.Regressor.batch()
+    parallel, reference = pair(tiny.Regressor(), alone, (x,))
+    with torch.no_grad():
+        assert_close(parallel.eval()(x), reference(x))
+    parallel.train()(x).sum().backward()
+    images = torch.randn(2, 3, 6, 6)
+    with pytest.raises(UnsupportedOpError, match="random ops"):
+        autopar.compile(Normalized(dropout=0.5), alone, (images,))
+    evaluated = autopar.compile(Normalized(dropout=0.5).eval(), alone, (images,))
+    with pytest.raises(UnsupportedOpError, match="random ops"):
+        evaluated.train()(images)
+    evaluated.eval()(images)

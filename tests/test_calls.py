@@ -1,0 +1,90 @@
+"""Taking calls and outputs apart, and putting them together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from autopar.calls import CallSignature, Returns, split_example
+from autopar.errors import CaptureError, InputError
+
+X, Y = torch.zeros(2, 3), torch.ones(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "example, expected",
+    [
+        ({"x": X}, ((), {"x": X})),
+        ((X, Y), ((X, Y), {})),
+        ([X], ((X,), {})),
+        (((X,), {"y": Y}), ((X,), {"y": Y})),
+        (X, ((X,), {})),
+        ((X, {"y": Y}), ((X, {"y": Y}), {})),  # a dict as second argument, not a pair of (args, kwargs)
+    ],
+)
+def test_split_example(example, expected):
+    assert str(split_example(example)) == str(expected)
+
+
+def test_a_signature_takes_calls_of_its_form():
+    signature, tensors = CallSignature.of((X, 2, "text"), {"y": [Y, None], "flag": True})
+    assert signature.names == ("args[0]", "args[1]", "args[2]", "y.0", "y.1", "flag")
+    assert signature.tensor_names == ["args[0]", "y.0"] and tensors[0] is X and tensors[1] is Y
+    args, kwargs = signature.rebuild(["first", "second"])
+    assert args == ("first", 2, "text") and kwargs == {"y": ["second", None], "flag": True}
+    assert signature.shape_of("y.0") == (2,)
+    again = signature.flatten((X + 1, 2, "text"), {"flag": True, "y": [Y, None]})  # keywords in another order
+    assert torch.equal(again[0], X + 1) and again[1] is Y
+
+
+def test_a_signature_refuses_the_rest():
+    signature, _ = CallSignature.of((X,), {"flag": True})
+    for args, kwargs, message in [
+        ((X, X), {"flag": True}, r"the call passes args\[0\], args\[1\], flag, the model was compiled for args\[0\], flag"),
+        ((X,), {"flag": 1}, "flag is 1, the model was compiled for True"),
+        ((X,), {"flag": X}, "flag is tensor"),
+        ((X.T,), {"flag": True}, r"args\[0\] has shape \(3, 2\), the model was compiled for \(2, 3\)"),
+        ((X.double(),), {"flag": True}, "cast it to torch.float32"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            signature.flatten(args, kwargs)
+    assert signature.flatten((X[:1],), {"flag": True}, shapes=((1, 3), None))
+    with pytest.raises(InputError, match=r"args\[0\] is empty"):
+        CallSignature.of((X[:0],), {})
+    with pytest.raises(InputError, match="x requires a gradient"):
+        CallSignature.of((), {"x": torch.zeros(1, requires_grad=True)})
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+    parts: dict
+    hidden: object = None
+
+
+@pytest.mark.parametrize(
+    "output, names, loss",
+    [
+        (X, ["output"], None),
+        (X.sum(), ["output"], 0),
+        ((X, [Y, None]), ["[0]", "[1][0]"], None),
+        ({"y": X, "loss": X.sum()}, ["y", "loss"], 1),
+        ({"y": Y, "loss": X}, ["y", "loss"], None),  # not a number
+        (OrderedDict(a={"b": X}), ["a.b"], None),
+        (Result(X.sum(), {"y": X}, "text"), ["loss", "parts.y"], 0),
+    ],
+)
+def test_returns_are_rebuilt(output, names, loss):
+    returns = Returns()
+    tensors = returns.take_apart(output)
+    assert returns.names == names and returns.loss == loss and returns.count == len(tensors)
+    assert str(returns.rebuild(tensors)) == str(output if not isinstance(output, OrderedDict) else dict(output))
+
+
+def test_returns_refuse_what_they_cannot_see_into():
+    for output, message in [({"y": object(), "x": X}, "returns a object as y"), (None, "returns no tensor"), ([1.0], "no tensor")]:
+        with pytest.raises(CaptureError, match=message):
+            Returns().take_apart(output)
