@@ -18,6 +18,7 @@ from torch import nn
 from . import capture, debug, hardware
 from ._torch import tree_map
 from .capture import Captured
+from .collector import paused_collector
 from .errors import InputError, MeshError, StrategyError
 from .fake_state import Form, forms_of
 from .hardware import Hardware
@@ -46,6 +47,7 @@ _UNITS = {
 }
 
 
+@paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None
 ) -> Captured:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
-from .errors import PlanFormatError, PlanMismatchError
+from .errors import AutoparError, PlanFormatError, PlanMismatchError
 from .graph import is_op, output_node, values_of
 from .hardware import Link
 from .layout import Layout
@@ -156,7 +156,7 @@ class Plan:
                 "sharding": _sharding_from_json(fields["sharding"], mesh),
             }
             return Plan(**fields)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, AutoparError) as error:
             raise PlanFormatError(f"{name} lacks or misstates a field: {error}", fix="plan again") from None
 
     def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:

@@ -28,7 +28,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
         rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is None:
             continue
-        with graph.inserting_before(node), fx.traceback.set_current_meta(node):
+        with graph.inserting_before(node), fx.traceback.preserve_node_meta(), fx.traceback.set_current_meta(node):
             replacement = rewrite(graph_module, node)
         if replacement is not None:
             replacement.meta.setdefault("val", node.meta.get("val"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [  # lowest first; the longest prefix of a module's name decides
-    {"autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_profiles"},
+    {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_profiles"},
     {"autopar._torch", "autopar.ops", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state",
      "autopar.rules"},
     {"autopar.cost", "autopar.sharding", "autopar.plan", "autopar.planner"},

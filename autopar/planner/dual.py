@@ -48,7 +48,7 @@ class _End:
     position: int
     side: _Side
     message: np.ndarray
-    columns: np.ndarray | None = None  # a consumer's layouts as columns of the factor's prices
+    columns: np.ndarray | slice | None = None  # a consumer's layouts as columns of the factor's prices
     phase: int = FORWARD
 
 
@@ -131,6 +131,14 @@ class _Factor:
         return float((self.to_tail() - self.tail.message).min())
 
 
+def _columns(targets: tuple, universe: tuple) -> np.ndarray | slice:
+    """Where a consumer's layouts stand among those of all consumers; a slice, which copies nothing, if they are all of them."""
+    if targets == universe:
+        return slice(None)
+    column = {q: i for i, q in enumerate(universe)}
+    return np.array([column[q] for q in targets])
+
+
 def _order(problem: Problem) -> list[int]:
     """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in the
     graph: rounding decides a class when most of what it touches is decided."""
@@ -190,7 +198,6 @@ class Dual:
         sources, source_of = self._layouts(hub.producer, hub.output, True)
         wanted = [self._layouts(cls, slot, False) for cls, slot, _ in consumers]
         universe = tuple(dict.fromkeys(q for targets, _ in wanted for q in targets))
-        column = {q: i for i, q in enumerate(universe)}
         scale = hub.copies / parts
         modes = [
             _Mode(
@@ -200,14 +207,13 @@ class Dual:
             for mode in self._modes(hub, sources, universe)
         ]
         if len(consumers) == 1 and consumers[0][0] == hub.producer:  # a class that feeds itself: part of its own cost
-            columns = np.array([column[q] for q in wanted[0][0]])[wanted[0][1]]
             phase = BACKWARD if consumers[0][2] == "backward" else FORWARD
-            values = [m.base[source_of] + m.block[phase][source_of, columns] for m in modes]
+            values = [m.base[source_of] + m.block[phase][source_of, wanted[0][1]] for m in modes]  # its layouts: the columns
             self.unary[self.position[hub.producer]] += np.minimum.reduce(values)
             return
         tail = _End(self.position[hub.producer], _Side(source_of), np.zeros(len(sources)))
         heads = [
-            _End(self.position[cls], _Side(which), np.zeros(len(targets)), np.array([column[q] for q in targets]),
+            _End(self.position[cls], _Side(which), np.zeros(len(targets)), _columns(targets, universe),
                  BACKWARD if phase == "backward" else FORWARD)
             for (cls, _, phase), (targets, which) in zip(consumers, wanted)
         ]  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..capture import Captured
+from ..collector import paused_collector
 from ..cost.memory import StateBytes
 from ..cost.redistribute import Redistributor
 from ..errors import AutoparError, UnsupportedOpError
@@ -48,6 +49,7 @@ class PlanOptions:
         StateBytes.of(self.optimizer, self.precision)
 
 
+@paused_collector()
 def make_plan(
     captured: Captured,
     mesh: Mesh,

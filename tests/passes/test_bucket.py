@@ -12,7 +12,6 @@ from autopar.lower import lower
 from autopar.models import build
 from autopar.plan import Plan
 
-
 SMALL = "gpt:hidden=32,layers=1,heads=2,vocab=64,seq=16"
 
 

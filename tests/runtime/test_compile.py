@@ -86,7 +86,13 @@ def test_uneven_shards():
 def inputs_and_errors(rank: int) -> None:
     import autopar
     from autopar.errors import (
-        InputError, MemoryInfeasibleError, MeshError, MovedParameterError, PlanMismatchError, StrategyError, UnsupportedOpError,
+        InputError,
+        MemoryInfeasibleError,
+        MeshError,
+        MovedParameterError,
+        PlanMismatchError,
+        StrategyError,
+        UnsupportedOpError,
     )  # fmt: skip
 
     mesh = device_mesh("dp=2")
@@ -167,10 +173,10 @@ def test_inputs_and_errors():
 
 
 def wrong_world(rank: int) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
     import autopar
     from autopar.errors import MeshError
-
-    from torch.distributed.device_mesh import DeviceMesh
 
     half = DeviceMesh("cpu", torch.tensor([0]), mesh_dim_names=("dp",))
     with pytest.raises(MeshError):

@@ -1,0 +1,20 @@
+"""Python's cyclic garbage collector, paused while large graphs are built."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Inside, no cycles are looked for. A traced graph is millions of objects that all live on; walking them again and again
+    takes a tenth of the time of capture and planning, and frees next to nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,52 @@
+"""The same plan, byte for byte, however often and in whichever process it is made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .planning import make, toy
+
+CASES = [
+    ("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", "dp=2,tp=2", None, None),
+    ("mlp:hidden=64,layers=4", "dp=4", None, 2e6),
+    ("llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=64,vocab=64", "dp=2,tp=2", "fsdp", None),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def written(model: str, mesh: str, strategy: str | None, memory_bytes: float | None) -> str:
+    batch, seq = (512, 1) if model.startswith("mlp") else (8, 16)
+    machine = toy(flops=1e11, memory=1e10, latency=2e-5, launch=1e-6, bucket=1 << 18)
+    plan = make(model, mesh, machine, batch=batch, seq=seq, strategy=strategy, memory_bytes=memory_bytes, baselines=True)
+    return json.dumps(plan.to_json(), sort_keys=True) + str(plan)
+
+
+def hashes() -> list[str]:
+    return [hashlib.sha256(written(*case).encode()).hexdigest() for case in CASES]
+
+
+def test_twice_in_one_process():
+    assert written(*CASES[2]) == written(*CASES[2])
+
+
+@pytest.mark.timeout(300)
+def test_processes_with_other_hash_seeds():
+    command = "from tests.planner.test_determinism import hashes; print(' '.join(hashes()))"
+    running = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        running.append(subprocess.Popen([sys.executable, "-W", "ignore", "-c", command], cwd=ROOT, env=environment,
+                                        stdout=subprocess.PIPE, text=True))  # fmt: skip
+    try:
+        results = [process.communicate(timeout=240)[0].split() for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert results[0] == results[1] == hashes()

@@ -1,0 +1,71 @@
+"""`autopar.plan` needs no process group, no device and no weights; what compile and plan share is checked here."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar import api
+from autopar.errors import HardwareError, InputError, MemoryInfeasibleError, MeshError, StrategyError
+
+from .runtime import tiny
+
+OPTIONS = dict(hardware="cpu-gloo", baselines=False)
+
+
+def batch():
+    x, target = tiny.Regressor.batch()
+    return dict(x=x, target=target)
+
+
+def test_plan_of_a_model_without_weights():
+    assert not dist.is_initialized() or dist.get_world_size() == 1
+    real = autopar.plan(tiny.Regressor(loss=True), "dp=2,tp=2", batch(), **OPTIONS)
+    with torch.device("meta"):
+        model = tiny.Regressor(loss=True)
+    meta = autopar.plan(model, autopar.Mesh.parse("dp=2,tp=2"), {k: v.to("meta") for k, v in batch().items()}, **OPTIONS)
+    assert real == meta and real.hash == meta.hash and str(real) == str(meta)
+    assert set(real.layouts) == {"up.weight", "up.bias", "down.weight", "down.bias", "x", "target"}
+
+
+def test_planning_leaves_the_model_alone():
+    model = tiny.Regressor(loss=True)
+    before = copy.deepcopy(model.state_dict())
+    autopar.plan(model, "dp=2", batch(), precision="bf16", **OPTIONS)
+    assert all(torch.equal(v, before[k]) and v.dtype == torch.float32 for k, v in model.state_dict().items())
+    model(**batch()).loss.backward()
+
+
+def test_pins_are_followed():
+    plan = autopar.plan(tiny.Regressor(loss=True), "dp=2,tp=2", batch(), pin={"*.weight": "tp:S(1)", "up.bias": "R"}, **OPTIONS)
+    assert plan.layouts["up.weight"] == plan.layouts["down.weight"] == "tp:S(1)" and plan.layouts["up.bias"] == "R"
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(mesh=4), MeshError, 'name the axes, such as "dp=4"'),
+        (dict(mesh="dp=0"), MeshError, "positive"),
+        (dict(memory="1 potato"), StrategyError, "cannot read '1 potato' as a memory limit"),
+        (dict(memory=-1), StrategyError, "cannot read -1"),
+        (dict(memory="64B"), MemoryInfeasibleError, "fix: "),
+        (dict(strategy="megatronn"), StrategyError, "use megatron"),
+        (dict(pin={"up.weight": "tp:S(7)"}), StrategyError, "use a dim below 2"),
+        (dict(pin={"up.weight": "tp:Q"}), StrategyError, "cannot read 'tp:Q' as a placement"),
+        (dict(hardware="abacus"), HardwareError, "abacus"),
+        (dict(example_inputs="text"), InputError, "example_inputs must be a dict"),
+    ],
+)
+def test_mistakes(options, error, message):
+    arguments = dict(mesh="dp=2,tp=2", example_inputs=batch()) | OPTIONS | options
+    with pytest.raises(error, match=message):
+        autopar.plan(tiny.Regressor(loss=True), **arguments)
+
+
+@pytest.mark.parametrize("text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)])
+def test_memory_limits(text, bytes_):
+    assert api._bytes(text) == bytes_

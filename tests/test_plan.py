@@ -1,0 +1,180 @@
+"""Plans as files: what is loaded is what was saved, and whatever else a file may hold is refused in one way."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar import Plan
+from autopar.errors import PlanFormatError, PlanMismatchError
+from autopar.mesh import Mesh
+from autopar.plan import LARGEST_FILE_BYTES, VERSION, _content_hash, fingerprint
+
+from .planner.planning import captured, make, toy
+
+GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
+MUTATIONS = 120
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make(GPT, "dp=2,tp=2", toy(flops=1e9, memory=1e10, latency=1e-6), baselines=True)
+
+
+@pytest.fixture
+def file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_round_trip(plan, file):
+    again = Plan.load(file)
+    assert again == plan and again.hash == plan.hash and str(again) == str(plan)
+    assert again.sharding == plan.sharding and again.sharding.kept == plan.sharding.kept
+    again.save(file.with_name("again.json"))
+    assert file.read_bytes() == file.with_name("again.json").read_bytes()
+
+
+def test_planning_time_is_not_part_of_a_plan(plan):
+    assert replace(plan, planning_seconds=1e6) == plan and replace(plan, planning_seconds=1e6).hash == plan.hash
+
+
+@pytest.mark.parametrize(("model", "mesh", "options"), [
+    ("mlp:hidden=64,layers=4", "dp=4", {"memory_bytes": 2e6, "batch": 512, "seq": 1}), (GPT, "a=2,b=2", {"strategy": "hsdp"}),
+    ("gpt:hidden=36,layers=1,heads=4,vocab=65,seq=16", "tp=3", {}), (GPT, "dp=1", {}), (GPT, "tp=2", {"pin": {"*": "R"}}),
+])  # fmt: skip
+def test_round_trip_of_other_plans(model, mesh, options, tmp_path):
+    plan = make(model, mesh, **options)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_every_field_is_covered_by_the_hash(plan):
+    """Any other value of any field gives another hash."""
+    data = plan.to_json()
+    for key in data:
+        if key != "hash":
+            assert _content_hash(data | {key: "something else"}) != data["hash"], key
+
+
+# files that are not plans
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b"null", b"3", b'"plan"', b"{}", b"\xff\xfe\x00", b"\x80\x04K\x01.", b"PK\x03\x04", b"[" * 100_000,
+    b'{"version": 1}', b'{"version": "1"}', b'{"version": true}', b'{"version": NaN}', b'{"a": 1, "a": 2}', b"1e999999",
+    b'{"version": 1, "hash": null}', b'{"version": 1, "hash": ' + b"9" * 5000 + b"}",
+])  # fmt: skip
+def test_garbage(content, tmp_path):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanFormatError):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_no_file(tmp_path):
+    for path in (tmp_path / "missing.json", tmp_path, tmp_path / "x\0y"):
+        with pytest.raises(PlanFormatError, match="cannot be read"):
+            Plan.load(path)
+
+
+def test_huge_file(tmp_path):
+    path = tmp_path / "plan.json"
+    with path.open("wb") as file:
+        file.truncate(LARGEST_FILE_BYTES + 1)
+    with pytest.raises(PlanFormatError, match="larger than any plan"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, None, "1", [VERSION]])
+def test_other_versions(plan, version):
+    data = plan.to_json() | {"version": version}
+    data["hash"] = _content_hash(data)
+    with pytest.raises(PlanFormatError, match="version"):
+        Plan.from_json(data)
+
+
+def test_a_changed_byte_is_noticed(plan, file):
+    """Any changed byte gives PlanFormatError, but for blanks between words, which change nothing."""
+    rng, content = random.Random(0), file.read_bytes()
+    for _ in range(MUTATIONS):
+        at = rng.randrange(len(content))
+        changed = content[:at] + bytes([rng.randrange(256)]) + content[at + 1 :]
+        file.write_bytes(changed)
+        try:
+            assert Plan.load(file) == plan
+        except PlanFormatError:
+            pass
+
+
+def test_a_cut_file_is_noticed(plan, file):
+    content = file.read_bytes()
+    for length in random.Random(1).sample(range(len(content) - 2), 20):
+        file.write_bytes(content[:length])
+        with pytest.raises(PlanFormatError):
+            Plan.load(file)
+
+
+def places(value, path=()):
+    """Paths to everything inside nested dicts and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+ODD = [None, True, -1, 0, 3.5, 1e308, 10**30, "", "R", "tp:S(9)", "zz:S(0)", "dp=2", [], {}, [[]], [1, 2], {"a": 1}, ["dp"] * 3]
+
+
+def test_wrong_fields_under_a_right_hash(plan):
+    """Fields that are missing, moved or of another kind give PlanFormatError, or a plan that can still be printed and saved."""
+    text = json.dumps(plan.to_json())
+    everywhere = list(places(json.loads(text)))
+    rng, accepted = random.Random(2), 0
+    for _ in range(3 * MUTATIONS):
+        data = json.loads(text)
+        depth = rng.randint(1, 4)
+        *path, last = rng.choice([p for p in everywhere if len(p) <= depth and p[0] not in ("version", "hash")])
+        target = data
+        for key in path:
+            target = target[key]
+        if rng.random() < 0.3 and isinstance(target, dict):
+            del target[last]
+        else:
+            target[last] = rng.choice(ODD)
+        data["hash"] = _content_hash(data)
+        try:
+            loaded = Plan.from_json(data)
+        except PlanFormatError:
+            continue
+        accepted += 1
+        assert isinstance(loaded, Plan)
+    assert accepted < 3 * MUTATIONS / 2
+
+
+# plans of something else
+
+
+def test_fits_its_own_model_and_mesh(plan):
+    plan.check_fits(captured(GPT).graph, Mesh.parse("dp=2,tp=2"))
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=2,dp=2", "dp=2,tp=4", "a=2,b=2"])
+def test_another_mesh(plan, mesh):
+    with pytest.raises(PlanMismatchError, match="made for mesh dp=2,tp=2"):
+        plan.check_fits(captured(GPT).graph, Mesh.parse(mesh))
+
+
+@pytest.mark.parametrize(("model", "batch"), [(GPT, 4), (GPT.replace("heads=4", "heads=2"), 8), (GPT.replace("layers=1", "layers=2"), 8),
+                                              ("mlp-tiny", 8)])  # fmt: skip
+def test_another_model_or_input_shape(plan, model, batch):
+    with pytest.raises(PlanMismatchError, match="another model, input shape or torch version") as error:
+        plan.check_fits(captured(model, batch).graph, Mesh.parse("dp=2,tp=2"))
+    assert plan.fingerprint[:12] in str(error.value)
+
+
+def test_fingerprint_is_stable():
+    """Two captures of one model agree, whatever order of names Python hashed."""
+    assert fingerprint(captured(GPT).graph) == fingerprint(captured.__wrapped__(GPT).graph)
