@@ -58,7 +58,6 @@ def test_version(capsys):
         (["plan", *MLP, "--mesh", "dp=0"], "positive", "1 or more"),
         (["plan", *MLP, "--hardware", "h1000"], "'h1000'", "h100"),
         (["plan", *MLP, "--strategy", "megatorn"], "'megatorn'", "megatron"),
-        (["plan", *MLP, "--mesh", "dp=4", "--strategy", "hsdp"], "has 1", "fsdp"),
         (["plan", *MLP, "--optimizer", "adaw"], "'adaw'", "adamw"),
         (["plan", *MLP, "--memory", "4 apples"], "'4 apples'", "40GiB"),
         (["plan", *MLP, "--pin", "weight"], "'weight' as a pin", "GLOB=LAYOUT"),

@@ -68,7 +68,7 @@ def make_plan(
         captured, mesh, hardware, StateBytes.of(options.optimizer, options.precision),
         fold if options.folded else unfolded, dict(options.fixed), dict(options.pin),
     )  # fmt: skip
-    warnings = _unruled(problem, options.strict)
+    warnings = ((restriction.note,) if restriction.note else ()) + _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
     pricer = Pricer(problem, redistribute, bucket_bytes)
     limit = float(options.memory_bytes or hardware.memory_bytes)

@@ -35,7 +35,7 @@ class Recipe:
     shard: str = "none"
     keep: bool | None = None
     whole_gradients: bool = False
-    data_axes: int | None = None  # how many axes it needs, None for any number
+    replicates: bool = False  # over all data axes but those that shard
 
 
 RECIPES = {
@@ -43,7 +43,7 @@ RECIPES = {
     "zero1": Recipe(data=True, shard="all", keep=True, whole_gradients=True),
     "zero2": Recipe(data=True, shard="all", keep=True),
     "fsdp": Recipe(data=True, shard="all", keep=False),
-    "hsdp": Recipe(data=True, shard="last", keep=False, data_axes=2),
+    "hsdp": Recipe(data=True, shard="last", keep=False, replicates=True),
     "megatron": Recipe(data=False, tensor=TENSOR),
     "megatron_sp": Recipe(data=False, tensor=TENSOR_SEQUENCE),
 }
@@ -65,10 +65,11 @@ class Restriction:
     whole_axes: tuple[str, ...] = ()  # parameters must not be sharded over these
     keep: bool | None = None
     whole_gradients: bool = False
+    note: str = ""  # what a user should know of the strategy on this mesh
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh) -> Restriction:
-        """Raises StrategyError for an unknown strategy or one that the mesh has too few axes for."""
+        """Raises StrategyError for an unknown strategy."""
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
             return Restriction("auto", dict.fromkeys(mesh.names, FREE))
@@ -79,17 +80,13 @@ class Restriction:
                 f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}"
             )
         recipe = RECIPES[name]
-        if recipe.data_axes and len(mesh.names) < recipe.data_axes:
-            raise StrategyError(
-                f"{name} replicates over one axis and shards over another, the mesh has {len(mesh.names)}",
-                mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
-            )  # fmt: skip
         if recipe.data:
             sharded = {"none": (), "last": mesh.names[-1:], "all": mesh.names}[recipe.shard]
             whole = tuple(a for a in mesh.names if a not in sharded)
-            return Restriction(
-                name, dict.fromkeys(mesh.names, DATA), sharded, whole, recipe.keep, recipe.whole_gradients
-            )
+            alone = recipe.replicates and not whole
+            note = f"{name} on a mesh of one axis has one replica, which makes it fsdp" if alone else ""
+            roles = dict.fromkeys(mesh.names, DATA)
+            return Restriction(name, roles, sharded, whole, recipe.keep, recipe.whole_gradients, note)
         tensor = ("tp",) if "tp" in mesh.names else mesh.names[-1:]
         data = tuple(a for a in mesh.names if a not in tensor)
         roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}

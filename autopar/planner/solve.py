@@ -8,7 +8,8 @@ fits, so the best bound over all prices certifies the result. A plan that nearly
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from .ascend import Search, minimize
 from .blocks import Blocks
 from .dual import Dual
 from .evaluate import Evaluation, Pricer, evaluate
+from .mix import mix
 from .problem import Problem
 from .program import Solution
 from .restrict import RECIPES, Restriction, allowed_strategies
@@ -84,11 +86,14 @@ class Solver:
 
     def _at_price(self, restriction: Restriction, allowed, price: float, price_saved: bool) -> Outcome:
         solution = self._minimize(restriction, allowed, price, price_saved)
-        choice = {v.index: solution.choice[v.cls] for v in self.problem.vertices}
-        evaluation = evaluate(self.problem, choice, self.pricer, price, restriction.keep, restriction.whole_gradients)
+        evaluation = self._judge(restriction, price, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, price, price_saved)
         bound = solution.bound - price * self.limit_bytes
         return Outcome(restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
+
+    def _judge(self, restriction: Restriction, price: float, choice: dict[int, int]) -> Evaluation:
+        """Cost of a choice by vertex."""
+        return evaluate(self.problem, choice, self.pricer, price, restriction.keep, restriction.whole_gradients)
 
     def _check(self, objective: float, evaluation: Evaluation, price: float, price_saved: bool) -> None:
         """The objective of the folded problem must be the cost of the unfolded plan."""
@@ -100,6 +105,7 @@ class Solver:
     def _raise_price(self, restriction: Restriction, allowed, fastest: Outcome) -> Outcome:
         best: Outcome | None = None
         bound, smallest = fastest.bound_seconds, fastest.evaluation.bytes_
+        lean, fast = None, replace(fastest.evaluation)  # the fastest that fits as it is, the smallest that does not
         best = self._recomputed(fastest, best)
         low, high, price = None, None, self.unit_price * 0.05
         for _ in range(MOST_PRICES):
@@ -112,12 +118,16 @@ class Solver:
                 best = self._recomputed(Outcome(restriction, rounded, lower, False), best)
             if tried.fits:
                 high = price
-                if best is None or tried.evaluation.seconds < best.evaluation.seconds:
-                    best = tried
+                if lean is None or tried.evaluation.seconds < lean.seconds:
+                    lean = tried.evaluation
             else:
-                low = price
+                low, fast = price, replace(tried.evaluation)
                 best = self._recomputed(tried, best)
-            if best is not None and best.evaluation.seconds - bound <= 2e-3 * best.evaluation.seconds:
+            if lean is not None:
+                lean = mix(self.problem, lean, fast, self.limit_bytes, partial(self._judge, restriction, price))
+                if best is None or lean.seconds < best.evaluation.seconds:
+                    best = Outcome(restriction, lean, bound, True)
+            if best is not None and best.evaluation.seconds - bound <= self.search.gap * best.evaluation.seconds:
                 break
             if high is None and price > 100 * self.unit_price and best is not None:
                 break  # only recomputation helps any more
@@ -141,8 +151,7 @@ class Solver:
             dual.sweep(False)
         choice = dual.round()
         self.found.append(choice)
-        each = {v.index: choice[v.cls] for v in self.problem.vertices}
-        evaluation = evaluate(self.problem, each, self.pricer, price, restriction.keep, restriction.whole_gradients)
+        evaluation = self._judge(restriction, price, {v.index: choice[v.cls] for v in self.problem.vertices})
         return dual.bound() - price * self.limit_bytes, evaluation
 
     def _recomputed(self, tried: Outcome, best: Outcome | None) -> Outcome | None:
