@@ -3,16 +3,18 @@
 Prices of memory find plans on the lower convex hull of seconds and bytes only, and folding makes all equal blocks choose alike.
 What lies between two neighbours on the hull is found here: where the plans differ, their choices fall apart into components that
 share no tensor, so that each may be exchanged on its own and their seconds and bytes add up. The components that save most
-seconds per byte are exchanged first, block by block, as long as the memory lasts: a knapsack filled by density.
+seconds per byte are exchanged first, block by block, as long as the memory lasts: a knapsack filled by density. What is left
+then holds gathered copies that the backward would have to make again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import networkx
 
-from .evaluate import Evaluation, uses_by_tensor
+from .evaluate import RESIDENT_LEAVES, Evaluation, Pricer, uses_by_tensor
 from .problem import Problem
 
 
@@ -38,6 +40,25 @@ def mix(
             left -= bytes_
     mixed = judge(choice)
     return mixed if mixed.bytes_ <= limit_bytes and mixed.seconds < lean.seconds else lean
+
+
+def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pricer) -> Evaluation:
+    """The plan with copies of the forward kept for the backward as far as they fit, those that save most seconds per byte first."""
+    made = {(t.producer, t.output, t.target) for t in e.transfers if t.phase == "forward"}
+    again = []
+    for i, t in enumerate(e.transfers):
+        key, kind = (t.producer, t.output, t.target), problem.vertices[t.producer].kind
+        if t.phase == "backward" and key in made and (kind == "parameter" or kind not in RESIDENT_LEAVES):
+            bytes_ = pricer.local_bytes(*key)
+            again.append((-t.seconds / max(bytes_, 1.0), i, key, bytes_))
+    dropped, saved, left = set(), dict(e.saved), limit_bytes - e.bytes_
+    for _, i, key, bytes_ in sorted(again, key=lambda entry: entry[:2]):
+        if bytes_ <= left:
+            dropped.add(i)
+            saved[key] = bytes_
+            left -= bytes_
+    transfers = [t for i, t in enumerate(e.transfers) if i not in dropped]
+    return replace(e, transfers=transfers, saved=saved, kept=e.kept | (saved.keys() - e.saved.keys()))
 
 
 def _components(problem: Problem, lean: dict[int, int], fast: dict[int, int]) -> list[list[int]]:

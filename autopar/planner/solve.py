@@ -18,7 +18,7 @@ from .ascend import Search, minimize
 from .blocks import Blocks
 from .dual import Dual
 from .evaluate import Evaluation, Pricer, evaluate
-from .mix import mix
+from .mix import keep_copies, mix
 from .problem import Problem
 from .program import Solution
 from .restrict import RECIPES, Restriction, allowed_strategies
@@ -105,7 +105,8 @@ class Solver:
     def _raise_price(self, restriction: Restriction, allowed, fastest: Outcome) -> Outcome:
         best: Outcome | None = None
         bound, smallest = fastest.bound_seconds, fastest.evaluation.bytes_
-        lean, fast = None, replace(fastest.evaluation)  # the fastest that fits as it is, the smallest that does not
+        lean, lean_price = None, 0.0  # the fastest that fits as it is
+        fast = replace(fastest.evaluation)  # the one of the nearest price that does not fit
         best = self._recomputed(fastest, best)
         low, high, price = None, None, self.unit_price * 0.05
         for _ in range(MOST_PRICES):
@@ -119,12 +120,12 @@ class Solver:
             if tried.fits:
                 high = price
                 if lean is None or tried.evaluation.seconds < lean.seconds:
-                    lean = tried.evaluation
+                    lean, lean_price = tried.evaluation, price
             else:
                 low, fast = price, replace(tried.evaluation)
                 best = self._recomputed(tried, best)
             if lean is not None:
-                lean = mix(self.problem, lean, fast, self.limit_bytes, partial(self._judge, restriction, price))
+                lean = self._mixed(restriction, lean, lean_price, fast)
                 if best is None or lean.seconds < best.evaluation.seconds:
                     best = Outcome(restriction, lean, bound, True)
             if best is not None and best.evaluation.seconds - bound <= self.search.gap * best.evaluation.seconds:
@@ -142,6 +143,11 @@ class Solver:
         if best is None:
             self._refuse(restriction, allowed, smallest)
         return Outcome(restriction, best.evaluation, bound, True, smallest)
+
+    def _mixed(self, restriction: Restriction, lean: Evaluation, price: float, fast: Evaluation) -> Evaluation:
+        """The fastest found between a plan that fits and one that does not."""
+        mixed = mix(self.problem, lean, fast, self.limit_bytes, partial(self._judge, restriction, price))
+        return mixed if restriction.keep is not None else keep_copies(self.problem, mixed, self.limit_bytes, self.pricer)
 
     def _with_recompute(self, restriction: Restriction, allowed, price: float) -> tuple[float, Evaluation]:
         """A bound that also holds for plans that recompute, and the plan that its dual rounds to."""

@@ -1,0 +1,96 @@
+"""Plans under a limit of bytes per device: they fit, cost little more than the bound, and say what is missing if none fits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from autopar.errors import MemoryInfeasibleError
+from autopar.planner.ascend import minimize
+from autopar.planner.evaluate import evaluate
+from autopar.planner.mix import keep_copies, mix
+
+from .planning import Instance, make, toy
+
+GPT = "gpt:hidden=64,layers=3,heads=4,vocab=64,seq=16"
+MACHINE = toy(flops=1e11, memory=1e10, latency=1e-6, bucket=1 << 16)  # the batch is worth sharding, parameters are not
+
+
+def sharded(plan) -> int:
+    return sum("S" in layout for name, layout in plan.layouts.items() if name.endswith(("weight", "bias")))
+
+
+def test_less_memory_shards_more_parameters_and_costs_more():
+    """Between the plan without a limit and the smallest, parameters become sharded a few at a time."""
+    free = make(GPT, "dp=4", MACHINE, strategy=None, batch=256)
+    least = make(GPT, "dp=4", MACHINE, strategy="fsdp", batch=256).peak_bytes
+    limits = [least + part * (free.peak_bytes - least) for part in (1, 0.8, 0.6, 0.4, 0.2)]
+    plans = [make(GPT, "dp=4", MACHINE, batch=256, memory_bytes=limit) for limit in limits]
+    assert plans[0].step_seconds == free.step_seconds
+    for plan, next_ in zip(plans, plans[1:]):
+        assert plan.peak_bytes <= plan.memory_limit_bytes and plan.gap <= 0.02
+        assert next_.step_seconds >= plan.step_seconds
+    assert len({sharded(plan) for plan in plans}) >= 4
+
+
+@pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
+def test_mixed_plans_fit_and_are_not_slower(mesh):
+    """For any limit between two plans: the mix fits, is at least as fast as the one that fits, and is judged as it is."""
+    instance = Instance(GPT, mesh, MACHINE, batch=64)
+    ends = []
+    for price in (1e-16, 1e-7):
+        found = minimize(instance.problem, instance.pricer, instance.allowed, price, True)
+        ends.append(instance.evaluate(found.choice, 1e-7))
+    fast, lean = ends
+    assert lean.bytes_ < fast.bytes_ and lean.seconds > fast.seconds
+    rng, met = random.Random(0), set()
+    for share in [rng.random() for _ in range(6)]:
+        limit = lean.bytes_ + share * (fast.bytes_ - lean.bytes_)
+        judged = []
+
+        def judge(choice, judged=judged):
+            judged.append(evaluate(instance.problem, choice, instance.pricer, 1e-7))
+            return judged[-1]
+
+        mixed = mix(instance.problem, lean, fast, limit, judge)
+        assert mixed.bytes_ <= limit and fast.seconds - 1e-12 <= mixed.seconds <= lean.seconds
+        changed = [[v.cls for v in instance.problem.vertices if e.choice[v.index] != lean.choice[v.index]] for e in judged]
+        kinds = {tuple(sorted(classes)) for classes in changed}
+        assert len(judged) <= 3 + len(kinds)  # equal blocks are judged once
+        met.add(round(mixed.seconds, 12))
+    assert len(met) >= 3
+
+
+def test_copies_are_kept_as_far_as_they_fit():
+    """Fully sharded parameters are gathered once and kept while memory lasts, and again in the backward beyond."""
+    instance = Instance(GPT, "a=4", MACHINE, strategy="fsdp", batch=64)
+    found = minimize(instance.problem, instance.pricer, instance.allowed, 1e-12, True, False)
+    none, every = (instance.evaluate(found.choice, 0.0, keep) for keep in (False, True))
+    before = none.seconds
+    for share in (0.0, 0.3, 0.6, 1.0):
+        limit = none.bytes_ + share * (every.bytes_ - none.bytes_) + 1
+        kept = keep_copies(instance.problem, none, limit, instance.pricer)
+        assert kept.bytes_ <= limit and kept.seconds <= before
+        assert len(kept.transfers) + len(kept.kept - none.kept) == len(none.transfers)
+        before = kept.seconds
+    assert kept.seconds == pytest.approx(every.seconds) and kept.bytes_ == pytest.approx(every.bytes_)
+
+
+def test_blocks_are_recomputed_when_only_activations_are_too_many():
+    free = make(GPT, "dp=2", MACHINE, batch=512, strategy="ddp")
+    activations = free.memory["activations"]
+    plan = make(GPT, "dp=2", MACHINE, batch=512, strategy="ddp", memory_bytes=free.peak_bytes - 0.2 * activations)
+    assert plan.recomputed and plan.peak_bytes <= plan.memory_limit_bytes
+    assert plan.step_seconds == pytest.approx(free.step_seconds + plan.recompute_seconds)
+    assert set(plan.recomputed) <= {f"h.{i}" for i in range(3)} and len(plan.recomputed) < 3
+
+
+def test_what_is_missing():
+    with pytest.raises(MemoryInfeasibleError) as error:
+        make(GPT, "dp=2", MACHINE, memory_bytes=1e5, batch=64)
+    need = 1e5 + error.value.missing_bytes
+    assert sum(error.value.breakdown.values()) == pytest.approx(need, rel=1e-3)
+    assert "memory=" in error.value.fix and "devices" in error.value.fix
+    plan = make(GPT, "dp=2", MACHINE, memory_bytes=1.02 * need, batch=64)  # what it says would fit does fit
+    assert plan.peak_bytes <= 1.02 * need
