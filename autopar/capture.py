@@ -52,7 +52,7 @@ class Captured:
         return self.graph_module.graph
 
 
-class _FlatCall(nn.Module):
+class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads."""
 
     def __init__(self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None):
@@ -99,7 +99,7 @@ def export(
     mode, forms = _torch.fake_mode(), forms or forms_of(model)
     inputs = [fake(mode, x.shape, x.dtype) for x in inputs]  # one each, also for a tensor that is passed twice
     returns = Returns()
-    wrapper = _FlatCall(model, signature, returns, loss_fn)
+    wrapper = FlatCall(model, signature, returns, loss_fn)
     try:
         with fake_state(model, mode, forms):
             program = torch.export.export(wrapper, tuple(inputs), strict=False)

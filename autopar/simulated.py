@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from . import api, debug
 from .calls import Returns, split_example
-from .capture import Captured, _FlatCall
+from .capture import Captured, FlatCall
 from .graph import is_tensor, output_node, tensor_arguments
 from .layout import Layout, local_part
 from .lower import RankProgram, lower
@@ -227,7 +227,7 @@ def _eager_step(captured: Captured, model: nn.Module, values, loss_fn):
     """(outputs, gradients by parameter name, new buffers by name) of the model itself. Its buffers get their old values back."""
     inputs = {n.meta["role"].name: values[n.name] for n in captured.graph.nodes if _is_input(n)}
     returns = Returns()
-    call = _FlatCall(model, captured.signature, returns, loss_fn)
+    call = FlatCall(model, captured.signature, returns, loss_fn)
     old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
     wanted = outputs if returns.loss is None else [outputs[returns.loss]]
