@@ -29,8 +29,9 @@ def planned(case: str, hardware: str, precision: str) -> tuple[float, float, dic
     """Seconds, GiB and the plan's JSON, or the last line that the command said."""
     model, mesh, batch, seq, *memory = case.split(":")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "autopar.cli", "plan", "--model", model.replace("/", ":"), "--mesh", mesh, "--batch", batch,
-                   "--seq", seq, "--hardware", hardware, "--precision", precision, "--json", file.name]  # fmt: skip
+        command = [sys.executable, "-m", "autopar.cli", "plan", "--model", model.replace("/", ":"), "--mesh", mesh,
+                   "--batch", batch, "--seq", seq, "--hardware", hardware, "--precision", precision,
+                   "--json", file.name]  # fmt: skip
         command += ["--memory", memory[0]] if memory else []
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

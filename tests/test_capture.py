@@ -58,7 +58,8 @@ def test_values_are_those_of_eager_torch(case):
     loss.backward()
     torch.testing.assert_close(results["output", str(captured.returns.loss)], loss.detach(), rtol=1e-6, atol=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(results["gradient", name], parameter.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        found = results["gradient", name]
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     assert sum(kind == "gradient" for kind, _ in results) == len(list(model.parameters()))
 
 
@@ -153,7 +154,8 @@ class Branching(tiny.Regressor):
 
 def test_errors_name_the_line():
     x, _ = tiny.Regressor.batch()
-    with pytest.raises(CaptureError, match=r"Branching could not be traced: (.|\n)*test_capture.py:\d+: if y.sum\(\) > 0:  # this line is named"):
+    said = r"Branching could not be traced: (.|\n)*test_capture.py:\d+: if y.sum\(\) > 0:  # this line is named"
+    with pytest.raises(CaptureError, match=said):
         api.trace(Branching(), (x,))
     with pytest.raises(CaptureError, match=r"same reduction dim(.|\n)*tiny.py:\d+(.|\n)*args\[0\] \(8, 5\)"):
         api.trace(tiny.Regressor(), (x[:, :5],))

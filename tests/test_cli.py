@@ -58,6 +58,7 @@ def test_version(capsys):
         (["plan", *MLP, "--mesh", "dp=0"], "positive", "1 or more"),
         (["plan", *MLP, "--hardware", "h1000"], "'h1000'", "h100"),
         (["plan", *MLP, "--strategy", "megatorn"], "'megatorn'", "megatron"),
+        (["plan", *MLP, "--mesh", "dp=4", "--strategy", "hsdp"], "has 1", "fsdp"),
         (["plan", *MLP, "--optimizer", "adaw"], "'adaw'", "adamw"),
         (["plan", *MLP, "--memory", "4 apples"], "'4 apples'", "40GiB"),
         (["plan", *MLP, "--pin", "weight"], "'weight' as a pin", "GLOB=LAYOUT"),
@@ -188,6 +189,21 @@ def test_train():
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
     assert out.splitlines()[-2].startswith("predicted ") and "; measured " in out.splitlines()[-2]
     assert not left_of(process)
+
+
+@pytest.mark.gloo
+def test_train_under_torchrun():
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", "train"]
+    process = subprocess.Popen(
+        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "dp=2", "--steps", "2"], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode == 0, err
+    assert out.count("step 1  loss") == 1 and "; measured " in out  # the first rank alone speaks
 
 
 @pytest.mark.gloo

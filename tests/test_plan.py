@@ -167,7 +167,8 @@ def test_another_mesh(plan, mesh):
         plan.check_fits(captured(GPT).graph, Mesh.parse(mesh))
 
 
-@pytest.mark.parametrize(("model", "batch"), [(GPT, 4), (GPT.replace("heads=4", "heads=2"), 8), (GPT.replace("layers=1", "layers=2"), 8),
+@pytest.mark.parametrize(("model", "batch"), [
+    (GPT, 4), (GPT.replace("heads=4", "heads=2"), 8), (GPT.replace("layers=1", "layers=2"), 8),
                                               ("mlp-tiny", 8)])  # fmt: skip
 def test_another_model_or_input_shape(plan, model, batch):
     with pytest.raises(PlanMismatchError, match="another model, input shape or torch version") as error:

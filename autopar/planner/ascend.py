@@ -65,8 +65,8 @@ def minimize(
                 best = Solution(rounded, value, bound)
         if best.objective - bound <= search.gap * abs(best.objective):
             return Solution(best.choice, best.objective, min(bound, best.objective))
-        if turn > 8 and bound - last < 0.2 * search.gap * abs(bound):
-            break
+        if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.1 * (best.objective - bound)):
+            break  # the ascent would take many more sweeps, the program that is left perhaps few seconds
         last = bound
     return _finish(problem, pricer, dual, Solution(best.choice, best.objective, bound), search)
 

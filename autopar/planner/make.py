@@ -68,7 +68,7 @@ def make_plan(
         captured, mesh, hardware, StateBytes.of(options.optimizer, options.precision),
         fold if options.folded else unfolded, dict(options.fixed), dict(options.pin),
     )  # fmt: skip
-    warnings = ((restriction.note,) if restriction.note else ()) + _unruled(problem, options.strict)
+    warnings = _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
     pricer = Pricer(problem, redistribute, bucket_bytes)
     limit = float(options.memory_bytes or hardware.memory_bytes)
@@ -157,8 +157,8 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
         memory={k: v for k, v in memory.items() if v}, collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=tuple(sorted(e.recomputed_blocks)), warnings=warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
-        reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes), fingerprint=fingerprint(problem.graph),
-        planning_seconds=seconds,
+        reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
+        fingerprint=fingerprint(problem.graph), planning_seconds=seconds,
     )  # fmt: skip
 
 

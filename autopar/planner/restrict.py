@@ -65,11 +65,13 @@ class Restriction:
     whole_axes: tuple[str, ...] = ()  # parameters must not be sharded over these
     keep: bool | None = None
     whole_gradients: bool = False
-    note: str = ""  # what a user should know of the strategy on this mesh
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh) -> Restriction:
-        """Raises StrategyError for an unknown strategy."""
+        """Raises StrategyError for an unknown strategy or one that the mesh has too few axes for.
+
+        An axis named tp carries the tensors if one named dp carries the batch; else the last axis does, and the others the
+        batch. Strategies that are data-parallel alone spread the batch over all axes."""
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
             return Restriction("auto", dict.fromkeys(mesh.names, FREE))
@@ -80,14 +82,17 @@ class Restriction:
                 f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}"
             )
         recipe = RECIPES[name]
+        if recipe.replicates and len(mesh.names) < 2:
+            raise StrategyError(
+                f"{name} replicates over one axis and shards over another, the mesh has {len(mesh.names)}",
+                mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
+            )  # fmt: skip
         if recipe.data:
             sharded = {"none": (), "last": mesh.names[-1:], "all": mesh.names}[recipe.shard]
             whole = tuple(a for a in mesh.names if a not in sharded)
-            alone = recipe.replicates and not whole
-            note = f"{name} on a mesh of one axis has one replica, which makes it fsdp" if alone else ""
             roles = dict.fromkeys(mesh.names, DATA)
-            return Restriction(name, roles, sharded, whole, recipe.keep, recipe.whole_gradients, note)
-        tensor = ("tp",) if "tp" in mesh.names else mesh.names[-1:]
+            return Restriction(name, roles, sharded, whole, recipe.keep, recipe.whole_gradients)
+        tensor = ("tp",) if {"dp", "tp"} <= set(mesh.names) else mesh.names[-1:]
         data = tuple(a for a in mesh.names if a not in tensor)
         roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
         return Restriction(name, roles, tensor, data, None)

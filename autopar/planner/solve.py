@@ -25,6 +25,7 @@ from .restrict import RECIPES, Restriction, allowed_strategies
 
 MOST_PRICES = 9
 SWEEPS_FOR_RECOMPUTE = 16
+BASELINE_GAP = 5e-3  # good enough for a plan that is only compared with
 
 
 @dataclass
@@ -72,20 +73,23 @@ class Solver:
             restriction = Restriction.of(name, self.problem.mesh)
             self.report(name)
             allowed = allowed_strategies(self.problem, restriction)
-            return self._at_price(restriction, allowed, self.tie_price, price_saved=False)
+            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
+            return self._at_price(restriction, allowed, self.tie_price, False, search)
         except AutoparError as error:
             return error
 
     def baselines(self) -> dict[str, Outcome | AutoparError]:
         return {name: self.baseline(name) for name in RECIPES}
 
-    def _minimize(self, restriction: Restriction, allowed, price: float, price_saved: bool) -> Solution:
-        solution = minimize(self.problem, self.pricer, allowed, price, price_saved, restriction.keep, self.found, self.search)
+    def _minimize(self, restriction: Restriction, allowed, price: float, price_saved: bool, search: Search) -> Solution:
+        solution = minimize(self.problem, self.pricer, allowed, price, price_saved, restriction.keep, self.found, search)
         self.found.append(solution.choice)
         return solution
 
-    def _at_price(self, restriction: Restriction, allowed, price: float, price_saved: bool) -> Outcome:
-        solution = self._minimize(restriction, allowed, price, price_saved)
+    def _at_price(
+        self, restriction: Restriction, allowed, price: float, price_saved: bool, search: Search | None = None
+    ) -> Outcome:
+        solution = self._minimize(restriction, allowed, price, price_saved, search or self.search)
         evaluation = self._judge(restriction, price, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, price, price_saved)
         bound = solution.bound - price * self.limit_bytes

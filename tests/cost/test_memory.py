@@ -7,8 +7,9 @@ from autopar.errors import StrategyError
 
 
 @pytest.mark.parametrize(("optimizer", "precision", "trained", "frozen"), [
-    ("adamw", "fp32", 16, 4), ("adam", "fp32", 16, 4), ("sgd", "fp32", 8, 4), ("sgd_momentum", "fp32", 12, 4), ("none", "fp32", 8, 4),
-    ("adamw", "bf16", 18, 2), ("sgd", "bf16", 10, 2), ("adamw", "fp64", 32, 8), ("sgd_momentum", "fp64", 24, 8),
+    ("adamw", "fp32", 16, 4), ("adam", "fp32", 16, 4), ("sgd", "fp32", 8, 4), ("sgd_momentum", "fp32", 12, 4),
+    ("none", "fp32", 8, 4), ("adamw", "bf16", 18, 2), ("sgd", "bf16", 10, 2), ("adamw", "fp64", 32, 8),
+    ("sgd_momentum", "fp64", 24, 8),
 ])  # fmt: skip
 def test_resident_bytes(optimizer, precision, trained, frozen):
     state = StateBytes.of(optimizer, precision)

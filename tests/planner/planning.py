@@ -68,7 +68,9 @@ class Instance:
         every = {v.index: choice[v.cls] for v in self.problem.vertices}
         return evaluate(self.problem, every, self.pricer, byte_price, keep)
 
-    def objective(self, choice: dict[int, int], byte_price: float = 0.0, price_saved: bool = False, keep: bool | None = None) -> float:
+    def objective(
+        self, choice: dict[int, int], byte_price: float = 0.0, price_saved: bool = False, keep: bool | None = None
+    ) -> float:
         """What the solver minimizes, recomputed by the judge."""
         e = self.evaluate(choice, byte_price if price_saved else 0.0, keep)
         return e.seconds + byte_price * (e.resident_bytes + (e.saved_bytes if price_saved else 0.0))

@@ -49,7 +49,9 @@ def test_predicted_is_emitted(model, strategy, mesh):
             assert {key: round(value) for key, value in said.items()} == {key: round(value) for key, value in sent.items()}
 
 
-@pytest.mark.parametrize(("strategy", "mesh"), [("auto", "dp=2,tp=2"), ("fsdp", "dp=4"), ("megatron_sp", "tp=2"), ("zero2", "dp=2")])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("auto", "dp=2,tp=2"), ("fsdp", "dp=4"), ("megatron_sp", "tp=2"), ("zero2", "dp=2")]
+)
 def test_simulated_ranks_send_what_was_predicted(strategy, mesh):
     plan, graph = make(GPT, mesh, MACHINE, strategy=strategy), captured(GPT)
     model, inputs = registry.build(GPT, batch=8, seq=16, device="cpu")

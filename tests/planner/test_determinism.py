@@ -14,7 +14,6 @@ import pytest
 from .planning import make, toy
 
 CASES = [
-    ("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", "dp=2,tp=2", None, None),
     ("mlp:hidden=64,layers=4", "dp=4", None, 2e6),
     ("llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=64,vocab=64", "dp=2,tp=2", "fsdp", None),
 ]
@@ -33,7 +32,7 @@ def hashes() -> list[str]:
 
 
 def test_twice_in_one_process():
-    assert written(*CASES[2]) == written(*CASES[2])
+    assert written(*CASES[-1]) == written(*CASES[-1])
 
 
 @pytest.mark.timeout(300)

@@ -141,17 +141,14 @@ def test_a_pin_may_contradict_the_strategy():
         make(MODELS["gpt"], "dp=4", strategy="ddp", pin={"wte.weight": "dp:S(0)"})
 
 
-def test_hsdp_on_one_axis_is_fsdp_and_says_so():
-    hsdp, fsdp = (make(MODELS["gpt"], "dp=4", WAITING, strategy=name) for name in ("hsdp", "fsdp"))
-    assert hsdp.layouts == fsdp.layouts and hsdp.step_seconds == fsdp.step_seconds
-    assert "one replica" in hsdp.warnings[0] and not fsdp.warnings
-
-
 def test_errors_say_what_would_work():
     gpt = MODELS["gpt"]
     with pytest.raises(StrategyError, match="no strategy 'megatorn' is known") as error:
         make(gpt, "dp=2", strategy="megatorn")
     assert "megatron" in error.value.fix
+    with pytest.raises(StrategyError, match="the mesh has 1") as error:
+        make(gpt, "dp=2", strategy="hsdp")
+    assert "fsdp" in error.value.fix
     with pytest.raises(StrategyError, match="matches no parameter") as error:
         make(gpt, "dp=2", pin={"h.0.mlp.c_fcc.weight": "R"})
     assert "h.0.mlp.c_fc.weight" in error.value.fix

@@ -58,7 +58,7 @@ def steps_like_one_process(rank: int, mesh: str, strategy: str, steps: int) -> N
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("dp=4", "zero1")])
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=4", "zero1")])
 def test_twenty_adamw_steps(mesh, strategy):
     gloo.run(4, steps_like_one_process, mesh, strategy, 20)
 

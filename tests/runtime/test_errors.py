@@ -103,7 +103,8 @@ EXPECTED = {
 def test_mistakes_on_every_rank():
     x, _ = tiny.Regressor.batch()
     mesh = "dp=2,tp=2"
-    plans = planned(tiny.Regressor(hidden=32), mesh, (x,)), planned(tiny.Regressor(), "dp=4", (x,)), planned(tiny.Regressor(), mesh, (x[:4],))
+    others = (tiny.Regressor(hidden=32), mesh, (x,)), (tiny.Regressor(), "dp=4", (x,)), (tiny.Regressor(), mesh, (x[:4],))
+    plans = [planned(*other) for other in others]
     for rank, errors in enumerate(gloo.run(4, _mistakes, *plans)):
         assert errors.keys() == EXPECTED.keys()
         for what, error in errors.items():
@@ -113,7 +114,8 @@ def test_mistakes_on_every_rank():
 
 
 CALLS = {
-    "shape": (lambda m, x: m(x[:4], 2.0), r"args\[0\] has shape \(4, 6\), the model was compiled for \(8, 6\)(.|\n)*fix: pass batches of"),
+    "shape": (lambda m, x: m(x[:4], 2.0), r"args\[0\] has shape \(4, 6\), the model was compiled for \(8, 6\)(.|\n)*"
+              "fix: pass batches of"),
     "dims": (lambda m, x: m(x[0], 2.0), r"args\[0\] has shape \(6,\)"),
     "dtype": (lambda m, x: m(x.double(), 2.0), r"args\[0\] has dtype torch.float64(.|\n)*fix: cast it to torch.float32"),
     "missing": (lambda m, x: m(x), r"the call passes args\[0\], the model was compiled for args\[0\], args\[1\](.|\n)*fix: "),

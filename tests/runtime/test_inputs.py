@@ -110,7 +110,8 @@ def test_a_tensor_passed_twice(alone):
 def test_first_call_compiles(alone):
     x, y = tiny.Regressor.batch()
     parallel = autopar.compile(tiny.Regressor(loss=True), alone)
-    for early in (parallel.parameters, parallel.state_dict, parallel.named_parameters, lambda: torch.optim.SGD(parallel.parameters())):
+    own = parallel.parameters, parallel.state_dict, parallel.named_parameters
+    for early in (*own, lambda: torch.optim.SGD(parallel.parameters())):
         with pytest.raises(InputError, match="compiled at its first call(.|\n)*pass example_inputs"):
             list(early())
     with torch.no_grad():

@@ -144,7 +144,7 @@ def test_hugging_face_outputs(alone):
     assert parallel.config.n_embd == 24 and parallel.config is model.config
     assert parallel.dtype == torch.float32
     with pytest.raises(AttributeError, match="generate works on the parameters of the source model"):
-        parallel.generate
+        _ = parallel.generate
     assert not hasattr(parallel, "no_such_attribute")
 
 

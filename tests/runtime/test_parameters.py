@@ -25,7 +25,8 @@ def _train(rank, mesh_text, model, inputs, plan, steps=3):
     assert_same_values(parallel, reference, tolerance=0.0)
     for name, parameter in parallel.named_parameters():
         mesh, text = plan.mesh, plan.layouts[name]
-        expected = local_part(dict(reference.named_parameters())[name], Layout.parse(text, parameter.dim()), mesh, mesh.coordinate(rank))
+        whole, layout = dict(reference.named_parameters())[name], Layout.parse(text, parameter.dim())
+        expected = local_part(whole, layout, mesh, mesh.coordinate(rank))
         assert torch.equal(parameter.to_local(), expected), f"{name}: {text}"
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (parallel, reference)]
     for _ in range(steps):
@@ -188,7 +189,7 @@ def test_using_the_source_is_an_error(alone, capsys):
     print(source, source.up.weight, list(source.named_parameters()), [p.dtype for p in source.parameters()])
     assert "taken over" in capsys.readouterr().out
     assert len({*source.parameters()}) == 5
-    del source, optimizers, uses
+    source = optimizers = uses = None
     gc.collect()
     parallel(x).sum().backward()
 
