@@ -21,7 +21,7 @@ from . import _torch
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
-from .graph import OutputRole, Role, mark_phases, output_node
+from .graph import OutputRole, Role, leaf_name, mark_phases, output_node
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
 
@@ -113,7 +113,7 @@ def export(
             fix="check that model(**example_inputs) runs, and that no Python branch depends on a tensor's values",
         ) from error
     graph_module = program.module(check_guards=False)
-    ties = _tie_map(model)
+    ties = tie_map(model)
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
@@ -121,7 +121,7 @@ def export(
     return Exported(graph_module, signature, returns, inputs, ties, {n: f.trainable for n, f in forms.items()})
 
 
-def _tie_map(model: nn.Module) -> dict[str, str]:
+def tie_map(model: nn.Module) -> dict[str, str]:
     """Every qualified name of a parameter or buffer -> the first name of the same tensor."""
     first: dict[int, str] = {}
     ties = {}
@@ -150,8 +150,7 @@ def differentiate(exported: Exported) -> Captured:
             node.meta["role"] = Role("input", names[name])
         else:
             node.meta["role"] = Role("tangent", str(name))
-        prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t"}[kind]
-        _torch.rename(node, f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', node.meta['role'].name)}")
+        _torch.rename(node, leaf_name(node.meta["role"]))
     output = output_node(graph)
     kept, roles = [], []
     for node, described in zip(output.args[0], outputs):

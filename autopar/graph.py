@@ -14,10 +14,13 @@ tangents. Its metadata, set by the capture and read by everything after it:
 from __future__ import annotations
 
 import operator
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+
+from ._torch import op_name
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,28 @@ def mark_phases(graph: fx.Graph) -> None:
             0
         ]  # an output of a forward op is a forward tensor, also if only the backward reads it
         node.meta["phase"] = "forward" if producer in forward or is_leaf else "backward"
+
+
+def op_base_name(node: fx.Node) -> str:
+    """The name of an op's nodes before they are numbered: that of the op, whatever the tracer called the node."""
+    return op_name(node.target) or node.target.__name__
+
+
+def leaf_name(role: Role) -> str:
+    """The name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents."""
+    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t"}[role.kind]
+    return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
+
+
+def renumbered(graph: fx.Graph) -> fx.Graph:
+    """A copy whose ops are named by their kind and counted in order, so that equal graphs have equal names."""
+    copy, made = fx.Graph(), {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+        name = op_base_name(node) if node.op == "call_function" else node.name
+        made[node] = copy.create_node(node.op, node.target, args, kwargs, name)
+        made[node].meta = node.meta
+    return copy
 
 
 def describe(node: fx.Node) -> str:

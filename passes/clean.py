@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from ..graph import is_tensor, mark_phases, output_node
+from ..graph import is_tensor, mark_phases, output_node, renumbered
 
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -43,7 +43,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.eliminate_dead_code()
     mark_phases(graph)
     graph.lint()
-    graph_module.recompile()
+    graph_module.graph = renumbered(graph)
     return graph_module
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_profiles"},
-    {"autopar._torch", "autopar.ops", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state",
+    {"autopar._torch", "autopar.ops", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state", "autopar.unroll",
      "autopar.rules"},
     {"autopar.cost", "autopar.sharding", "autopar.plan", "autopar.planner"},
     {"autopar.passes"},
