@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx, nn
@@ -76,8 +77,7 @@ def _alike(first: nn.Module, other: nn.Module, distance: int) -> bool:
             return False
         a, b = left[1], right[1]
         for table in ("_parameters", "_buffers"):
-            forms = [{k: t if t is None else (t.shape, t.dtype, t.requires_grad) for k, t in getattr(m, table).items()} for m in (a, b)]
-            if forms[0] != forms[1]:
+            if _forms(getattr(a, table)) != _forms(getattr(b, table)):
                 return False
         if {k for k in vars(a)} != {k for k in vars(b)}:
             return False
@@ -85,6 +85,10 @@ def _alike(first: nn.Module, other: nn.Module, distance: int) -> bool:
             if not key.startswith("_") and not _equal(value, vars(b)[key], distance):
                 return False
     return True
+
+
+def _forms(tensors: dict[str, torch.Tensor | None]) -> dict:
+    return {name: t if t is None else (t.shape, t.dtype, t.requires_grad) for name, t in tensors.items()}
 
 
 def _equal(a: object, b: object, distance: int) -> bool:
@@ -110,24 +114,28 @@ def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured |
     return replace(captured, graph_module=module, ties=ties)
 
 
+def _number(list_name: str, name: str) -> int | None:
+    match = re.match(rf"{re.escape(list_name)}\.(\d+)(?=\.|$)", name)
+    return int(match.group(1)) if match else None
+
+
 class _Zones:
     """The nodes of a short graph by zone. `place[node]`: (zone, position) of the nodes of zones 1 to 3."""
 
-    def __init__(self, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node], number: Callable):
-        self.members, self.tail, self.backward, self.number = members, tail, backward, number
+    def __init__(self, list_name: str, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node]):
+        self.list_name, self.members, self.tail, self.backward = list_name, members, tail, backward
         self.place = {node: (z, i) for z, nodes in members.items() for i, node in enumerate(nodes)}
 
     def zone(self, node: fx.Node) -> int:
         return self.place[node][0] if node in self.place else TAIL if node in self.tail else HEAD
 
+    def number(self, name: str) -> int | None:
+        """Number of the block that a qualified name lies in, in the short model."""
+        return _number(self.list_name, name)
+
     @staticmethod
     def of(graph: fx.Graph, list_name: str) -> _Zones | None:
-        pattern = re.compile(rf"^{re.escape(list_name)}\.(\d+)(?=\.|$)")
-
-        def number(name: str) -> int | None:
-            match = pattern.match(name)
-            return int(match.group(1)) if match else None
-
+        number = partial(_number, list_name)
         nodes = list(graph.nodes)
         leaves = {n: number(n.meta["role"].name) for n in nodes if n.op in ("placeholder", "get_attr")}
         operations = [n for n in nodes if n.op == "call_function"]
@@ -140,22 +148,24 @@ class _Zones:
         first = [next((i for i, n in enumerate(forward) if block[n] == z), None) for z in range(TRACED)]
         reads = [{block.get(a) for a in n.all_input_nodes} | {number(n.meta.get("module", ""))} for n in backward]
         last = [next((i for i, read in enumerate(reads) if z in read), None) for z in range(TRACED)]
-        if None in first or None in last or first != sorted(first) or last != sorted(last, reverse=True):
+        if None in first or None in last[1:]:
+            return None
+        last[0] = 2 * last[1] - last[2]  # what all blocks read in common may be made in the first
+        if first != sorted(first) or last != sorted(last, reverse=True) or last[0] > len(backward):
             return None
         members = {
             z: [n for n in leaves if leaves[n] == z] + forward[first[z] : first[z + 1]] + backward[last[z] : last[z - 1]]
             for z in (1, 2, 3)
         }
         tail = {n for n in leaves if leaves[n] == TAIL} | {*forward[first[TAIL] :], *backward[: last[3]]}
-        return _Zones(members, tail, set(backward), number)
+        return _Zones(list_name, members, tail, set(backward))
 
     def are_shifted(self) -> bool:
         """Whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and what all read."""
         if len({len(nodes) for nodes in self.members.values()}) != 1:
             return False
-        if not all(self._agree(*nodes) for nodes in zip(*(self.members[z] for z in (1, 2, 3)))):
-            return False
-        return all(self._reads_neighbours(n) for n in self.place if n.op == "call_function") and self._edges_read_neighbours()
+        likes = zip(*(self.members[z] for z in (1, 2, 3)))
+        return all(self._agree(*nodes) for nodes in likes) and self._edges_read_neighbours()
 
     def _agree(self, one: fx.Node, two: fx.Node, three: fx.Node) -> bool:
         """Whether a node of the template has its like on both sides."""
@@ -182,11 +192,7 @@ class _Zones:
             return a[0] == 3 and zone == 2 and right in self.tail
         if b:  # this zone's neighbour is the head
             return b[0] == 1 and zone == 1 and left not in self.tail
-        return left is right and left not in self.tail
-
-    def _reads_neighbours(self, node: fx.Node) -> bool:
-        zone = self.place[node][0]
-        return all(abs(self.zone(a) - zone) <= 1 or self.zone(a) == HEAD for a in node.all_input_nodes)
+        return left is right
 
     def _edges_read_neighbours(self) -> bool:
         """Head and tail may read the zone next to them alone; the output may read all."""
@@ -264,8 +270,8 @@ class _Unrolled:
     def _output(self, node: fx.Node) -> None:
         values, roles = [], []
         entries = zip(node.args[0], node.meta["roles"])
-        for zone, run in itertools.groupby(entries, lambda entry: self.zones.number(entry[1].name)):
-            run, blocks = list(run), [0]
+        for zone, group in itertools.groupby(entries, lambda entry: self.zones.number(entry[1].name)):
+            run, blocks = list(group), [0]
             if zone is not None:
                 blocks = range(TEMPLATE, TEMPLATE + self.more + 1) if zone == TEMPLATE else [self._block(zone)]
             for block in blocks:
@@ -279,8 +285,9 @@ class _Unrolled:
         return self.made[value, self._block(self.zones.zone(value))]
 
     def _renamed(self, name: str, zone: int, block: int) -> str:
+        """The name with its block's number in the whole model."""
         number = self.zones.number(name)
         if number is None:
             return name
-        prefix, rest = name[: re.match(rf".*?\.{number}(?=\.|$)", name).end()], name
-        return f"{prefix[: -len(str(number))]}{block + number - zone}{rest[len(prefix) :]}"
+        whole = self._block(number) if zone in (HEAD, TAIL) else block + number - zone
+        return re.sub(rf"^({re.escape(self.zones.list_name)}\.)\d+", rf"\g<1>{whole}", name)
