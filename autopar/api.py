@@ -65,13 +65,12 @@ def trace(
 
 def trace_to_plan(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form]) -> Captured:
     """The same graph as `trace` gives, in less time where the model has many equal blocks (see autopar/unroll.py)."""
-    tower, whole = tower_of(model), None
-    if tower is not None:
-        with contextlib.suppress(CaptureError):  # a model may count its blocks: then all are traced
+    if tower := tower_of(model):
+        with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
             with tower.shortened():
                 short = trace(model, example_inputs, loss_fn, forms)
-            whole = debug.run_pass("unroll", unroll, short, tower, capture.tie_map(model))
-    return whole if whole is not None else trace(model, example_inputs, loss_fn, forms)
+            return debug.run_pass("unroll", unroll, short, tower, capture.tie_map(model))
+    return trace(model, example_inputs, loss_fn, forms)
 
 
 def plan(

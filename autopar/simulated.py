@@ -48,7 +48,7 @@ def plan_and_capture(model: nn.Module, mesh: object, example_inputs, **options) 
     results = {}
     with debug.observe(lambda stage: results.update({stage.name: stage.result})):
         plan = api.plan(model, mesh, example_inputs, **options)
-    return plan, results["differentiate"]
+    return plan, results.get("unroll") or results["differentiate"]
 
 
 def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) -> StepResult:

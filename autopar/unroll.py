@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from .capture import Captured
+from .errors import CaptureError
 from .graph import leaf_name, mark_phases, op_base_name, values_of
 
 TRACED = 5
@@ -101,12 +102,13 @@ def _equal(a: object, b: object, distance: int) -> bool:
     return type(a) is type(b) and callable(a)  # activations and the like
 
 
-def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured | None:
-    """The joint graph of the whole model from that of the shortened one; None if its blocks are not alike but for a shift.
-    `ties` are those of the whole model."""
+def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured:
+    """The joint graph of the whole model from that of the shortened one. `ties` are those of the whole model.
+
+    Raises CaptureError if the blocks are not alike but for a shift."""
     zones = _Zones.of(captured.graph, tower.name)
     if zones is None or not zones.are_shifted():
-        return None
+        raise CaptureError(f"the blocks of {tower.name} are not alike", fix="trace all of them")
     graph = _Unrolled(captured.graph, zones, tower.count - TRACED).build()
     module = fx.GraphModule(captured.graph_module, graph)
     mark_phases(graph)
