@@ -36,9 +36,11 @@ def emitted(graph, plan: Plan, rank: int) -> Counter:
     return found
 
 
-@pytest.mark.parametrize(("model", "mesh"), [(GPT, "dp=4"), (LLAMA, "dp=2,tp=2")])
-@pytest.mark.parametrize("strategy", ["auto", *RECIPES])
-def test_predicted_is_emitted(model, strategy, mesh):
+@pytest.mark.parametrize(("model", "mesh", "strategy"), [
+    *((GPT, "dp=4", strategy) for strategy in ("auto", *RECIPES)),
+    *((LLAMA, "dp=2,tp=2", strategy) for strategy in ("auto", "fsdp", "zero1", "megatron_sp")),
+])  # fmt: skip
+def test_predicted_is_emitted(model, mesh, strategy):
     mesh = "a=2,b=2" if strategy == "hsdp" else mesh
     plan, graph = make(model, mesh, MACHINE, strategy=strategy), captured(model)
     said = predicted(plan)
