@@ -140,3 +140,9 @@ def as_dtensor(local: torch.Tensor, spec) -> torch.Tensor:
 def local_of(dtensor) -> torch.Tensor:
     """The local values of a DTensor themselves: what is written to it shows here, and the other way round."""
     return dtensor._local_tensor
+
+
+def release_saved(ctx) -> None:
+    """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is retained."""
+    if hasattr(ctx, "maybe_clear_saved_tensors"):
+        ctx.maybe_clear_saved_tensors()

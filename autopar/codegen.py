@@ -43,6 +43,23 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphMod
     return module
 
 
+class BoxedCodeGen(fx.graph.CodeGen):
+    """`forward(values)` takes the arguments as one list and empties it, so that a value is freed after its last use: the caller
+    of a function of many arguments keeps all of them alive until it returns."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars]
+        unpack = f"\n    {', '.join(names)}, = values" if names else ""
+        return f"def {self._func_name}(self, values){maybe_return_annotation}:{unpack}\n    values.clear()"
+
+
+def boxed(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph behind `forward(values)`, in place."""
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    return module
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective; the wait that follows does not."""
     target = node.target

@@ -14,6 +14,7 @@ from torch import fx
 from . import debug
 from .capture import Captured
 from .passes.bucket import bucket
+from .passes.in_place import in_place
 from .passes.localize import localize
 from .passes.lower_ops import lower_ops
 from .passes.partition import Parts, partition
@@ -42,6 +43,7 @@ def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphMo
     yield "recompute", lambda graph: recompute(graph, plan.sharding.recompute)
     yield "lower_ops", lower_ops
     yield "bucket", lambda graph: bucket(graph, plan.bucket_bytes)
+    yield "in_place", in_place
 
 
 def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:

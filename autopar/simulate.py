@@ -42,13 +42,17 @@ class Request:
         """What all members must agree on. Rows that an all-to-all sends to each may differ."""
         tail = self.tensor.shape[1:] if self.node.target is c10d.all_to_all_single.default else self.tensor.shape
         args = () if self.node.target is c10d.all_to_all_single.default else self.args
-        return str(self.node.target), args, tuple(tail), self.tensor.dtype
+        return self.name, args, tuple(tail), self.tensor.dtype
+
+    @property
+    def name(self) -> str:
+        """Of the collective, whether it happens in place or not."""
+        return self.node.target.overloadpacket.__name__.removesuffix("_")
 
     def __str__(self) -> str:
-        name = str(self.node.target).removeprefix("_c10d_functional.").removesuffix(".default")
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         reduction = "".join(f" {a}" for a in self.args if isinstance(a, str))
-        return f"{self.node.name} ({name}{reduction} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
+        return f"{self.node.name} ({self.name}{reduction} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
 
 
 class Simulator:
@@ -87,7 +91,7 @@ class Simulator:
             if any(m.signature != request.signature for m in members):
                 raise _disagreement("the ranks of a group call different collectives", waiting, group)
             results, sent = _collective(members)
-            self.calls.append((request.node.target.overloadpacket.__name__, request.axes, group))
+            self.calls.append((request.name, request.axes, group))
             for member, result, bytes_ in zip(group, results, sent):
                 answers[member] = result
                 self.bytes_sent[member] += bytes_
@@ -129,9 +133,10 @@ def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[fl
     """Result and bytes sent of every member. Ring formulas: b is the bytes of a member's input, n their number."""
     request, tensors, n = members[0], [m.tensor for m in members], len(members)
     b, op, args = bytes_of(request.tensor), request.node.target, request.args
-    if op is c10d.all_reduce.default:
+    if op in (c10d.all_reduce.default, c10d.all_reduce_.default):
         total = REDUCE[args[0]](torch.stack(tensors))
-        return [total.clone() for _ in members], [2 * (n - 1) / n * b] * n
+        results = [t.copy_(total) if op is c10d.all_reduce_.default else total.clone() for t in tensors]
+        return results, [2 * (n - 1) / n * b] * n
     if op is c10d.all_gather_into_tensor.default:
         whole = torch.cat(tensors)
         return [whole.clone() for _ in members], [(n - 1) * b] * n

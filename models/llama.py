@@ -98,14 +98,14 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, seq, hidden = x.shape
+        batch, seq, _ = x.shape
         q = self.q_proj(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)  # (B, heads, S, D)
         k = self.k_proj(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)  # (B, kv_heads, S, D)
         v = self.v_proj(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         grouped = self.kv_heads < self.heads
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class FeedForward(nn.Module):
@@ -153,7 +153,7 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         """input_ids (B, S) below V; labels (B, S), -100 to leave a token out of the loss."""
         x = self.embed_tokens(input_ids)  # (B, S, H)
-        tables = rotary_tables(x.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
+        tables = rotary_tables(input_ids.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         cos, sin = (table.to(x.dtype) for table in tables)
         for layer in self.layers:
             x = layer(x, cos, sin)

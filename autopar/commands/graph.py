@@ -10,7 +10,7 @@ from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
 GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
-LOCAL = ("localize", "recompute", "lower_ops", "bucket", "partition")
+LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "partition")
 STAGES = (*GLOBAL, "plan", *LOCAL)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..capture import Captured
-from ..codegen import bind_groups, group_names
+from ..codegen import bind_groups, boxed, group_names
 from ..errors import InputError
 from ..graph import output_node
 from ..layout import local_shape
@@ -49,7 +49,7 @@ class Step:
         names = set().union(*(group_names(m) for m in modules))
         bound = process_groups.bind(names, self.mesh, self.device_mesh, program.rank)
         for module in modules:
-            bind_groups(module, bound).to(self.device)
+            boxed(bind_groups(module, bound)).to(self.device)
         self.forward_graph = program.parts.forward.forward
         self.backward_graph = program.parts.backward.forward if program.parts.backward is not None else None
 
@@ -108,7 +108,7 @@ class Step:
             "parameter": map(_torch.local_of, parameters),
             "buffer": (table[leaf] for table, leaf in self.buffer_tables),
         }
-        results = self.forward_graph(*[next(values[kind]) for kind in self.kinds])
+        results = self.forward_graph([next(values[kind]) for kind in self.kinds])
         for at, (table, leaf) in self.mutated:
             table[leaf].copy_(results[at])
         # a number is given as an object of its own: the graph may return one tensor as two outputs
@@ -119,11 +119,14 @@ class Step:
         return outputs, list(results[self.forward_count :])
 
     def backward(self, saved: list, tangents) -> list[torch.Tensor | None]:
-        """Gradients of the parameters from those of the outputs (None: zero)."""
-        local = [self._local_tangent(tangents[at], at, layout) for at, layout in self.tangents]
-        results = self.backward_graph(*saved, *local)
-        if self.to_copy is None:
-            self.to_copy = _shared_memory(results, [*saved, *local])
+        """Gradients of the parameters from those of the outputs (None: zero). Empties `saved`, so that each value is freed after
+        its last use."""
+        saved += [self._local_tangent(tangents[at], at, layout) for at, layout in self.tangents]
+        if self.to_copy is None:  # what is still alive shares no memory by chance
+            results = self.backward_graph(list(saved))
+            self.to_copy = _shared_memory(results, saved)
+        else:
+            results = self.backward_graph(saved)
         return [
             None if at is None else _torch.as_dtensor(results[at].clone() if self.to_copy[at] else results[at], spec)
             for at, spec in zip(self.gradient_at, self.specs)
@@ -158,6 +161,8 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx, *tangents):
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
+        del tensors
+        _torch.release_saved(ctx)
         return None, None, *ctx.step.backward(saved, tangents)
 
 

@@ -73,4 +73,4 @@ def test_passes_run_in_order():
     from autopar.lower import passes_of
 
     _, _, plan, _ = planned("mlp-tiny", "dp=2", "ddp")
-    assert [name for name, _ in passes_of(plan, 0)] == ["localize", "recompute", "lower_ops", "bucket"]
+    assert [name for name, _ in passes_of(plan, 0)] == ["localize", "recompute", "lower_ops", "bucket", "in_place"]
