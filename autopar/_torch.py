@@ -146,3 +146,12 @@ def release_saved(ctx) -> None:
     """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is retained."""
     if hasattr(ctx, "maybe_clear_saved_tensors"):
         ctx.maybe_clear_saved_tensors()
+
+
+def set_group_timeout(group, seconds: float) -> None:
+    """How long collectives of a process group that start from now on wait for other ranks."""
+    from datetime import timedelta
+
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=seconds), group)

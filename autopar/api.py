@@ -28,7 +28,7 @@ from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, make_plan
-from .runtime import agree, process_groups
+from .runtime import agree, process_groups, watch
 from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
@@ -158,6 +158,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
              loss_fn, strict):  # fmt: skip
     mesh = Mesh.of(device_mesh)
     process_groups.check_world(mesh, device_mesh)
+    watch.start()
 
     def traced():
         check_source(model)

@@ -67,8 +67,12 @@ class PlanFormatError(AutoparError):
     """A plan file that is not a plan: bad JSON, unknown version, a missing or wrong field."""
 
 
-class PlanMismatchError(AutoparError):
-    """A plan made for another model, mesh or input shape."""
+class PlanTampered(AutoparError):
+    """A plan file that was changed after it was written, or that the given key did not sign."""
+
+
+class PlanIncompatible(AutoparError):
+    """A plan made for another model, mesh or input shape, or with a decision that these do not allow."""
 
 
 class HardwareError(AutoparError):
@@ -81,6 +85,23 @@ class ModelError(AutoparError):
 
 class DesyncError(AutoparError):
     """Ranks disagree about the plan or about the collectives that they are going to run."""
+
+
+class RankFailure(AutoparError):
+    """Another process died or failed. `rank`: the first one (None if unknown); `step`: the one this rank was in, counted from
+    1, 0 before the first; `collective`: what it was waiting for."""
+
+    def __init__(self, message: str, *, rank: int | None = None, step: int = 0, collective: str = "", **fields):
+        self.rank, self.step, self.collective = rank, step, collective
+        super().__init__(message, **fields)
+
+
+class CollectiveTimeout(AutoparError):
+    """Other processes live and did not arrive at a collective in time. `ranks`: those; `step` and `collective` as in RankFailure."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int = 0, collective: str = "", **fields):
+        self.ranks, self.step, self.collective = tuple(ranks), step, collective
+        super().__init__(message, **fields)
 
 
 class VerifyError(AutoparError):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
-from .errors import AutoparError, PlanFormatError, PlanMismatchError
+from .errors import AutoparError, PlanFormatError, PlanIncompatible
 from .graph import is_op, output_node, values_of
 from .hardware import Link
 from .layout import Layout
@@ -160,14 +160,14 @@ class Plan:
             raise PlanFormatError(f"{name} lacks or misstates a field: {error}", fix="plan again") from None
 
     def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:
-        """Raises PlanMismatchError if the plan was made for another mesh or another graph."""
+        """Raises PlanIncompatible if the plan was made for another mesh or another graph."""
         if self.mesh != mesh:
-            raise PlanMismatchError(
+            raise PlanIncompatible(
                 f"the plan was made for mesh {self.mesh}, not {mesh}", mesh=mesh, fix="plan again for this mesh"
             )
         found = fingerprint(graph)
         if found != self.fingerprint:
-            raise PlanMismatchError(
+            raise PlanIncompatible(
                 f"the plan was made for another model, input shape or torch version: {self.model} with graph "
                 f"{self.fingerprint[:12]}, this is {found[:12]}",
                 fix="plan again with this model and these example_inputs",

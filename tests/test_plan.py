@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import Plan
-from autopar.errors import PlanFormatError, PlanMismatchError
+from autopar.errors import PlanFormatError, PlanIncompatible
 from autopar.mesh import Mesh
 from autopar.plan import LARGEST_FILE_BYTES, VERSION, _content_hash, fingerprint
 
@@ -163,7 +163,7 @@ def test_fits_its_own_model_and_mesh(plan):
 
 @pytest.mark.parametrize("mesh", ["dp=4", "tp=2,dp=2", "dp=2,tp=4", "a=2,b=2"])
 def test_another_mesh(plan, mesh):
-    with pytest.raises(PlanMismatchError, match="made for mesh dp=2,tp=2"):
+    with pytest.raises(PlanIncompatible, match="made for mesh dp=2,tp=2"):
         plan.check_fits(captured(GPT).graph, Mesh.parse(mesh))
 
 
@@ -171,7 +171,7 @@ def test_another_mesh(plan, mesh):
     (GPT, 4), (GPT.replace("heads=4", "heads=2"), 8), (GPT.replace("layers=1", "layers=2"), 8),
                                               ("mlp-tiny", 8)])  # fmt: skip
 def test_another_model_or_input_shape(plan, model, batch):
-    with pytest.raises(PlanMismatchError, match="another model, input shape or torch version") as error:
+    with pytest.raises(PlanIncompatible, match="another model, input shape or torch version") as error:
         plan.check_fits(captured(model, batch).graph, Mesh.parse("dp=2,tp=2"))
     assert plan.fingerprint[:12] in str(error.value)
 

@@ -10,6 +10,7 @@ from ..errors import AutoparError, MeshError
 from . import common
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
+GRACE_SECONDS = 4  # for processes to end by themselves when another one failed
 
 
 def add(subparsers) -> None:
@@ -19,7 +20,7 @@ def add(subparsers) -> None:
     parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
-    parser.add_argument("--timeout", type=common.count, default=600, metavar="S", help="seconds a rank waits for others (600)")
+    parser.add_argument("--timeout", type=common.count, metavar="S", help="seconds a collective waits for other ranks (default 120)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +57,8 @@ def _spawn(settings: dict, devices: int) -> int:
         arguments = (devices, folder, settings)
         processes = mp.start_processes(in_process, arguments, devices, join=False, daemon=True, start_method="spawn")
         try:
-            while not processes.join(timeout=1):  # one that fails stops the others and raises here
+            # one that fails raises here, when the others had time to say what they saw, and are ended
+            while not processes.join(timeout=1, grace_period=GRACE_SECONDS):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             if reason := _reason(folder):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from ..errors import AutoparError
 from ..mesh import Mesh
 from ..models.corpus import batches
 from ..plan import Plan
+from ..runtime import watch
 from ..view.plan_text import summary
 from ..view.units import ms, size
 from . import common
@@ -39,18 +39,22 @@ def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
     try:
         train(rank, devices, f"file://{folder}/rendezvous", settings)
     except AutoparError as error:
+        watch.fail(error)
         Path(folder, f"error-{rank}.json").write_text(json.dumps([error.message, error.fix]))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # the parent is interrupted too and says so
+    except Exception as error:
+        watch.fail(error)
+        raise
 
 
 def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
     """Builds the model, compiles it, takes the steps and prints, on rank 0, how they went."""
     common.quiet()
-    dist.init_process_group(
-        "gloo", init_method=rendezvous, rank=rank, world_size=devices, timeout=timedelta(seconds=settings["timeout"])
-    )
+    if settings["timeout"]:
+        os.environ["AUTOPAR_TIMEOUT_S"] = str(settings["timeout"])
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=devices)
     try:
         mesh = Mesh.parse(settings["mesh"])
         _run(init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names), settings, say=print if rank == 0 else _silent)

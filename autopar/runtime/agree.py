@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AutoparError, DesyncError, InputError
+from . import watch
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ def from_rank_zero(make: Callable[[], object]) -> object:
         except Exception as caught:
             error = caught
             box[1] = _portable(caught)
-    dist.broadcast_object_list(box, src=0)
+    with watch.meeting("the plan of rank 0"):
+        dist.broadcast_object_list(box, src=0)
     if error is not None:
         raise error
     _raise(box[1], 0)
@@ -102,7 +104,8 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    with watch.meeting("what ranks agree on before the first step"):
+        dist.all_gather_object(everyone, value)
     return everyone
 
 

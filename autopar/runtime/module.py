@@ -13,7 +13,7 @@ from ..errors import InputError, StrategyError
 from ..layout import Layout
 from ..lower import lower
 from ..plan import Plan, fingerprint
-from . import agree
+from . import agree, watch
 from .inputs import Inputs
 from .parameters import take_over
 from .step import Step
@@ -68,8 +68,9 @@ class ParallelModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their norm over the whole model; returns the norm as a plain tensor."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        with watch.meeting("the norm of the gradients"):
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _apply(self, fn, recurse: bool = True):
         """`.to(...)`, `.half()` and the like: fine if they change nothing, else the graph would not fit any more."""

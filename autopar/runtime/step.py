@@ -21,7 +21,7 @@ from ..graph import output_node
 from ..layout import local_shape
 from ..lower import RankProgram
 from ..plan import Plan
-from . import process_groups
+from . import process_groups, watch
 from .dtensors import redistributed, spec_of
 from .parameters import table_of
 
@@ -50,8 +50,8 @@ class Step:
         bound = process_groups.bind(names, self.mesh, self.device_mesh, program.rank)
         for module in modules:
             boxed(bind_groups(module, bound)).to(self.device)
-        self.forward_graph = program.parts.forward.forward
-        self.backward_graph = program.parts.backward.forward if program.parts.backward is not None else None
+        self.forward_graph = watch.guarded(program.parts.forward, "forward")
+        self.backward_graph = program.parts.backward and watch.guarded(program.parts.backward, "backward")
 
     def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module) -> None:
         output = output_node(captured.graph)

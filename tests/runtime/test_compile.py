@@ -90,7 +90,7 @@ def inputs_and_errors(rank: int) -> None:
         MemoryInfeasibleError,
         MeshError,
         MovedParameterError,
-        PlanMismatchError,
+        PlanIncompatible,
         StrategyError,
         UnsupportedOpError,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def inputs_and_errors(rank: int) -> None:
     refused(MeshError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), pin={"up.weight": "zz:S(0)"}), "zz")
     plan = autopar.plan(tiny.Regressor(), "dp=2", (x,), hardware="cpu-gloo")
     autopar.compile(tiny.Regressor(), mesh, (x,), plan=plan)
-    refused(PlanMismatchError, lambda: autopar.compile(tiny.Regressor(hidden=8), mesh, (x,), plan=plan), "plan again")
+    refused(PlanIncompatible, lambda: autopar.compile(tiny.Regressor(hidden=8), mesh, (x,), plan=plan), "plan again")
     dropped, batch = tiny.gpt2(resid_pdrop=0.1)
     refused(UnsupportedOpError, lambda: autopar.compile(dropped.train(), mesh, example_inputs=batch), "dropout")
 
