@@ -97,7 +97,7 @@ class RankFailure(AutoparError):
 
 
 class CollectiveTimeout(AutoparError):
-    """Other processes live and did not arrive at a collective in time. `ranks`: those; `step` and `collective` as in RankFailure."""
+    """Other processes did not arrive at a collective in time. `ranks`: those; `step` and `collective` as in RankFailure."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int = 0, collective: str = "", **fields):
         self.ranks, self.step, self.collective = tuple(ranks), step, collective

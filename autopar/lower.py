@@ -13,6 +13,7 @@ from torch import fx
 
 from . import debug
 from .capture import Captured
+from .codegen import is_collective
 from .passes.bucket import bucket
 from .passes.in_place import in_place
 from .passes.localize import localize
@@ -20,7 +21,7 @@ from .passes.lower_ops import lower_ops
 from .passes.partition import Parts, partition
 from .passes.recompute import recompute
 from .plan import Plan
-from .verify import check_global, check_local, check_sharding
+from .verify import check_global, check_local, check_sharding, collective_call
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,17 @@ class RankProgram:
     local: fx.GraphModule
     parts: Parts
 
-    def collectives(self) -> list[str]:
-        """One line a collective, equal on all ranks."""
-        found = [n.meta["collective"] for n in self.local.graph.nodes if n.meta.get("collective")]
-        return [f"{c.phase} {c.kind} over {','.join(c.axes)} of {c.tensor}" for c in found]
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(group, what, shape) a collective in the order of the calls: "dp", "forward all_reduce(sum) float32 over dp: mm_1",
+        (8, 4). All ranks have the same groups and texts, and the ranks of one group the same shapes too."""
+        found = []
+        for phase, part in (("forward", self.parts.forward), ("backward", self.parts.backward)):
+            for node in filter(is_collective, part.graph.nodes if part is not None else ()):
+                group, op, reduction, dtype, shape = collective_call(node)
+                op = f"{op}({reduction})" if reduction else op
+                tensor = node.meta["collective"].tensor if "collective" in node.meta else node.name
+                found.append((group, f"{phase} {op} {dtype} over {group}: {tensor}", shape))
+        return found
 
 
 def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]:

@@ -138,14 +138,16 @@ def check_ranks(graphs: Sequence[fx.GraphModule]) -> None:
 
 
 def collectives(local: fx.GraphModule) -> list[tuple]:
-    """A graph's collectives in order as (group, op, reduction or "", dtype, elements): the same in all of a group."""
-    result = []
-    for node in _starts(local):
-        value = tensor_arguments(node)[0].meta["val"]
-        reduction = next((a for a in node.args[1:-1] if isinstance(a, str)), "")
-        dtype = str(value.dtype).removeprefix("torch.")
-        result.append((node.args[-1], node.target.overloadpacket.__name__, reduction, dtype, value.numel()))
-    return result
+    """A graph's collectives in order: the same in all of a group."""
+    return [collective_call(node) for node in _starts(local)]
+
+
+def collective_call(node: fx.Node) -> tuple[str, str, str, str, tuple[int, ...]]:
+    """What the ranks of a group must agree on: (group, op, reduction or "", dtype, local shape)."""
+    value = tensor_arguments(node)[0].meta["val"]
+    reduction = next((a for a in node.args[1:-1] if isinstance(a, str)), "")
+    dtype = str(value.dtype).removeprefix("torch.")
+    return node.args[-1], node.target.overloadpacket.__name__, reduction, dtype, tuple(value.shape)
 
 
 def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:

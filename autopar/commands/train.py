@@ -20,7 +20,7 @@ def add(subparsers) -> None:
     parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
-    parser.add_argument("--timeout", type=common.count, metavar="S", help="seconds a collective waits for other ranks (default 120)")
+    parser.add_argument("--timeout", type=common.count, metavar="S", help="seconds a collective waits for others (default 120)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ to run: a disagreement is a typed error on every rank instead of a hang or a wro
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AutoparError, DesyncError, InputError
+from ..mesh import Mesh
 from . import watch
 
 T = TypeVar("T")
@@ -68,22 +71,42 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
             )
 
 
-def check_programs(plan_hash: str, collectives: list[str]) -> None:
-    """Raises DesyncError naming the first collective, or the plan, in which ranks differ."""
-    everyone = _gather((plan_hash, collectives))
-    first_hash, first = everyone[0]
-    for rank, (other_hash, others) in enumerate(everyone):
-        if other_hash != first_hash:
+def check_programs(plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh) -> None:
+    """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program` as
+    RankProgram.collectives gives it. Only digests travel unless they differ."""
+    groups = sorted({group for group, _, _ in program})
+    digests = {"": _digest([what for _, what, _ in program])}
+    digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
+    everyone = _gather((plan_hash, digests))
+    for rank, (other_hash, theirs) in enumerate(everyone):
+        if other_hash != everyone[0][0]:
             raise DesyncError(
-                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {first_hash[:12]}",
-                fix="pass the same plan on every rank",
+                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {everyone[0][0][:12]}", fix="pass the same plan on every rank"
             )
-        if others != first:
-            where = next((i for i, (a, b) in enumerate(zip(first, others)) if a != b), min(len(first), len(others)))
-            a, b = ((x[where] if where < len(x) else "nothing") for x in (first, others))
-            raise DesyncError(
-                f"collective {where} is {a} on rank 0 and {b} on rank {rank}", fix="use one model on all ranks"
-            )
+        for group, digest in theirs.items():
+            first = mesh.group(tuple(group.split(",")), rank)[0] if group else 0
+            if digest != everyone[first][1].get(group):
+                programs = _gather(list(program))
+                raise _first_difference(group, (first, programs[first]), (rank, programs[rank]))
+
+
+def _first_difference(group: str, *programs: tuple[int, Sequence]) -> DesyncError:
+    """Of two ranks' programs, in the collectives of one group (with shapes) or of all ("", without)."""
+    (one, mine), (other, theirs) = programs
+
+    def lines(program) -> list[str]:
+        return [f"{what}, {shape}" if group else what for axes, what, shape in program if group in ("", axes)]
+
+    pairs = enumerate(itertools.zip_longest(lines(mine), lines(theirs), fillvalue="nothing"))
+    where, (a, b) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    return DesyncError(
+        f"collective {where}{f' of {group}' if group else ''} is {a} on rank {one} and {b} on rank {other}",
+        fix="build the same model and use one version of torch and autopar on all ranks",
+    )
+
+
+def _digest(entries: list) -> str:
+    return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 def check_batches(names: list[str], tensors: list[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ class ParallelModule(nn.Module):
         self.plan, self._graph_in = plan, graph_in
         rank = torch.distributed.get_rank()
         program = agree.everywhere(lambda: lower(captured, plan, rank))
-        agree.check_programs(plan.hash, program.collectives())
+        agree.check_programs(plan.hash, program.collectives(), plan.mesh)
         leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
         names = captured.signature.tensor_names
         layouts = {name: plan.sharding.leaves[leaves[name]] for name in names if leaves.get(name) in plan.sharding.leaves}

@@ -9,7 +9,8 @@ import torch
 
 import autopar
 from autopar.errors import InputError, StrategyError
-from autopar.runtime import agree
+from autopar.mesh import Mesh
+from autopar.runtime import agree, module
 from tests import gloo
 
 from . import tiny
@@ -35,7 +36,50 @@ def _error(run) -> str:
     return "no error"
 
 
-def _mistakes(rank, of_model, of_mesh, of_shape):
+CALLED = [("tp", "a", (2,)), ("dp", "b", (3,))]
+
+
+def _to_max(node):
+    node.args = (node.args[0], "max", node.args[2])
+
+
+def _to_double(node):
+    node.args[0].meta["val"] = node.args[0].meta["val"].double()
+
+
+def _to_twice_the_size(node):
+    node.args[0].meta["val"] = node.args[0].meta["val"].repeat(2, 1)
+
+
+def _later(node):
+    next(n for n in node.graph.nodes if "all_gather" in str(n.target)).append(node)
+
+
+def _nowhere(node):
+    node.replace_all_uses_with(node.args[0])
+    node.graph.erase_node(node)
+
+
+TAMPERED = {"reduction": _to_max, "dtype": _to_double, "shape": _to_twice_the_size, "order": _later, "missing": _nowhere}
+
+
+def _compiled_with(change, mesh, plan):
+    """Compile a model on a rank that changes its first all-reduce (which then is never run: all ranks notice)."""
+    original = module.lower
+
+    def lower(*args):
+        program = original(*args)
+        change(next(n for n in program.parts.forward.graph.nodes if "all_reduce" in str(n.target)))
+        return program
+
+    module.lower = lower
+    try:
+        autopar.compile(tiny.Regressor(loss=True), mesh, dict(zip(("x", "target"), tiny.Regressor.batch())), plan=plan)
+    finally:
+        module.lower = original
+
+
+def _mistakes(rank, of_model, of_mesh, of_shape, of_all):
     """Messages by mistake. Reaching the end at all means that no rank waits for another."""
     mesh = device_mesh("dp=2,tp=2")
     x, _ = tiny.Regressor.batch()
@@ -66,11 +110,16 @@ def _mistakes(rank, of_model, of_mesh, of_shape):
         "no example": compiled(example=3),
         "broken rank": _error(lambda: agree.everywhere(lambda: {}["x"] if rank == 1 else 0)),
         "broken planner": _error(lambda: agree.from_rank_zero(lambda: {}["x"])),
-        "other collectives": _error(lambda: agree.check_programs("hash", ["a", "b"] if rank == 3 else ["a"])),
-        "other plans": _error(lambda: agree.check_programs("hash" + "x" * (rank == 2), [])),
+        "other collectives": _error(lambda: agree.check_programs("hash", CALLED[: 1 + (rank == 3)], Mesh.parse("dp=2,tp=2"))),
+        "other plans": _error(lambda: agree.check_programs("hash" + "x" * (rank == 2), [], Mesh.parse("dp=2,tp=2"))),
+        **{
+            f"{what} of a collective": _error(lambda c=change: _compiled_with(c if rank == 3 else lambda node: None, mesh, of_all))
+            for what, change in TAMPERED.items()
+        },
     }
 
 
+FIRST = "forward all_reduce(sum) float32 over tp: linear_1"
 EXPECTED = {
     "memory": ["MemoryInfeasibleError: ", "fix: "],
     "strategy": ["StrategyError: no strategy 'fsdpp' is known", "fix: use fsdp"],
@@ -95,16 +144,22 @@ EXPECTED = {
     "broken rank": ["DesyncError: rank 1 failed with KeyError: 'x'"],
     "broken planner": ["DesyncError: rank 0 failed with KeyError: 'x'"],
     "other collectives": ["DesyncError: collective 1 is nothing on rank 0 and b on rank 3", "fix: "],
+    "reduction of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('sum', 'max')} on rank 3"],
+    "dtype of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('32', '64')} on rank 3"],
+    "shape of a collective": [f"collective 0 of tp is {FIRST}, (4, 4) on rank 2 and {FIRST}, (8, 4) on rank 3"],
+    "order of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_gather_into_tensor float32"],
+    "missing of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_gather_into_tensor float32"],
     "other plans": ["DesyncError: rank 2 has plan hashx, rank 0 has hash", "fix: "],
 }
 
 
 @pytest.mark.gloo
 def test_mistakes_on_every_rank():
-    x, _ = tiny.Regressor.batch()
+    x, y = tiny.Regressor.batch()
     mesh = "dp=2,tp=2"
     others = (tiny.Regressor(hidden=32), mesh, (x,)), (tiny.Regressor(), "dp=4", (x,)), (tiny.Regressor(), mesh, (x[:4],))
     plans = [planned(*other) for other in others]
+    plans.append(planned(tiny.Regressor(loss=True), mesh, dict(x=x, target=y), strategy="megatron"))
     for rank, errors in enumerate(gloo.run(4, _mistakes, *plans)):
         assert errors.keys() == EXPECTED.keys()
         for what, error in errors.items():
