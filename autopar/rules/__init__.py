@@ -16,7 +16,7 @@ A new op is one line in the table and one instance in tests/rules: the property 
 
 from .localize import local_call
 from .parts import factor_parts, propagate_parts
-from .rule import Rule, Strategy, strategies
+from .rule import Rule, Strategy, strategies, strategy_of
 from .table import rule_of
 
-__all__ = ["Rule", "Strategy", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies"]
+__all__ = ["Rule", "Strategy", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies", "strategy_of"]

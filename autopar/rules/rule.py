@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -116,6 +117,21 @@ def strategies(
         if strategy is not None:
             result.setdefault((strategy.inputs, strategy.outputs), strategy)
     return list(result.values())
+
+
+def strategy_of(
+    rule: Rule, label: Sequence[str], input_shapes: Sequence[Sequence[int]], output_shapes: Sequence[Sequence[int]], mesh: Mesh
+) -> Strategy | None:
+    """The strategy that a `Strategy.choice` names, None if the op has none of that name."""
+    factors, linear = rule.factors(), {"+" + ",".join(map(str, sorted(s))) for s in rule.linear}
+    choice = []
+    for word in label:
+        match = re.fullmatch(r"(.*?)(?:/(\d{1,9}))?", word, re.DOTALL)
+        factor, parts = match[1], int(match[2] or 1)
+        if parts < 1 or factor and factor not in factors and (factor not in linear or parts > 1):
+            return None
+        choice.append((factor, parts))
+    return _strategy(rule, choice, input_shapes, output_shapes, mesh) if len(choice) == len(mesh.names) else None
 
 
 def _strategy(rule, choice, input_shapes, output_shapes, mesh) -> Strategy | None:
