@@ -32,7 +32,7 @@ from .runtime import agree, process_groups, watch
 from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
-from .runtime.parameters import check_source, check_unmoved
+from .runtime.parameters import check_model, check_source
 from .unroll import tower_of, unroll
 
 _UNITS = {
@@ -97,7 +97,7 @@ def plan(
     glob of a parameter's name -> layout, "tp:S(0)" or "R". `baselines=False` leaves the expert strategies out.
     Raises subclasses of AutoparError."""
     checked = _mesh(mesh)
-    check_unmoved(model)
+    check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines)
     options.check(checked)
     report("tracing the model")

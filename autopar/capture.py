@@ -137,7 +137,9 @@ def differentiate(exported: Exported) -> Captured:
         graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs)
     except Exception as error:
         raise CaptureError(
-            f"the forward could not be differentiated: {_first_line(error)}", source=_source_of_exception(error)
+            f"the forward could not be differentiated: {_first_line(error)}",
+            source=_source_of_exception(error),
+            fix="write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
         ) from error
     graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results

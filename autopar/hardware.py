@@ -167,7 +167,7 @@ def _parse(file: Path) -> dict:
     except OSError as error:
         raise HardwareError(f"cannot read {file}: {error.strerror}", fix=f"use {', '.join(names())}") from error
     except ValueError as error:
-        raise HardwareError(f"{file} is not TOML: {error}") from error
+        raise HardwareError(f"{file} is not TOML: {error}", fix=f"start from a copy of {PROFILES / 'h100.toml'}") from error
 
 
 def _read(file: Path) -> Hardware:
@@ -236,7 +236,7 @@ class _Table:
         return float(self._get(key, (int, float), "a share above 0 and up to 1", fits=lambda value: 0 < value <= 1))
 
     def whole(self, key: str) -> int:
-        return int(self._get(key, (int, float), "a whole number above 0", fits=lambda v: v >= 1 and v == int(v)))
+        return int(self._get(key, (int, float), "a whole number above 0", fits=lambda v: 1 <= v < math.inf and v == int(v)))
 
     def inner(self, key: str) -> _Table:
         return _Table(self.file, self._get(key, dict, "a table", fits=len), f"{self.path}{key}.")

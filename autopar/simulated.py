@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from . import api, debug
 from .calls import Returns, split_example
 from .capture import Captured, FlatCall
+from .errors import InputError
 from .graph import is_tensor, output_node, tensor_arguments
 from .layout import Layout, local_part
 from .lower import RankProgram, lower
@@ -152,6 +153,8 @@ def verify_model(
         model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
     )
     values = global_values(captured, model, example_inputs)
+    if missing := [name for name, value in values.items() if value.is_meta]:
+        raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
     report("simulating one step")
     step = simulate_step(captured, plan, values)
     report("running the unsharded model")
@@ -159,7 +162,7 @@ def verify_model(
     loss = captured.returns.loss
     compared = zip(outputs, step.outputs) if loss is None else [(outputs[loss], step.loss)]
     result = VerifyReport(
-        plan, None if step.loss is None else step.loss.item(), max(_error(mine, whole) for whole, mine in compared),
+        plan, None if step.loss is None else step.loss.item(), _worst(*(_error(mine, whole) for whole, mine in compared)),
         _group_errors(gradients, step.gradients), _group_errors(buffers, step.buffers),
         sum(c.wire_bytes for c in plan.collectives), step.bytes_sent, step.collectives,
     )  # fmt: skip
@@ -231,9 +234,9 @@ def _eager_step(captured: Captured, model: nn.Module, values, loss_fn):
     old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
     wanted = outputs if returns.loss is None else [outputs[returns.loss]]
-    total = sum(o.sum() for o in wanted if o.requires_grad)
+    sums = [o.sum() for o in wanted if o.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    gradients = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True) if sums and parameters else ()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -252,8 +255,13 @@ def _group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -
     for name, value in reference.items():
         if name in mine:
             group = ".".join("*" if word.isdigit() else word for word in name.split("."))
-            errors[group] = max(errors.get(group, 0.0), _error(mine[name], value, floor))
+            errors[group] = _worst(errors.get(group, 0.0), _error(mine[name], value, floor))
     return errors
+
+
+def _worst(*errors: float) -> float:
+    """The largest, or the first that is not a number."""
+    return next((e for e in errors if e != e), max(errors))
 
 
 def _error(mine: Tensor, reference: Tensor, floor: float = 0.0) -> float:

@@ -40,7 +40,8 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        return max(0.0, 1.0 - self.bound_seconds / self.evaluation.seconds)
+        seconds = self.evaluation.seconds
+        return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
 
 
 class Solver:

@@ -44,18 +44,25 @@ class Container(nn.Module):
     """A node of the module tree that only holds names."""
 
 
-def check_unmoved(source: nn.Module) -> None:
-    """Raises MovedParameterError if the model was compiled before."""
-    for name, parameter in source.named_parameters():
-        if isinstance(parameter, MovedParameter):
+def check_model(source: nn.Module) -> None:
+    """Raises InputError or MovedParameterError for what cannot be traced as a model."""
+    if not isinstance(source, nn.Module):
+        raise InputError(f"the model is a {type(source).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
+    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+        if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
                 f"{name} was taken over by an earlier autopar.compile", fix="build the model again, or copy it before compiling"
             )
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(f"{name} has no shape yet", fix="call the model once, so that its lazy layers know their sizes")
+    for name, parameter in source.named_parameters():
+        if parameter.is_complex():
+            raise InputError(f"{name} is complex, and gradients of complex parameters are not available", fix="use real parameters")
 
 
 def check_source(source: nn.Module) -> None:
     """Raises InputError or MovedParameterError if the model has no values that could be taken over."""
-    check_unmoved(source)
+    check_model(source)
     for name, parameter in source.named_parameters():
         if parameter.is_meta:
             raise InputError(
