@@ -66,6 +66,25 @@ def test_mistakes(options, error, message):
         autopar.plan(tiny.Regressor(loss=True), **arguments)
 
 
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (lambda x: x, "the model is a function, not a torch.nn.Module"),
+        (torch.nn.LazyLinear(3), "weight has no shape yet(.|\n)*call the model once"),
+        (torch.nn.Linear(6, 3, dtype=torch.complex64), "weight is complex"),
+    ],
+)
+def test_models_that_cannot_be_planned(model, message):
+    with pytest.raises(InputError, match=message):
+        autopar.plan(model, "dp=2", (batch()["x"],), **OPTIONS)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Identity(), torch.nn.ReLU()])
+def test_models_that_compute_little(model):
+    plan = autopar.plan(model, "dp=2", (batch()["x"],), **OPTIONS)
+    assert plan.gap == 0.0 and str(plan)
+
+
 @pytest.mark.parametrize("text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)])
 def test_memory_limits(text, bytes_):
     assert api._bytes(text) == bytes_

@@ -70,7 +70,7 @@ def run(count: int, seed: int, families: list[str] | None = None) -> Report:
     names = families or list(FAMILIES)
     signal.signal(signal.SIGALRM, _hang)
     logging.getLogger("torch").setLevel(logging.CRITICAL)
-    with _alone() as mesh, tempfile.TemporaryDirectory() as folder:
+    with _alone() as mesh, contextlib.redirect_stdout(None), tempfile.TemporaryDirectory() as folder:
         for case in range(count):
             family = names[case % len(names)]
             described, call = FAMILIES[family](rng, Path(folder), mesh)

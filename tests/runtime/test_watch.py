@@ -1,0 +1,41 @@
+"""A rank that dies, fails or stands still: every other one says which, where and in what step, and ends."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import autopar
+from tests import faults
+
+from .parity import planned
+
+MESH, VICTIM = "dp=2,tp=2", 3
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    return planned(faults.inputs()[0], MESH, faults.inputs()[1], strategy="megatron_sp")
+
+
+WORDS = {
+    "kill": "rank 3 died",
+    "raise": "rank 3 failed in step .* with ValueError: a bad batch",
+    "stop": "rank 3 does not answer",
+    "sleep": r"rank 3 is at faults.py:\d+ in _main",
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", WORDS)
+def test_survivors_name_the_rank(fault, plan):
+    """Also rank 0, which shares no group with rank 3."""
+    outcome = faults.run(fault, MESH, plan, VICTIM, after=0.1)
+    assert sorted(outcome.errors) == [0, 1, 2] and not outcome.silent and set(outcome.codes) == {3}, outcome
+    assert outcome.named_right(fault, VICTIM), outcome
+    for *_, text in outcome.errors.values():
+        assert re.search(WORDS[fault], text), text
+        assert "all_" in text or "reduce_scatter" in text, text
+        assert "node: " in text and "source: mlp.py:" in text and "fix: " in text, text
+    assert outcome.seconds < (faults.TIMEOUT_SECONDS if fault in faults.HANGS else 0) + 5, outcome

@@ -1,0 +1,16 @@
+"""A few of the bad inputs that benchmarks/fuzz.py draws by the thousand; a failure prints seed and case."""
+
+from __future__ import annotations
+
+import pytest
+
+from .fuzz import bad_inputs
+
+
+@pytest.mark.parametrize(
+    "family, cases",
+    [("planned", 40), ("mesh_text", 200), ("hardware_file", 60), ("command_line", 60), ("simulated_model", 12), ("compiled_model", 8)],
+)
+def test_right_or_refused(family, cases):
+    report = bad_inputs.run(cases, seed=3, families=[family])
+    assert not report.wrong, "\n".join(report.wrong)
