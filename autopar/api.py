@@ -194,6 +194,11 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
 
 
 def _options(mesh, profile, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:
+    for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", strategy or "")):
+        if not isinstance(value, str):
+            raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
+    if pin is not None and not (isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)):
+        raise StrategyError(f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}')
     return PlanOptions(
         hardware.load(profile if profile is not None else _default_hardware(mesh)),
         memory_bytes=_bytes(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),

@@ -57,6 +57,8 @@ def test_pins_are_followed():
         (dict(pin={"up.weight": "tp:S(7)"}), StrategyError, "use a dim below 2"),
         (dict(pin={"up.weight": "tp:Q"}), StrategyError, "cannot read 'tp:Q' as a placement"),
         (dict(hardware="abacus"), HardwareError, "abacus"),
+        (dict(precision={}), StrategyError, "precision is a dict, not text"),
+        (dict(pin="*=R"), StrategyError, "cannot read '\\*=R' as pins"),
         (dict(example_inputs="text"), InputError, "example_inputs must be a dict"),
     ],
 )
@@ -82,7 +84,7 @@ def test_models_that_cannot_be_planned(model, message):
 @pytest.mark.parametrize("model", [torch.nn.Identity(), torch.nn.ReLU()])
 def test_models_that_compute_little(model):
     plan = autopar.plan(model, "dp=2", (batch()["x"],), **OPTIONS)
-    assert plan.gap == 0.0 and str(plan)
+    assert 0.0 <= plan.gap < 1e-3 and str(plan)
 
 
 @pytest.mark.parametrize("text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)])
