@@ -8,6 +8,7 @@ Everything up to the plan is the same for both; `plan` stops there and needs no 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -225,8 +226,8 @@ def _default_hardware(mesh) -> str:
 def _bytes(memory: float | str | None) -> float | None:
     if memory is None:
         return None
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", str(memory))
-    if not match or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*)\s*", str(memory))
+    if not match or match.group(2).lower() not in _UNITS or not 0 < float(match.group(1)) < math.inf:
         raise StrategyError(f"cannot read {memory!r} as a memory limit", fix='give bytes, or text such as "40GiB"')
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
 

@@ -51,6 +51,8 @@ def test_pins_are_followed():
         (dict(mesh=4), MeshError, 'name the axes, such as "dp=4"'),
         (dict(mesh="dp=0"), MeshError, "positive"),
         (dict(memory="1 potato"), StrategyError, "cannot read '1 potato' as a memory limit"),
+        (dict(memory="1..5GB"), StrategyError, "cannot read '1..5GB' as a memory limit"),
+        (dict(memory="1e400"), StrategyError, "cannot read '1e400'"),
         (dict(memory=-1), StrategyError, "cannot read -1"),
         (dict(memory="64B"), MemoryInfeasibleError, "fix: "),
         (dict(strategy="megatronn"), StrategyError, "use megatron"),
