@@ -65,6 +65,8 @@ class CallSignature:
         for name, x in zip(signature.tensor_names, tensors):
             if not x.numel():
                 raise InputError(f"{name} is empty", shape=tuple(x.shape), fix="pass at least one sample")
+            if x.layout != torch.strided:
+                raise InputError(f"{name} is a sparse tensor ({x.layout})", fix=f"pass {name}.to_dense()")
             _check_no_gradient(name, x)
         return signature, tensors
 

@@ -158,7 +158,10 @@ def verify_model(
     report("simulating one step")
     step = simulate_step(captured, plan, values)
     report("running the unsharded model")
-    outputs, gradients, buffers = _eager_step(captured, model, values, loss_fn)
+    try:
+        outputs, gradients, buffers = _eager_step(captured, model, values, loss_fn)
+    except RuntimeError as error:  # tracing looks at shapes only
+        raise InputError(f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs") from error
     loss = captured.returns.loss
     compared = zip(outputs, step.outputs) if loss is None else [(outputs[loss], step.loss)]
     result = VerifyReport(

@@ -120,7 +120,7 @@ Case = tuple[str, Callable[[], str]]
 
 def simulated_model(rng: random.Random, folder: Path, mesh) -> Case:
     """Any model on any mesh, simulated and compared with eager torch."""
-    names = [name for name in odd_models.MODELS if name != "nan"]  # verify calls what is not a number no match
+    names = [name for name in odd_models.MODELS if name not in ("nan", "half")]  # never a match: no number, no exact one
     name, text, batch = rng.choice(names), rng.choice(MESHES), rng.choice((1, 2, 3, 4, 5, 7, 8))
     strategy = rng.choice((None, None, "ddp", "fsdp", "zero1", "megatron", "megatron_sp"))
 
