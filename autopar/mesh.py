@@ -24,7 +24,9 @@ class Mesh:
 
     def __post_init__(self):
         if not self.names or len(self.names) != len(self.sizes):
-            raise MeshError(f"a mesh needs one size per axis, got names {self.names} and sizes {self.sizes}", fix="such as dp=2,tp=2")
+            raise MeshError(
+                f"a mesh needs one size per axis, got names {self.names} and sizes {self.sizes}", fix="write dp=2,tp=2 or the like"
+            )
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"axis names must differ, got {self.names}", fix="name each axis once, such as dp=2,tp=2")
         if any(not isinstance(s, int) or s < 1 for s in self.sizes):

@@ -147,7 +147,8 @@ def collective_call(node: fx.Node) -> tuple[str, str, str, str, tuple[int, ...]]
     value = tensor_arguments(node)[0].meta["val"]
     reduction = next((a for a in node.args[1:-1] if isinstance(a, str)), "")
     dtype = str(value.dtype).removeprefix("torch.")
-    return node.args[-1], node.target.overloadpacket.__name__, reduction, dtype, tuple(value.shape)
+    op = node.target.overloadpacket.__name__.rstrip("_")  # in place or not is each rank's own business
+    return node.args[-1], op, reduction, dtype, tuple(value.shape)
 
 
 def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:
