@@ -6,11 +6,12 @@ decides gives right numbers: so every decision is derived again from the op's ru
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from . import rules
 from .errors import PlanIncompatible
-from .graph import describe, is_op, output_node, tensor_arguments, values_of
+from .graph import describe, is_op, output_node, tensor_arguments, tensor_of, values_of
 from .layout import Layout, is_even, is_legal
 from .mesh import Mesh
 from .sharding import NodeSharding, Sharding
@@ -32,6 +33,7 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     for name, decision in sharding.nodes.items():
         if not _is_offered(nodes[name], decision, mesh):
             raise _wrong(nodes[name], f"the plan shards {name} in a way that its rule does not offer")
+    _check_partial(graph, sharding)
     for name, layout in sharding.leaves.items():
         node = nodes[name]
         if not _fits(layout, node.meta["val"].shape, mesh) or _is_buffer(node) and not layout.is_replicated:
@@ -41,6 +43,19 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
         if index >= len(values) or len(layout.dims) != values[index].dim() or not is_legal(values[index].shape, layout, mesh):
             raise _wrong(nodes[name], f"the plan keeps {name} as {layout}, which it cannot be")
     _check_outputs(graph, sharding)
+
+
+def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
+    """An op is promised partial terms only of a value that is made as such: no collective splits a sum again."""
+    for node in graph.nodes:
+        decision = sharding.nodes.get(node.name) if is_op(node) else None
+        for argument, wanted in zip(tensor_arguments(node), decision.inputs if decision else ()):
+            producer, index = tensor_of(argument)
+            made = sharding.nodes.get(producer.name)
+            position = index and sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:index])
+            partial = made.outputs[position].partial if made else ()
+            if any(term not in partial and sharding.mesh.size(term[0]) > 1 for term in wanted.partial):
+                raise _wrong(node, f"the plan passes {argument.name} to {node.name} as {wanted}, which no collective makes of it")
 
 
 def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
