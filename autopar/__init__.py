@@ -10,6 +10,10 @@ from .errors import AutoparError
 from .hardware import Hardware
 from .mesh import Mesh
 from .plan import Plan
+from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 
-__all__ = ["AutoparError", "Hardware", "Mesh", "Plan", "compile", "plan"]
+__all__ = [
+    "AutoparError", "Checkpoint", "Hardware", "Mesh", "Plan", "compile", "latest_checkpoint", "load_checkpoint", "plan",
+    "save_checkpoint",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -34,6 +34,7 @@ from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
 from .runtime.parameters import check_model, check_source
+from .storage.weights import Weights
 from .unroll import tower_of, unroll
 
 _UNITS = {
@@ -127,14 +128,14 @@ def compile(
     """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global batch.
 
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs too).
-    `plan`: a Plan or the path of one, instead of planning. Other arguments as in `autopar.plan`. The source model's
-    parameters are taken over. Without example_inputs the model is compiled at its first call.
+    `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each rank reads
+    its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's parameters are
+    taken over. Without example_inputs the model is compiled at its first call.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
-    for value, what in ((adapt, "adapt="), (weights, "weights=")):
-        if value:
-            raise StrategyError(f"{what} is not available in this version", fix="see the README's status table")
+    if adapt:
+        raise StrategyError("adapt= is not available in this version", fix="see the README's status table")
     if precision != "fp32":
         raise StrategyError(
             f"compile runs in the model's own dtype, precision={precision!r} can only be planned",
@@ -147,7 +148,7 @@ def compile(
         )
     arguments = dict(
         inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
+        strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
     )  # fmt: skip
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)
@@ -156,17 +157,18 @@ def compile(
 
 
 def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memory, optimizer, precision, strategy, pin,
-             loss_fn, strict):  # fmt: skip
+             loss_fn, strict, weights):  # fmt: skip
     mesh = Mesh.of(device_mesh)
     process_groups.check_world(mesh, device_mesh)
     watch.start()
 
     def traced():
-        check_source(model)
+        check_source(model, weights is not None)
+        values = Weights(model, weights) if weights is not None else None
         example, given = global_example(example_inputs, inputs, mesh)
-        return example, given, forms_of(model), trace(model, example, loss_fn)
+        return values, example, given, forms_of(model), trace(model, example, loss_fn)
 
-    example, given, forms, captured = agree.everywhere(traced)
+    values, example, given, forms, captured = agree.everywhere(traced)
     signature = captured.signature
     shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={c!r}" for n, s, c in
               zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
@@ -191,7 +193,10 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
     def graph_in(training: bool) -> str:
         return fingerprint(trace(model.train(training), example, loss_fn, forms).graph)
 
-    return ParallelModule(model, captured, agreed, device_mesh, inputs, given, graph_in)
+    compiled = ParallelModule(model, captured, agreed, device_mesh, inputs, given, graph_in, values)
+    if values is not None:
+        values.close()
+    return compiled
 
 
 def _options(mesh, profile, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:

@@ -75,6 +75,22 @@ class PlanIncompatible(AutoparError):
     """A plan made for another model, mesh or input shape, or with a decision that these do not allow."""
 
 
+class WeightsError(AutoparError):
+    """A folder of weights that cannot be read, or that is another model's."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint that is not there, or something that cannot be saved in one."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file of a committed checkpoint is missing or is not the one that was written."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint of another model or optimizer."""
+
+
 class HardwareError(AutoparError):
     """An unknown hardware profile, or one with a missing or impossible number."""
 
@@ -110,6 +126,10 @@ class VerifyError(AutoparError):
 
 class MovedParameterError(AutoparError):
     """A parameter of the source model was used after `autopar.compile` took it over."""
+
+
+class SourceMethodError(AutoparError, AttributeError):
+    """A method of the source model, such as `generate`, was looked up on the compiled one, which has only the call."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

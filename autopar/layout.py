@@ -125,6 +125,16 @@ def dim_ranges(
     return [(p * (size // parts) + start, p * (size // parts) + stop) for p in range(parts)]
 
 
+def local_ranges(
+    shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
+) -> list[list[tuple[int, int]]]:
+    """For each dim the global (start, stop) ranges that the device at `coordinate` holds of a tensor of global `shape`."""
+    return [
+        dim_ranges(size, axes, parts, mesh, coordinate) if axes else [(0, size)]
+        for size, axes, parts in zip(shape, layout.dims, layout.parts)
+    ]
+
+
 def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
     """Local shape on the device at `coordinate` of a tensor of global `shape`."""
     return tuple(

@@ -12,7 +12,8 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
      "autopar.rules"},
     {"autopar.cost", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file", "autopar.planner"},
     {"autopar.passes"},
-    {"autopar.debug", "autopar.codegen", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime"},
+    {"autopar.debug", "autopar.codegen", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime",
+     "autopar.storage"},
     {"autopar.api", "autopar.view", "autopar.simulated", "autopar.cli", "autopar.commands", "autopar"},
 ]
 MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary

@@ -37,6 +37,11 @@ def everywhere(run: Callable[[], T]) -> T:
     return result
 
 
+def from_all(make: Callable[[], T]) -> list[T]:
+    """What every rank makes, in order of rank. If it fails on some rank, every rank raises, as in `everywhere`."""
+    return _gather(everywhere(make))
+
+
 def from_rank_zero(make: Callable[[], object]) -> object:
     """The value that rank 0 makes, on every rank; if that fails, every rank raises."""
     box, error = [None, None], None

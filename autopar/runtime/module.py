@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import Captured
-from ..errors import InputError, StrategyError
+from ..errors import InputError, SourceMethodError, StrategyError
 from ..layout import Layout
 from ..lower import lower
 from ..plan import Plan, fingerprint
+from ..storage.model_folder import save_model
+from ..storage.state_dict import translate_states
+from ..storage.weights import Weights
 from . import agree, watch
 from .inputs import Inputs
 from .parameters import take_over
@@ -21,11 +25,11 @@ from .step import Step
 
 class ParallelModule(nn.Module):
     """Made by `autopar.compile`; `plan` is what was decided. `graph_in(training)` traces the source again in train or eval mode
-    and returns the fingerprint of its graph; `fixed` is as in Inputs."""
+    and returns the fingerprint of its graph; `fixed` is as in Inputs; values come from the source or from `weights`."""
 
     def __init__(
         self, source: nn.Module, captured: Captured, plan: Plan, device_mesh, inputs: str, fixed: Mapping[str, Layout],
-        graph_in: Callable[[bool], str],
+        graph_in: Callable[[bool], str], weights: Weights | None = None,
     ):  # fmt: skip
         super().__init__()
         self.plan, self._graph_in = plan, graph_in
@@ -38,7 +42,9 @@ class ParallelModule(nn.Module):
         self._inputs = Inputs(captured.signature, inputs, layouts, fixed, plan.mesh, device_mesh)
         self._graph = fingerprint(captured.graph)
         self._runs_in = {source.training: True}  # modes known to have this graph or not
-        take_over(self, source, captured, plan, plan.mesh.coordinate(rank), device_mesh)
+        coordinate = plan.mesh.coordinate(rank)
+        self.layouts = agree.everywhere(lambda: take_over(self, source, captured, plan, coordinate, device_mesh, weights))
+        translate_states(self, self.layouts, plan.mesh, device_mesh)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
         self._step = Step(program, captured, plan, self, device_mesh)
         self.train(source.training)
@@ -65,6 +71,11 @@ class ParallelModule(nn.Module):
         the keyword arguments, or a tuple. For a loss outside of the model, `shard_inputs(labels=labels)` of inputs not compiled
         for are cut along dim 0 as the first input is."""
         return self._inputs.shard(args, kwargs)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder: config.json, if the source has a config, and safetensors shards under the original names,
+        which `from_pretrained` and `weights=` load. All ranks call it; each writes tensors of its own, whole, one at a time."""
+        save_model(self, folder)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their norm over the whole model; returns the norm as a plain tensor."""
@@ -93,8 +104,8 @@ class ParallelModule(nn.Module):
                 raise
             value = getattr(source, name)
         if callable(value):
-            raise AttributeError(
-                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile took over: "
-                "only calling the model itself is compiled"
+            raise SourceMethodError(
+                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile took over",
+                fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain model",
             )
         return value

@@ -12,6 +12,7 @@ from ..capture import Captured
 from ..errors import InputError, MovedParameterError
 from ..layout import Layout, local_part
 from ..plan import Plan
+from ..storage.weights import Weights
 from .dtensors import as_dtensor
 
 # What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
@@ -60,41 +61,59 @@ def check_model(source: nn.Module) -> None:
             raise InputError(f"{name} is complex, and gradients of complex parameters are not available", fix="use real parameters")
 
 
-def check_source(source: nn.Module) -> None:
-    """Raises InputError or MovedParameterError if the model has no values that could be taken over."""
+def check_source(source: nn.Module, weights: bool = False) -> None:
+    """Raises InputError or MovedParameterError if the model cannot be taken over; without `weights` it must have values."""
     check_model(source)
-    for name, parameter in source.named_parameters():
-        if parameter.is_meta:
+    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+        if tensor.is_meta and not weights:
             raise InputError(
                 f"{name} is on the meta device and has no values",
-                fix="compile a model with values; autopar.plan takes models on the meta device",
+                fix="pass weights=FOLDER, or compile a model with values; autopar.plan takes models on the meta device",
             )
+    for name, parameter in source.named_parameters():
         if isinstance(parameter, DTensor):
             raise InputError(f"{name} is a DTensor already", fix="compile the model before it is parallelized")
 
 
-def take_over(module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh) -> None:
-    """Give `module` this rank's parts under all names of the source. Each source parameter is emptied as soon as its part is
-    made, so that the two are never in memory as a whole."""
+def take_over(
+    module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh, weights: Weights | None = None
+) -> dict[str, Layout]:
+    """Give `module` this rank's parts under all names of the source, with the source's values or those that `weights` reads.
+    Each source parameter is emptied as soon as its part is made, so that the two are never in memory as a whole. Returns the
+    layouts of the parameters by name."""
     device = torch.device(device_mesh.device_type)
+
+    def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if weights is not None:
+            return weights.part(name, tensor.dtype, layout, plan.mesh, coordinate).to(device)
+        return local_part(tensor.detach(), layout, plan.mesh, coordinate).to(device)
+
     for name, _ in source.named_modules(remove_duplicate=False):
         _owner(module, name)  # all of them first: parameters keep their order
     persistent = set(source.state_dict())
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in source.named_buffers(remove_duplicate=False):
-        kept = buffers.setdefault(id(buffer), buffer.detach().clone().to(device))
+        if id(buffer) not in buffers:
+            saved = name in persistent and weights is not None
+            replicated = Layout.replicated(buffer.dim())
+            buffers[id(buffer)] = part_of(name, buffer, replicated) if saved else buffer.detach().clone().to(device)
+        kept = buffers[id(buffer)]
         _place(module, name, lambda owner, leaf, b=kept, n=name: owner.register_buffer(leaf, b, n in persistent))
     leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
     made: dict[int, nn.Parameter] = {}
+    layouts: dict[str, Layout] = {}
+    shapes = {id(p): p.shape for p in source.parameters()}
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
+        leaf = leaves.get(captured.ties.get(name, name), "")
+        layout = plan.sharding.leaves.get(leaf) or Layout.replicated(len(shapes[id(parameter)]))
+        layouts[name] = layout
         if id(parameter) not in made:
-            unused = Layout.replicated(parameter.dim())
-            layout = plan.sharding.leaves.get(leaves.get(captured.ties.get(name, name), ""), unused)
-            local = local_part(parameter.detach(), layout, plan.mesh, coordinate).to(device)
-            dtensor = as_dtensor(local, parameter.shape, layout, plan.mesh, device_mesh)
+            local = part_of(name, parameter, layout)
+            dtensor = as_dtensor(local, shapes[id(parameter)], layout, plan.mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
             _empty(parameter)
         _place(module, name, lambda owner, leaf, p=made[id(parameter)]: owner.register_parameter(leaf, p))
+    return layouts
 
 
 def _empty(parameter: nn.Parameter) -> None:

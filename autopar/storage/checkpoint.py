@@ -1,0 +1,216 @@
+"""Checkpoints: all that a training run needs to go on as if it had not stopped, on the same mesh or on any other.
+
+    root/step-00000040/model/        a Hugging Face folder: safetensors shards, index, config.json
+                       optimizer-*   safetensors: state tensors, whole, as the model's
+                       rng-*         safetensors: each rank's torch generators
+                       state.json    step, data position, scheduler, dropout, the optimizer's plain values
+                       manifest.json, COMMIT
+
+Everything is whole tensors and JSON, nothing is pickled, and no mesh or plan is part of it: every rank reads the slices that it
+needs. A save writes into a hidden folder, which takes its name when all ranks' files are on the disk; COMMIT comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import CheckpointError, CheckpointMismatch
+from ..layout import Layout
+from ..runtime import agree
+from . import optimizer_state
+from .durable import Digest, sync_folder, write_file
+from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete
+from .model_folder import local, make_folder, write_model
+from .plain import canonical, decode, encode
+from .shards import write_shards
+from .tensor_file import Form, TensorFile, TensorFileWriter
+from .weights import Weights, WeightsFolder, persistent_buffers
+
+MODEL, OPTIMIZER, RNG, STATE = "model", "optimizer", "rng", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded. `data`: what `save_checkpoint` was given as data on this rank."""
+
+    path: Path
+    step: int
+    data: object
+
+
+def save_checkpoint(
+    root: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, scheduler=None, data=None,
+    keep: int | None = None,
+) -> Path:  # fmt: skip
+    """Save a compiled model and what trains it as `root/step-STEP`, and return that path. All ranks call it together.
+
+    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`: remove all
+    but so many of the newest checkpoints afterwards. A kill at any point leaves the earlier checkpoints, and this one or nothing.
+    Raises CheckpointError if something cannot be saved."""
+    root = Path(root).expanduser()
+    final = root / folder_name(step)
+    unfinished = root / f".{final.name}.unfinished"
+    tensors, plain = {}, None
+    if optimizer is not None:
+        tensors, plain = agree.everywhere(lambda: optimizer_state.describe(model, optimizer))
+    positions = agree.from_all(lambda: encode(_state_of(data), "data"))
+    state = {
+        "step": step, "data": positions[:1] if all(p == positions[0] for p in positions) else positions, "ranks": len(positions),
+        "scheduler": agree.everywhere(lambda: encode(_state_of(scheduler), "scheduler")), "dropout": _dropout_of(model),
+        "optimizer": plain,
+    }  # fmt: skip
+    agree.from_rank_zero(lambda: (make_folder(unfinished), make_folder(unfinished / MODEL)))
+    written = [  # one after the other: a rank that fails in one of them must not leave the others waiting in the next
+        *agree.from_all(lambda: _inside(MODEL, write_model(model, unfinished / MODEL))),
+        *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.plan.mesh)),
+        *agree.from_all(lambda: _write_generators(unfinished)),
+    ]
+
+    def commit() -> None:
+        files = {path: digest for part in written for path, digest in part.items()}
+        try:
+            files[STATE] = write_file(unfinished / STATE, canonical(state))
+            committed = Manifest(step, files).write(unfinished)
+            _put_in_place(unfinished, final)
+            write_file(final / COMMIT, committed.encode())
+            _clean(root, keep)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {error.filename or final}: {error.strerror}", fix="see that the disk has room") from error
+
+    agree.from_rank_zero(commit)
+    return final
+
+
+def load_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler=None, data=None
+) -> Checkpoint:
+    """Load a checkpoint, or the newest complete one under a root, into a model compiled for any mesh and its optimizer.
+
+    `scheduler`, `data`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that saved takes
+    rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every rank: CheckpointError
+    if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another model or optimizer."""
+    path = Path(agree.from_rank_zero(lambda: str(_find(Path(folder).expanduser()))))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
+    state, weights, tensors = agree.everywhere(lambda: _open(path, model, optimizer))
+    agree.everywhere(lambda: _restore(path, state, weights, tensors, model, optimizer))
+    position = decode(state["data"][rank if len(state["data"]) > 1 else 0])
+    for target, value in ((scheduler, decode(state["scheduler"])), (data, position)):
+        if target is not None:
+            target.load_state_dict(value)
+    return Checkpoint(path, state["step"], position)
+
+
+def latest_checkpoint(root: str | Path) -> Path | None:
+    """The newest complete checkpoint under `root`, None if there is none."""
+    return next(iter(complete(Path(root).expanduser())), None)
+
+
+# saving -------------------------------------------------------------------------------------------------------------------
+
+
+def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
+    return {f"{folder}/{name}": digest for name, digest in written.items()}
+
+
+def _write_generators(folder: Path) -> dict[str, Digest]:
+    """The states of torch's generators on this rank."""
+    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    writer = TensorFileWriter(folder / _rng_name(dist.get_rank()), {k: Form(tuple(v.shape), v.dtype) for k, v in states.items()})
+    for value in states.values():
+        writer.append(value)
+    return {_rng_name(dist.get_rank()): writer.close()}
+
+
+def _rng_name(rank: int) -> str:
+    return f"{RNG}-{rank:05d}.safetensors"
+
+
+def _state_of(value):
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _dropout_of(model: nn.Module) -> dict | None:
+    random = getattr(model, "random", None)
+    return None if random is None else {"seed": int(random.seed), "offset": int(random.offset)}
+
+
+def _put_in_place(unfinished: Path, final: Path) -> None:
+    """Give a finished folder its name; a checkpoint that has it keeps another one, complete, until it is cleaned away."""
+    root = final.parent
+    if (final / COMMIT).is_file():
+        shutil.rmtree(replaced := final.with_name(final.name + REPLACED), ignore_errors=True)
+        os.rename(final, replaced)
+    else:
+        shutil.rmtree(final, ignore_errors=True)
+    for folder in (unfinished / MODEL, unfinished):
+        sync_folder(folder)
+    os.rename(unfinished, final)
+    sync_folder(root)
+
+
+def _clean(root: Path, keep: int | None) -> None:
+    """Remove what saves that did not end have left, what was replaced, and all but `keep` of the newest checkpoints."""
+    for path in (*root.glob(".step-*.unfinished"), *incomplete(root)):
+        shutil.rmtree(path, ignore_errors=True)
+    newest = [path for path in complete(root) if not path.name.endswith(REPLACED)]
+    old = [path for path in complete(root) if path.name.endswith(REPLACED)] + (newest[max(1, keep) :] if keep is not None else [])
+    for path in old:
+        (path / COMMIT).unlink()  # first of all: what is half removed is not complete
+        sync_folder(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# loading ------------------------------------------------------------------------------------------------------------------
+
+
+def _find(folder: Path) -> Path:
+    if re.match(r"step-\d+", folder.name) or (folder / COMMIT).exists():
+        return folder
+    found = latest_checkpoint(folder)
+    if found is None:
+        raise CheckpointError(f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one")
+    return found
+
+
+def _open(path: Path, model: nn.Module, optimizer):
+    """(plain state, the model's tensors, the optimizer's or None), all of them fit for this model and optimizer."""
+    state = json.loads((path / STATE).read_text())
+    weights = Weights(model, path / MODEL, CheckpointMismatch)
+    if optimizer is None:
+        return state, weights, None
+    if state["optimizer"] is None:
+        raise CheckpointMismatch(f"{path} was saved without an optimizer", fix="load it without one")
+    optimizer_state.check(model, optimizer, state["optimizer"])
+    return state, weights, WeightsFolder(path, OPTIMIZER)
+
+
+def _restore(path: Path, state: Mapping, weights: Weights, tensors: WeightsFolder | None, model: nn.Module, optimizer) -> None:
+    rank, mesh = dist.get_rank(), model.plan.mesh
+    coordinate = mesh.coordinate(rank)
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *dict(persistent_buffers(model)).items()):
+            layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
+            local(tensor).copy_(weights.part(name, tensor.dtype, layout, mesh, coordinate))
+    weights.close()
+    if tensors is not None:
+        optimizer_state.restore(model, optimizer, tensors, state["optimizer"])
+        tensors.close()
+    random = getattr(model, "random", None)
+    if random is not None and state["dropout"] is not None:
+        random.seed, random.offset = state["dropout"]["seed"], state["dropout"]["offset"]
+    generators = TensorFile(path / _rng_name(rank if rank < state["ranks"] else 0))
+    torch.set_rng_state(generators.read("cpu"))
+    if "cuda" in generators.forms and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(generators.read("cuda"))
+    generators.close()

@@ -1,0 +1,77 @@
+"""Files that are on the disk when a function returns, and what they hold in short.
+
+Everything that is saved goes through these few calls, in an order that leaves a whole old state or a whole new one, wherever the
+process or the machine stops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Length and sha256 (hex) of a file."""
+
+    bytes_: int
+    sha256: str
+
+
+@dataclass
+class Writer:
+    """A new file that is written from its start to its end. `close` returns its Digest once all of it is on the disk."""
+
+    path: Path
+    _file: int = field(init=False)
+    _bytes: int = field(init=False, default=0)
+
+    def __post_init__(self):
+        self._hash = hashlib.sha256()
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def write(self, data) -> None:
+        """All of a bytes-like object."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            self._hash.update(chunk)
+            while len(chunk):
+                chunk = chunk[os.write(self._file, chunk) :]
+        self._bytes += len(view)
+
+    def close(self) -> Digest:
+        os.fsync(self._file)
+        os.close(self._file)
+        return Digest(self._bytes, self._hash.hexdigest())
+
+
+def write_file(path: Path, data: bytes) -> Digest:
+    """A new file with this content. Who reads it sees nothing or all of it."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    writer = Writer(unfinished)
+    writer.write(data)
+    digest = writer.close()
+    os.replace(unfinished, path)
+    sync_folder(path.parent)
+    return digest
+
+
+def sync_folder(folder: Path) -> None:
+    """Names that were made or changed in `folder` are on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest_of(path: Path) -> Digest:
+    """Read a file from start to end."""
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Digest(file.tell(), sha256)

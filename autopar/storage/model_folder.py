@@ -1,0 +1,97 @@
+"""A compiled model as a folder that Hugging Face's `from_pretrained` and `weights=` load: config.json, shards and their index."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..errors import CheckpointError
+from ..layout import Layout
+from ..runtime import agree
+from .durable import Digest, digest_of, sync_folder
+from .shards import Held, write_shards
+from .tensor_file import Form
+from .weights import STEM, index_name, persistent_buffers, ties_of
+
+
+def save_model(model: nn.Module, folder: str | Path) -> None:
+    """Write the folder of a ParallelModule; all ranks call this. What a former model left there is replaced at the end.
+    Raises CheckpointError if it cannot be written."""
+    folder = Path(folder).expanduser()
+    unfinished = folder / ".unfinished"
+    agree.from_rank_zero(lambda: make_folder(unfinished))
+    agree.everywhere(lambda: write_model(model, unfinished))
+    agree.from_rank_zero(lambda: _move_in(unfinished, folder))
+
+
+def write_model(model: nn.Module, folder: Path) -> dict[str, Digest]:
+    """Write this rank's files of the model into an empty folder, on rank 0 also the config. Returns their digests."""
+    written = write_shards(tensors_of(model), folder, STEM, model.plan.mesh)
+    return written | (_write_config(model, folder) if dist.get_rank() == 0 else {})
+
+
+def tensors_of(model: nn.Module) -> dict[str, Held]:
+    """Parameters and saved buffers of a ParallelModule, each under one name: of a shared tensor's names the one under which
+    transformers wants to find it."""
+    later = {*(getattr(model, "all_tied_weights_keys", None) or ())}
+    skipped = set()
+    for names in ties_of(model):
+        first = next((name for name in names if name not in later), names[0])
+        skipped |= {*names} - {first}
+    held = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
+        if name not in skipped:
+            layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
+            held[name] = Held(Form(tuple(tensor.shape), tensor.dtype), layout, lambda t=tensor: local(t))
+    return held
+
+
+def local(tensor):
+    """What this rank holds of a DTensor or of a tensor that is the same on every rank."""
+    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def make_folder(folder: Path) -> str:
+    """An empty folder of this name. Raises CheckpointError if there cannot be one."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {folder}: {error.strerror}", fix="give a folder that can be written") from error
+    return str(folder)
+
+
+def _write_config(model: nn.Module, folder: Path) -> dict[str, Digest]:
+    """config.json and generation_config.json of a model that has them, as transformers writes them."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return {}
+    config = copy.deepcopy(config)
+    config.architectures = [type(model._source).__name__]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)
+    return {path.name: digest_of(path) for path in folder.glob("*config.json")}
+
+
+def _move_in(unfinished: Path, folder: Path) -> None:
+    """Replace the model of `folder`. The index goes last: what it names is there."""
+    new = sorted(unfinished.iterdir(), key=lambda path: path.name == index_name(STEM))
+    for path in folder.glob(f"{STEM}*.safetensors*"):
+        if path.name not in {p.name for p in new}:
+            path.unlink()
+    for path in new:
+        os.replace(path, folder / path.name)
+    unfinished.rmdir()
+    sync_folder(folder)

@@ -1,0 +1,107 @@
+"""The state of any torch optimizer by the names of parameters: tensors for a tensor file, the rest for JSON.
+
+A state tensor like its parameter (momentum) is sharded as the parameter is; any other is stored whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..errors import CheckpointError, CheckpointMismatch
+from ..layout import Layout, local_ranges
+from ..runtime.dtensors import as_dtensor
+from .model_folder import local
+from .plain import decode, encode
+from .shards import Held
+from .tensor_file import Form
+from .weights import WeightsFolder, shortened
+
+LIKE_PARAMETER, WHOLE_DTENSOR, PLAIN = "like parameter", "whole", "plain"
+
+
+def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Held], dict]:
+    """(tensors by "PARAMETER/KEY", the rest as JSON). Raises CheckpointError for parameters of another model and for state that
+    is neither tensors nor plain values."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [
+        {"params": _names_of(group["params"], names)}
+        | {"options": encode({k: v for k, v in group.items() if k != "params"}, f"param_groups[{i}]")}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    held: dict[str, Held] = {}
+    states: dict[str, dict] = {}
+    for name, parameter in model.named_parameters():
+        if parameter not in optimizer.state:
+            continue
+        states[name] = {}
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, torch.Tensor):
+                kind, held[f"{name}/{key}"] = _held(model, name, parameter, value)
+                states[name][key] = {"tensor": kind, "device": value.device.type}
+            else:
+                states[name][key] = {"value": encode(value, f"state[{name}][{key}]")}
+    return held, {"class": type(optimizer).__name__, "groups": groups, "state": states}
+
+
+def _names_of(parameters: list, names: Mapping[int, str]) -> list[str]:
+    if any(id(p) not in names for p in parameters):
+        raise CheckpointError(
+            "the optimizer has parameters that are not the model's", fix="build it from the parameters() of the compiled model"
+        )
+    return [names[id(p)] for p in parameters]
+
+
+def _held(model: nn.Module, name: str, parameter: DTensor, value: torch.Tensor) -> tuple[str, Held]:
+    form = Form(tuple(value.shape), value.dtype)
+    if not isinstance(value, DTensor):
+        return PLAIN, Held(form, Layout.replicated(value.dim()), lambda: value.detach())
+    if value.shape == parameter.shape and value.placements == parameter.placements:
+        return LIKE_PARAMETER, Held(form, model.layouts[name], lambda: local(value))
+    return WHOLE_DTENSOR, Held(form, Layout.replicated(value.dim()), lambda: value.full_tensor().detach())
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -> None:
+    """Raises CheckpointMismatch with all differences between an optimizer and a saved one."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    mine = [_names_of(group["params"], names) for group in optimizer.param_groups]
+    saved = [group["params"] for group in described["groups"]]
+    lines = []
+    if type(optimizer).__name__ != described["class"]:
+        lines.append(f"it is {described['class']}, not {type(optimizer).__name__}")
+    if len(mine) != len(saved):
+        lines.append(f"it has {len(saved)} parameter groups, not {len(mine)}")
+    for i, (ours, theirs) in enumerate(zip(mine, saved)):
+        for what, found in (("lacks", [n for n in ours if n not in theirs]), ("also has", [n for n in theirs if n not in ours])):
+            if found:
+                lines.append(f"group {i} {what} {shortened(found)}")
+    if lines:
+        raise CheckpointMismatch(f"the checkpoint's optimizer is another one: {'; '.join(lines)}", fix="build the same optimizer")
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: WeightsFolder, described: dict) -> None:
+    """Give the optimizer the saved state, cut for this rank. Call `check` before."""
+    parameters, mesh = dict(model.named_parameters()), model.plan.mesh
+    coordinate = mesh.coordinate(dist.get_rank())
+    for group, saved in zip(optimizer.param_groups, described["groups"]):
+        group["params"] = [parameters[name] for name in saved["params"]]
+        group.update(decode(saved["options"]))
+    optimizer.state.clear()
+    for name, values in described["state"].items():
+        state, device_mesh = optimizer.state[parameters[name]], parameters[name].device_mesh
+        for key, saved in values.items():
+            stored = f"{name}/{key}"
+            if "value" in saved:
+                state[key] = decode(saved["value"])
+            elif saved["tensor"] == LIKE_PARAMETER:
+                layout, shape = model.layouts[name], folder.forms[stored].shape
+                part = folder.read(stored, local_ranges(shape, layout, mesh, coordinate)).to(saved["device"])
+                state[key] = as_dtensor(part, shape, layout, mesh, device_mesh)
+            else:
+                whole = folder.read(stored).to(saved["device"])
+                is_plain = saved["tensor"] == PLAIN
+                state[key] = whole if is_plain else DTensor.from_local(whole, device_mesh, [Replicate()] * len(mesh.names))
