@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..errors import AutoparError, MeshError
+from ..errors import AutoparError, CheckpointError, MeshError
 from . import common
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
@@ -21,6 +21,10 @@ def add(subparsers) -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
     parser.add_argument("--timeout", type=common.count, metavar="S", help="seconds a collective waits for others (default 120)")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save the run there at the end, and what --every says")
+    parser.add_argument("--every", type=common.count, metavar="N", help="save after every N steps too")
+    parser.add_argument("--keep", type=common.count, metavar="N", help="keep the newest N checkpoints only")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in FOLDER, if there is one")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from .. import models
     from ..mesh import Mesh
 
+    if args.checkpoint is None and (args.every or args.keep or args.resume):
+        raise CheckpointError("--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER")
     models.build(args.model, batch=args.batch, seq=args.seq)  # on meta: raises here rather than in every process
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args)}
     devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")

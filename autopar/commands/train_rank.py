@@ -71,8 +71,9 @@ def _run(device_mesh, settings: dict, say) -> None:
     model = autopar.compile(source, device_mesh, inputs, **planning)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
+    done = _resume(model, optimizer, stream, settings, say)
     seconds, peak = [], 0
-    for step in range(1, steps + 1):
+    for step in range(done + 1, steps + 1):
         call = next(stream)
         start = time.perf_counter()
         with _saved_bytes(model) as saved:
@@ -84,10 +85,36 @@ def _run(device_mesh, settings: dict, say) -> None:
         optimizer.zero_grad()
         whole = time.perf_counter() - start
         say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
+        _save(step, model, optimizer, stream, settings)
+    if not seconds:
+        return say(f"all {steps} steps were taken before")
     timed = seconds[WARM_UP:] or seconds
     figures = torch.tensor([statistics.median(timed), float(peak)], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     say("", _comparison(model.plan, *figures.tolist(), len(timed)), sep="\n")
+
+
+def _resume(model, optimizer, stream, settings: dict, say) -> int:
+    """The number of steps that were taken before; 0 without a checkpoint to go on from."""
+    folder = settings["checkpoint"]
+    if not settings["resume"]:
+        return 0
+    if autopar.latest_checkpoint(folder) is None:
+        say(f"no checkpoint in {folder}: starting with step 1")
+        return 0
+    loaded = autopar.load_checkpoint(folder, model, optimizer)
+    if loaded.data is not None:
+        stream.position = loaded.data["position"]
+    say(f"resumed from {loaded.path}")
+    return loaded.step
+
+
+def _save(step: int, model, optimizer, stream, settings: dict) -> None:
+    """A checkpoint, if the settings want one after this step."""
+    every = settings["every"]
+    if settings["checkpoint"] and (step == settings["steps"] or every and step % every == 0):
+        data = {"position": stream.position} if hasattr(stream, "position") else None
+        autopar.save_checkpoint(settings["checkpoint"], model, optimizer, step=step, data=data, keep=settings["keep"])
 
 
 def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:

@@ -85,7 +85,8 @@ def save_checkpoint(
             write_file(final / COMMIT, committed.encode())
             _clean(root, keep)
         except OSError as error:
-            raise CheckpointError(f"cannot write {error.filename or final}: {error.strerror}", fix="see that the disk has room") from error
+            where = error.filename or final
+            raise CheckpointError(f"cannot write {where}: {error.strerror}", fix="see that the disk has room") from error
 
     agree.from_rank_zero(commit)
     return final

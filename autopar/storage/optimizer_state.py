@@ -39,7 +39,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
         if parameter not in optimizer.state:
             continue
         states[name] = {}
-        for key, value in optimizer.state[parameter].items():
+        for key, value in sorted(optimizer.state[parameter].items()):  # equal states give equal files
             if isinstance(value, torch.Tensor):
                 kind, held[f"{name}/{key}"] = _held(model, name, parameter, value)
                 states[name][key] = {"tensor": kind, "device": value.device.type}

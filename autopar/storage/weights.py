@@ -1,4 +1,4 @@
-"""`weights=FOLDER`: the values of a model on the meta device, each rank reading from a Hugging Face safetensors folder what it holds.
+"""`weights=FOLDER`: values for a model on the meta device; each rank reads what it holds from a Hugging Face safetensors folder.
 
 Never in memory: the model, or more than the largest single tensor besides this rank's shards. (Where the folder stores a tensor in
 another form, such as one file tensor an expert, its parts and the result are there at once.)
@@ -55,7 +55,8 @@ class WeightsFolder:
                 f"{self.folder} has neither {self._single} nor {self._index}", fix="give a folder that save_pretrained wrote"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise WeightsError(f"{self.folder / self._index} is not an index of weights: {error}", fix="fetch or save it again") from error
+            index = self.folder / self._index
+            raise WeightsError(f"{index} is not an index of weights: {error}", fix="fetch or save it again") from error
         return [self.folder / name for name in sorted(names)]
 
     def read(self, name: str, ranges=None) -> Tensor:
