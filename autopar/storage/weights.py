@@ -106,8 +106,8 @@ class Weights:
         ranges = local_ranges(self._form(stored).shape, layout, mesh, coordinate)
         if stored.group is None:
             return self._folder.read(stored.name, ranges).to(dtype)
-        if self._kept[0] is not stored.group:
-            self._kept = None, {}
+        if self._kept[0] is not stored.group or name not in self._kept[1]:
+            self._kept = None, {}  # before there is another
             self._kept = stored.group, stored.group.convert(self._folder.read)
         return cut(self._kept[1].pop(name), ranges).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
