@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from autopar import Plan, api, debug
 from autopar.cli import main
 from autopar.commands.graph import GLOBAL, LOCAL
 from autopar.models import build
+from tests.storage.damage import Killed, end_test
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
@@ -72,6 +74,7 @@ def test_version(capsys):
         (["graph", *MLP, "--after", "lunch"], "'lunch'", "autopar graph --help"),
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
         (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
+        (["train", *MLP, "--resume"], "--every, --keep and --resume", "--checkpoint FOLDER"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, fix, capsys):
@@ -204,6 +207,34 @@ def test_train_under_torchrun():
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 0, err
     assert out.count("step 1  loss") == 1 and "; measured " in out  # the first rank alone speaks
+
+
+def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
+    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte."""
+    from autopar.commands import train_rank
+
+    words = ["train", "--model", "gpt:hidden=16,layers=1,heads=2,vocab=256,seq=8", "--mesh", "dp=1", "--batch", "2", "--seq", "8"]
+    words += ["--steps", "6", "--every", "2", "--keep", "2", "--resume", "--checkpoint"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    assert f"no checkpoint in {tmp_path / 'whole'}: starting with step 1" in capsys.readouterr().out
+
+    save = train_rank._save
+    with monkeypatch.context() as patch:
+        patch.setattr(train_rank, "_save", lambda step, *rest: end_test() if step == 5 else save(step, *rest))
+        with pytest.raises(Killed):
+            main([*words, str(tmp_path / "killed")])
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "killed")]) == 0
+    out = capsys.readouterr().out
+    assert "resumed from" in out and out.count("  loss ") == 2 and "step 5  loss" in out
+    names = [p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*") if p.is_file()]
+    assert {p.parts[0] for p in names} == {"step-00000004", "step-00000006"}
+    assert all((tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
 
 
 @pytest.mark.gloo
