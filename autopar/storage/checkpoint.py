@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointError, CheckpointMismatch
+from ..errors import CheckpointError, CheckpointMismatch, InputError
 from ..layout import Layout
 from ..runtime import agree
 from . import optimizer_state
-from .durable import Digest, sync_folder, write_file
+from .durable import Digest, disk_errors, sync_folder, write_file
 from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete
 from .model_folder import local, make_folder, write_model
 from .plain import canonical, decode, encode
@@ -41,7 +41,8 @@ MODEL, OPTIMIZER, RNG, STATE = "model", "optimizer", "rng", "state.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded. `data`: what `save_checkpoint` was given as data on this rank."""
+    """What was loaded. `data`: what `save_checkpoint` was given as data on this rank; where ranks gave different data and there
+    is another number of ranks now, the list of it all."""
 
     path: Path
     step: int
@@ -57,6 +58,9 @@ def save_checkpoint(
     `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`: remove all
     but so many of the newest checkpoints afterwards. A kill at any point leaves the earlier checkpoints, and this one or nothing.
     Raises CheckpointError if something cannot be saved."""
+    _check_model(model)
+    if not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"step is {step!r}", fix="give the number of steps taken")
     root = Path(root).expanduser()
     final = root / folder_name(step)
     unfinished = root / f".{final.name}.unfinished"
@@ -78,15 +82,12 @@ def save_checkpoint(
 
     def commit() -> None:
         files = {path: digest for part in written for path, digest in part.items()}
-        try:
+        with disk_errors(final):
             files[STATE] = write_file(unfinished / STATE, canonical(state))
             committed = Manifest(step, files).write(unfinished)
             _put_in_place(unfinished, final)
             write_file(final / COMMIT, committed.encode())
             _clean(root, keep)
-        except OSError as error:
-            where = error.filename or final
-            raise CheckpointError(f"cannot write {where}: {error.strerror}", fix="see that the disk has room") from error
 
     agree.from_rank_zero(commit)
     return final
@@ -100,12 +101,14 @@ def load_checkpoint(
     `scheduler`, `data`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that saved takes
     rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every rank: CheckpointError
     if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another model or optimizer."""
+    _check_model(model)
     path = Path(agree.from_rank_zero(lambda: str(_find(Path(folder).expanduser()))))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
-    state, weights, tensors = agree.everywhere(lambda: _open(path, model, optimizer))
+    state, weights, tensors = agree.everywhere(lambda: _open(path, model, optimizer, data))
     agree.everywhere(lambda: _restore(path, state, weights, tensors, model, optimizer))
-    position = decode(state["data"][rank if len(state["data"]) > 1 else 0])
+    positions = decode(state["data"])
+    position = positions if len(positions) not in (1, ranks) else positions[rank % len(positions)]
     for target, value in ((scheduler, decode(state["scheduler"])), (data, position)):
         if target is not None:
             target.load_state_dict(value)
@@ -115,6 +118,14 @@ def load_checkpoint(
 def latest_checkpoint(root: str | Path) -> Path | None:
     """The newest complete checkpoint under `root`, None if there is none."""
     return next(iter(complete(Path(root).expanduser())), None)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not hasattr(model, "layouts"):
+        raise InputError(
+            f"checkpoints are of compiled models, not of a {type(model).__name__}",
+            fix="pass what autopar.compile returned, compiled with example_inputs",
+        )
 
 
 # saving -------------------------------------------------------------------------------------------------------------------
@@ -127,10 +138,12 @@ def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
 def _write_generators(folder: Path) -> dict[str, Digest]:
     """The states of torch's generators on this rank."""
     states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-    writer = TensorFileWriter(folder / _rng_name(dist.get_rank()), {k: Form(tuple(v.shape), v.dtype) for k, v in states.items()})
-    for value in states.values():
-        writer.append(value)
-    return {_rng_name(dist.get_rank()): writer.close()}
+    path = folder / _rng_name(dist.get_rank())
+    with disk_errors(path):
+        writer = TensorFileWriter(path, {name: Form(tuple(value.shape), value.dtype) for name, value in states.items()})
+        for value in states.values():
+            writer.append(value)
+        return {path.name: writer.close()}
 
 
 def _rng_name(rank: int) -> str:
@@ -184,9 +197,14 @@ def _find(folder: Path) -> Path:
     return found
 
 
-def _open(path: Path, model: nn.Module, optimizer):
+def _open(path: Path, model: nn.Module, optimizer, data):
     """(plain state, the model's tensors, the optimizer's or None), all of them fit for this model and optimizer."""
     state = json.loads((path / STATE).read_text())
+    if data is not None and len(state["data"]) not in (1, dist.get_world_size()):
+        raise CheckpointMismatch(
+            f"{len(state['data'])} ranks saved data positions of their own and there are {dist.get_world_size()} now",
+            fix="load without data=, and divide what Checkpoint.data lists",
+        )
     weights = Weights(model, path / MODEL, CheckpointMismatch)
     if optimizer is None:
         return state, weights, None

@@ -6,12 +6,27 @@ process or the machine stops.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import CheckpointError
+
 CHUNK_BYTES = 16 << 20
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """What the disk refuses inside becomes a CheckpointError that names `path`, or the file itself where that is known."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {error.filename or path}: {error.strerror}", fix="give a folder that can be written, on a disk with room"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..errors import CheckpointError
 from ..layout import Layout
 from ..runtime import agree
-from .durable import Digest, digest_of, sync_folder
+from .durable import Digest, disk_errors, sync_folder, write_file
 from .shards import Held, write_shards
 from .tensor_file import Form
 from .weights import STEM, index_name, persistent_buffers, ties_of
@@ -60,11 +59,9 @@ def local(tensor):
 
 def make_folder(folder: Path) -> str:
     """An empty folder of this name. Raises CheckpointError if there cannot be one."""
-    try:
+    with disk_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {folder}: {error.strerror}", fix="give a folder that can be written") from error
     return str(folder)
 
 
@@ -78,20 +75,22 @@ def _write_config(model: nn.Module, folder: Path) -> dict[str, Digest]:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     if dtype is not None:
         config.dtype = str(dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
-    if hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(folder)
-    return {path.name: digest_of(path) for path in folder.glob("*config.json")}
+    with disk_errors(folder):
+        config.save_pretrained(folder)
+        generation = getattr(model, "generation_config", None)
+        if hasattr(generation, "save_pretrained"):
+            generation.save_pretrained(folder)
+        return {path.name: write_file(path, path.read_bytes()) for path in folder.glob("*config.json")}  # now on the disk
 
 
 def _move_in(unfinished: Path, folder: Path) -> None:
     """Replace the model of `folder`. The index goes last: what it names is there."""
     new = sorted(unfinished.iterdir(), key=lambda path: path.name == index_name(STEM))
-    for path in folder.glob(f"{STEM}*.safetensors*"):
-        if path.name not in {p.name for p in new}:
-            path.unlink()
-    for path in new:
-        os.replace(path, folder / path.name)
-    unfinished.rmdir()
-    sync_folder(folder)
+    with disk_errors(folder):
+        for path in folder.glob(f"{STEM}*.safetensors*"):
+            if path.name not in {p.name for p in new}:
+                path.unlink()
+        for path in new:
+            os.replace(path, folder / path.name)
+        unfinished.rmdir()
+        sync_folder(folder)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..layout import Layout
 from ..mesh import Mesh
-from .durable import Digest, write_file
+from .durable import Digest, disk_errors, write_file
 from .gather import gather_to
 from .tensor_file import NAMES, Form, TensorFileWriter, in_order
 from .weights import index_name, single_name
@@ -61,25 +61,26 @@ def write_shards(held: Mapping[str, Held], folder: Path, stem: str, mesh: Mesh) 
     files = file_names(stem, max(1, min(mesh.devices, len(forms))))
     index = {name: files[owner] for name, owner in owners_of(forms, len(files)).items()}
     mine = files[rank] if rank < len(files) else None
-    writer = error = None
-    try:
-        if mine is not None:
-            writer = TensorFileWriter(folder / mine, {name: forms[name] for name in forms if index[name] == mine})
-    except OSError as caught:
-        error = caught
+    writer = failure = None
     for name in in_order(forms):
         h = held[name]
         whole = gather_to(files.index(index[name]), h.part(), h.form.shape, h.layout, mesh)
-        if index[name] == mine and error is None:
-            try:
+        if index[name] != mine or failure is not None:
+            continue
+        try:
+            with disk_errors(folder / mine):
+                writer = writer or TensorFileWriter(folder / mine, {n: forms[n] for n in forms if index[n] == mine})
                 writer.append(whole)
-            except OSError as caught:
-                error = caught
-    if error is not None:
-        raise CheckpointError(f"cannot write {folder / mine}: {error.strerror}", fix="see that the disk has room") from error
-    written = {mine: writer.close()} if writer is not None else {}
-    if rank == 0 and len(files) > 1:
-        total = sum(form.bytes_ for form in forms.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
-        written[index_name(stem)] = write_file(folder / index_name(stem), text.encode())
+        except CheckpointError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    with disk_errors(folder / stem):
+        if mine is not None and writer is None:  # there is no tensor at all
+            writer = TensorFileWriter(folder / mine, {})
+        written = {mine: writer.close()} if mine is not None else {}
+        if rank == 0 and len(files) > 1:
+            total = sum(form.bytes_ for form in forms.values())
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
+            written[index_name(stem)] = write_file(folder / index_name(stem), text.encode())
     return written

@@ -57,7 +57,7 @@ class TensorFile:
     def __init__(self, path: Path):
         self.path, self.forms, self._begin = path, {}, {}
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open(path, "rb", buffering=0)
         except OSError as error:
             raise WeightsError(f"cannot read {path}: {error.strerror}", fix="see that all files of the folder are there") from error
         try:
@@ -66,11 +66,11 @@ class TensorFile:
             raise WeightsError(f"{path} is not a safetensors file: {error}", fix="fetch or save it again") from error
 
     def _read_header(self) -> None:
-        size = os.fstat(self._file).st_size
-        (length,) = struct.unpack("<Q", os.pread(self._file, 8, 0))
+        size = os.fstat(self._file.fileno()).st_size
+        (length,) = struct.unpack("<Q", os.pread(self._file.fileno(), 8, 0))
         if length > min(LONGEST_HEADER, size - 8):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(os.pread(self._file, length, 8))
+        header = json.loads(os.pread(self._file.fileno(), length, 8))
         header.pop("__metadata__", None)
         spans = []
         for name, entry in header.items():
@@ -118,13 +118,13 @@ class TensorFile:
     def _read_into(self, result: Tensor, offset: int) -> None:
         view = bytes_of(result)
         while len(view):
-            count = os.preadv(self._file, [view[: 1 << 30]], offset)
+            count = os.preadv(self._file.fileno(), [view[: 1 << 30]], offset)
             if not count:
                 raise WeightsError(f"{self.path} ends before its last tensor", fix="fetch or save it again")
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
 class TensorFileWriter:

@@ -28,19 +28,17 @@ def end_test() -> None:
 
 @contextlib.contextmanager
 def counted(at: int | None = None, fraction: float = 0.0, stop: Callable[[], None] = kill_process) -> Iterator[list[str]]:
-    """Inside, the calls that change the disk are listed; `stop` runs before number `at`, of a write after `fraction` of it. No
-    call comes through afterwards."""
+    """Inside, the calls that change the disk are listed; `stop`, which raises, runs in place of number `at` and all later ones, in
+    that one, if it writes, after a `fraction` of the data."""
     made: list[str] = []
 
     def wrapped(name: str, call: Callable) -> Callable:
         def run(*args, **kwargs):
-            if at is not None and len(made) > at:
-                raise Killed
             if name == "open" and not args[1] & os.O_CREAT:  # to read
                 return call(*args, **kwargs)
             made.append(name)
             if at is not None and len(made) > at:
-                if name == "write":
+                if name == "write" and len(made) == at + 1:
                     call(args[0], args[1][: int(fraction * len(args[1]))])
                 stop()
             return call(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from autopar.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
 from tests import gloo
 from tests.runtime import tiny
 from tests.runtime.parity import device_mesh, full, planned
@@ -114,8 +115,27 @@ def test_what_cannot_be_saved_or_is_not_there(model, tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         autopar.load_checkpoint(tmp_path, model)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make"):
+    with pytest.raises(CheckpointError, match="cannot write .*file"):
         autopar.save_checkpoint(tmp_path / "file", model, step=1)
+    with pytest.raises(CheckpointError, match="step is -1"):
+        autopar.save_checkpoint(tmp_path, model, step=-1)
+    with pytest.raises(InputError, match="not of a Regressor"):
+        autopar.save_checkpoint(tmp_path, tiny.Regressor(), step=1)
+
+
+def test_a_full_disk(model, tmp_path):
+    """Whichever call fails: a typed error, and what was there before."""
+    autopar.save_checkpoint(tmp_path, model, step=1, data="old")
+    with damage.counted() as made:
+        autopar.save_checkpoint(tmp_path, model, step=2, data="new")
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for at in range(0, len(made), 3):
+        with pytest.raises(CheckpointError, match="cannot write"), damage.counted(at, 0.5, full):
+            autopar.save_checkpoint(tmp_path, model, step=3)
+        assert autopar.load_checkpoint(tmp_path, model).data in ("new", None)
 
 
 def test_another_model_or_optimizer(model, alone, tmp_path):
