@@ -180,10 +180,15 @@ def set_to(model, step: int) -> None:
             local(p).fill_(step + i / 100)
 
 
+def has(model, step: int) -> bool:
+    """Whether its weights are those of `set_to`."""
+    return all(bool((local(p) == step + i / 100).all()) for i, p in enumerate(model.parameters()))
+
+
 def _point(i: int, count: int, calls: int) -> int:
-    """Of `count` points half lie all over the calls and half on the last ones, where the checkpoint is committed."""
+    """Of `count` points half lie all over the calls and half on every other of the last ones, where the checkpoint is committed."""
     spread = count // 2
-    return i * calls // spread if i < spread else max(0, calls - 1 - (i - spread))
+    return i * calls // spread if i < spread else max(0, calls - 1 - 2 * (i - spread))
 
 
 def killed_saves(rank: int, root: str, points: int, seed: int) -> list[str]:
@@ -192,26 +197,32 @@ def killed_saves(rank: int, root: str, points: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     model, optimizer = compiled("tp=2")
     take_steps(model, optimizer, batches(BATCH, SEQ), 1)
-    folder = f"{root}/checkpoints"
-    for step in (1, 2):  # the second one as those that are killed: something is there already
+    folder, start = Path(root, "checkpoints"), Path(root, "start")
+    for step in (1, 2):
         set_to(model, step)
-        with damage.counted() as made:
-            autopar.save_checkpoint(folder, model, optimizer, step=step, keep=2)
-    everyone = [None, None]
+        autopar.save_checkpoint(folder, model, optimizer, step=step)
+    if rank == 0:
+        damage.copy_of(folder, start)
+    dist.barrier()
+    with damage.counted() as made:  # as those that are killed
+        autopar.save_checkpoint(folder, model, optimizer, step=3, keep=2)
+    everyone, lines = [None, None], []
     dist.all_gather_object(everyone, made)
-    lines, newest = [], 2
     for point in range(points):
         victim = point % 2
         calls = everyone[victim]
         at, fraction = _point(point // 2, points // 2, len(calls)), rng.random()
+        if rank == 0:
+            damage.copy_of(start, folder)
+        dist.barrier()
         dist.destroy_process_group()
         child = os.fork()
         if child == 0:
             join(rank, 2, f"{root}/child-{point}")
-            set_to(model, newest + 1)
+            set_to(model, 3)
             try:
                 with damage.counted(at if rank == victim else None, fraction):
-                    autopar.save_checkpoint(folder, model, optimizer, step=newest + 1, keep=2)
+                    autopar.save_checkpoint(folder, model, optimizer, step=3, keep=2)
             finally:
                 os._exit(0)
         ended = os.waitpid(child, 0)[1]
@@ -221,9 +232,7 @@ def killed_saves(rank: int, root: str, points: int, seed: int) -> list[str]:
         path = autopar.latest_checkpoint(folder)
         Manifest.read(path).check(path)
         loaded = autopar.load_checkpoint(folder, model, optimizer)
-        right = loaded.step in (newest, newest + 1)
-        right &= all(bool((local(p) == loaded.step + i / 100).all()) for i, p in enumerate(model.parameters()))
-        newest = loaded.step
+        right = loaded.step in (2, 3) and has(model, loaded.step)
         lines.append(f"rank {victim} {calls[at]:8} {at:4} of {len(calls):4}  step {loaded.step} {'' if right else 'WRONG'}")
     return lines
 
@@ -255,7 +264,7 @@ def damaged(rank: int, root: str, cases: int, seed: int) -> tuple[dict[str, list
             autopar.load_checkpoint(path, model, optimizer)
             found = False
         except CheckpointCorrupt:
-            found = all(bool((local(p) == 7 + i / 100).all()) for i, p in enumerate(model.parameters()))
+            found = has(model, 7)
         dist.barrier()
         if rank == 0:
             undo()

@@ -64,6 +64,7 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
 
 def _run(device_mesh, settings: dict, say) -> None:
     batch, seq, steps = settings["batch"], settings["seq"], settings["steps"]
+    torch.manual_seed(settings["seed"])
     source, inputs = models.build(settings["model"], batch=batch, seq=seq, device="cpu", seed=settings["seed"])
     stream = _stream(source, inputs, settings)
     say("planning ...", flush=True)

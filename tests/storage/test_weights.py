@@ -150,6 +150,26 @@ def test_a_lower_precision_becomes_masters(tmp_path):
     assert torch.equal(found, source.lm_head.weight[:, 16:].float())
 
 
+def test_at_the_first_call(tmp_path, alone):
+    source, (x, _) = tiny.Regressor(), tiny.Regressor.batch()
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    model = autopar.compile(tiny.Regressor().to("meta"), alone, weights=tmp_path)
+    assert_close(model(x), source(x))
+    state = {name: value / 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert_close(model(x).full_tensor(), _halved(source)(x))
+    assert model.load_state_dict({"up.bias": torch.zeros(16), "other": torch.zeros(1)}, strict=False).unexpected_keys == ["other"]
+    with pytest.raises(RuntimeError, match="size mismatch for up.bias"):
+        model.load_state_dict({"up.bias": torch.zeros(15)}, strict=False)
+
+
+def _halved(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(2)
+    return model
+
+
 class Generator(tiny.Regressor):
     config = {"hidden": 16}
 
