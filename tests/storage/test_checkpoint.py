@@ -11,7 +11,11 @@ import torch
 
 import autopar
 from autopar.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
+from autopar.layout import local_part
+from autopar.mesh import Mesh
+from autopar.storage.gather import gather_everywhere, gather_to
 from tests import gloo
+from tests.random_layouts import random_layout
 from tests.runtime import tiny
 from tests.runtime.parity import device_mesh, full, planned
 
@@ -218,8 +222,21 @@ MESHES = {
 }  # fmt: skip
 
 
-def _to_all(rank, plans, root):
+def _gather(rank, seed):
+    """Whole tensors out of parts in any layout: strided, inside parts, uneven."""
+    rng, mesh = random.Random(seed), Mesh.parse("dp=2,tp=2")
+    for shape in ((7, 12), (31,), (5, 3, 6), ()) * 5:
+        layout, owner = random_layout(rng, shape, mesh), rng.randrange(4)
+        whole = torch.rand(shape, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
+        part = local_part(whole, layout, mesh, mesh.coordinate(rank))
+        assert torch.equal(gather_everywhere(part, shape, layout, mesh), whole), str(layout)
+        found = gather_to(owner, part, shape, layout, mesh)
+        assert (found is None) == (rank != owner) and (found is None or torch.equal(found, whole)), str(layout)
+
+
+def _to_all(rank, plans, root, seed):
     """Every mesh loads the checkpoint of every other; a hidden size of 31 is uneven on each."""
+    _gather(rank, seed)
     runs = []
     for plan in plans:
         model = regressor(device_mesh(str(plan.mesh)), 31, plan)
@@ -249,5 +266,6 @@ def test_any_mesh_loads_any_checkpoint(tmp_path):
     x, y = tiny.Regressor.batch()
     model, inputs = tiny.Regressor(hidden=31, loss=True), dict(x=x, target=y)
     plans = [planned(model, mesh, inputs, pin=pin) for mesh, pin in MESHES.items()]
-    assert plans[1].layouts["up.weight"] == "tp:S(0) dp:S(0)"  # a strided shard: the mesh has dp outside
-    gloo.run(4, _to_all, plans, str(tmp_path))
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    gloo.run(4, _to_all, plans, str(tmp_path), seed)

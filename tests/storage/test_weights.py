@@ -12,10 +12,11 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError, InputError, WeightsError
-from autopar.layout import Layout, is_legal, local_part
+from autopar.layout import Layout, local_part
 from autopar.mesh import Mesh
 from autopar.storage.weights import Weights, shapes_of
 from tests import gloo
+from tests.random_layouts import random_layout
 from tests.runtime import tiny
 from tests.runtime.parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, planned
 
@@ -56,7 +57,7 @@ def test_every_part_of_every_tensor(name, tmp_path):
     model = on_meta(cls, config)
     weights, state = Weights(model, tmp_path), source.state_dict()
     for tensor, shape in shapes_of(model).items():
-        layout = _random_layout(shape, mesh, rng)
+        layout = random_layout(rng, shape, mesh)
         for rank in range(mesh.devices):
             expected = local_part(state[tensor], layout, mesh, mesh.coordinate(rank))
             found = weights.part(tensor, state[tensor].dtype, layout, mesh, mesh.coordinate(rank))
@@ -64,17 +65,6 @@ def test_every_part_of_every_tensor(name, tmp_path):
     buffers = dict(source.named_buffers())
     for tensor, buffer in model.named_buffers():
         assert tensor in state or torch.equal(buffer, buffers[tensor]), tensor
-
-
-def _random_layout(shape, mesh: Mesh, rng: random.Random) -> Layout:
-    while True:
-        dims = [[] for _ in shape]
-        for axis in rng.sample(mesh.names, len(mesh.names)):
-            if shape and rng.random() < 0.7:
-                rng.choice(dims).append(axis)
-        layout = Layout(tuple(map(tuple, dims)), parts=tuple(rng.choice((1, 1, 3)) for _ in shape))
-        if is_legal(shape, layout, mesh):
-            return layout
 
 
 def test_prefixes(tmp_path):
