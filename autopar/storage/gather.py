@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..layout import Layout, local_ranges, local_shape
 from ..mesh import Mesh
+from ..runtime import watch
 from .tensor_file import Ranges
 
 
@@ -19,16 +20,17 @@ def gather_to(owner: int, part: Tensor, shape: Sequence[int], layout: Layout, me
     if layout.is_replicated:
         return part if rank == owner else None
     whole = part.new_empty(tuple(shape)) if rank == owner else None
-    for coordinate, holders in _holders(layout, mesh):
-        sender = owner if owner in holders else holders[0]
-        if rank == owner:
-            received = part
-            if sender != owner:
-                received = part.new_empty(local_shape(shape, layout, mesh, coordinate))
-                dist.recv(received, sender)
-            _place(whole, received, local_ranges(shape, layout, mesh, coordinate))
-        elif rank == sender:
-            dist.send(part.contiguous(), owner)
+    with watch.meeting("a tensor gathered from its parts"):
+        for coordinate, holders in _holders(layout, mesh):
+            sender = owner if owner in holders else holders[0]
+            if rank == owner:
+                received = part
+                if sender != owner:
+                    received = part.new_empty(local_shape(shape, layout, mesh, coordinate))
+                    dist.recv(received, sender)
+                _place(whole, received, local_ranges(shape, layout, mesh, coordinate))
+            elif rank == sender:
+                dist.send(part.contiguous(), owner)
     return whole
 
 
@@ -37,10 +39,11 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, mesh: 
     if layout.is_replicated:
         return part
     rank, whole = dist.get_rank(), part.new_empty(tuple(shape))
-    for coordinate, holders in _holders(layout, mesh):
-        sent = part.contiguous() if rank == holders[0] else part.new_empty(local_shape(shape, layout, mesh, coordinate))
-        dist.broadcast(sent, holders[0])
-        _place(whole, sent, local_ranges(shape, layout, mesh, coordinate))
+    with watch.meeting("a tensor gathered from its parts"):
+        for coordinate, holders in _holders(layout, mesh):
+            sent = part.contiguous() if rank == holders[0] else part.new_empty(local_shape(shape, layout, mesh, coordinate))
+            dist.broadcast(sent, holders[0])
+            _place(whole, sent, local_ranges(shape, layout, mesh, coordinate))
     return whole
 
 
