@@ -20,12 +20,14 @@ from ..storage.weights import Weights
 from . import agree, watch
 from .inputs import Inputs
 from .parameters import take_over
+from .random_state import RandomState
 from .step import Step
 
 
 class ParallelModule(nn.Module):
-    """Made by `autopar.compile`; `plan` is what was decided. `graph_in(training)` traces the source again in train or eval mode
-    and returns the fingerprint of its graph; `fixed` is as in Inputs; values come from the source or from `weights`."""
+    """Made by `autopar.compile`; `plan` is what was decided, `random` where its random numbers stand. `graph_in(training)` traces
+    the source again in train or eval mode and returns the fingerprint of its graph; `fixed` is as in Inputs; values come from
+    the source or from `weights`."""
 
     def __init__(
         self, source: nn.Module, captured: Captured, plan: Plan, device_mesh, inputs: str, fixed: Mapping[str, Layout],
@@ -33,6 +35,7 @@ class ParallelModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.plan, self._graph_in = plan, graph_in
+        self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         rank = torch.distributed.get_rank()
         program = agree.everywhere(lambda: lower(captured, plan, rank))
         agree.check_programs(plan.hash, program.collectives(), plan.mesh)
