@@ -21,7 +21,7 @@ from . import _torch
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
-from .graph import OutputRole, Role, leaf_name, mark_phases, output_node
+from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
 
@@ -148,6 +148,8 @@ def differentiate(exported: Exported) -> Captured:
         if kind in ("parameter", "buffer"):
             name = exported.ties.get(_strip(name), _strip(name))
             node.meta["role"] = Role(kind, name, exported.trainable.get(name, False))
+            if name == RANDOM_STATE:
+                node.meta["role"] = Role("random", "state")
         elif kind == "input":
             node.meta["role"] = Role("input", names[name])
         else:

@@ -22,11 +22,13 @@ from torch import fx
 
 from ._torch import op_name
 
+RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes the placeholder of kind "random"
+
 
 @dataclass(frozen=True)
 class Role:
     """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
-    (position of the output it belongs to) or "constant"."""
+    (position of the output it belongs to), "constant" or "random" (int64 (2,): seed and offset, see autopar/random_ops.py)."""
 
     kind: str
     name: str
@@ -60,7 +62,12 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def flat_arguments(node: fx.Node) -> list[object]:
-    """Arguments in args, then kwargs, with lists and tuples opened; what a pytree gives, at a tenth of its time."""
+    """Arguments in args, then kwargs, with lists and tuples opened."""
+    return flatten((node.args, node.kwargs))
+
+
+def flatten(tree: object) -> list[object]:
+    """Leaves of nested lists, tuples and dicts in order; what a pytree gives, at a tenth of its time."""
     flat: list[object] = []
 
     def walk(value: object) -> None:
@@ -73,8 +80,7 @@ def flat_arguments(node: fx.Node) -> list[object]:
         else:
             flat.append(value)
 
-    walk(node.args)
-    walk(node.kwargs)
+    walk(tree)
     return flat
 
 
@@ -127,7 +133,7 @@ def op_base_name(node: fx.Node) -> str:
 
 def leaf_name(role: Role) -> str:
     """The name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents."""
-    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t"}[role.kind]
+    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r"}[role.kind]
     return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
 
 

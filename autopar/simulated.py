@@ -1,7 +1,8 @@
 """Whole training steps in one process, on real values: what `autopar verify` and many tests stand on.
 
 `simulate_step` lowers a plan for every rank, runs forward and backward in the simulator and puts outputs and gradients
-together again. `verify_model` compares such a step with the unsharded model in plain eager torch.
+together again. `verify_model` compares such a step with the unsharded model in plain eager torch, or, if the model draws random
+numbers, with the unsharded joint graph on the same random state (torch's own generator draws others).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .graph import is_tensor, output_node, tensor_arguments
 from .layout import Layout, local_part
 from .lower import RankProgram, lower
 from .plan import Plan
+from .runtime.random_state import RandomState
 from .simulate import Simulator, assemble, local_inputs
 from .simulate import simulate_step as run_parts
 from .verify import check_ranks
@@ -80,7 +82,8 @@ def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) 
 
 
 def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones."""
+    """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones, and the random
+    state is the first that a run from torch's present seed takes."""
     args, kwargs = split_example(example_inputs)
     inputs = dict(zip(captured.signature.tensor_names, captured.signature.flatten(args, kwargs)))
     state = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -90,6 +93,8 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
             role, like = node.meta["role"], node.meta["val"]
             if role.kind == "tangent":
                 values[node.name] = torch.ones(tuple(like.shape), dtype=like.dtype)
+            elif role.kind == "random":
+                values[node.name] = RandomState(torch.initial_seed()).next()
             else:
                 values[node.name] = (inputs if role.kind == "input" else state)[role.name].detach().clone()
     return values
@@ -158,10 +163,10 @@ def verify_model(
     report("simulating one step")
     step = simulate_step(captured, plan, values)
     report("running the unsharded model")
-    try:
+    if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
+        outputs, gradients, buffers = one_device_step(captured, values)
+    else:
         outputs, gradients, buffers = _eager_step(captured, model, values, loss_fn)
-    except RuntimeError as error:  # tracing looks at shapes only
-        raise InputError(f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs") from error
     loss = captured.returns.loss
     compared = zip(outputs, step.outputs) if loss is None else [(outputs[loss], step.loss)]
     result = VerifyReport(
@@ -203,6 +208,16 @@ def first_divergence(captured: Captured, programs, values: Mapping[str, Tensor])
     return None
 
 
+def one_device_step(captured: Captured, values: Mapping[str, Tensor]):
+    """(outputs, gradients by parameter name, new buffers by name) of the unsharded joint graph."""
+    known, output = _interpret(captured.graph_module, values), output_node(captured.graph)
+    found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "mutation": {}}
+    for node, role in zip(output.args[0], output.meta["roles"]):
+        found.setdefault(role.kind, {})[role.name] = known[node.name]
+    outputs = [found["output"][name] for name in sorted(found["output"], key=int)]
+    return outputs, found["gradient"], found["mutation"]
+
+
 def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     """The value of every node of the joint graph, by name."""
     result: dict[str, object] = {}
@@ -235,7 +250,10 @@ def _eager_step(captured: Captured, model: nn.Module, values, loss_fn):
     returns = Returns()
     call = FlatCall(model, captured.signature, returns, loss_fn)
     old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
+    try:
+        outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
+    except RuntimeError as error:  # tracing looks at shapes only
+        raise InputError(f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs") from error
     wanted = outputs if returns.loss is None else [outputs[returns.loss]]
     sums = [o.sum() for o in wanted if o.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

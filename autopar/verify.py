@@ -24,7 +24,7 @@ from .passes.partition import phase_of
 from .rules import rule_of
 from .sharding import Sharding
 
-ROLES = ("parameter", "buffer", "input", "tangent", "constant")
+ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random")
 OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation")
 
 

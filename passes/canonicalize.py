@@ -1,4 +1,4 @@
-"""ATen -> `autopar::*`: every linear, attention, embedding and cross-entropy of an exported forward graph becomes one node.
+"""ATen -> `autopar::*`: every linear, attention, embedding, cross-entropy and dropout of an exported forward becomes one node.
 
 Linears keep their 3-D form, so that the sequence dim stays a dim and can be sharded: `addmm` between two views (GPT-2's Conv1D)
 becomes the same `autopar::linear` as `aten.linear`. Runs before differentiation, so autograd derives the backward.
@@ -9,23 +9,22 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..errors import UnsupportedOpError
 from .canonicalize_attention import attention
 from .canonicalize_loss import cross_entropy
+from .canonicalize_random import has_formula, number_streams, random_op, refuse_the_rest
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-RANDOM = ("bernoulli", "rand", "randn", "multinomial", "normal", "native_dropout", "uniform", "exponential", "poisson")
 
 
 def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites in place and returns the module. Raises UnsupportedOpError listing every random op that is left."""
+    """Rewrites in place and returns the module. Raises UnsupportedOpError listing the random ops that are left."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
     for node in list(graph.nodes):
-        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+        rewrite = random_op if has_formula(node) else REWRITES.get(node.target) if node.op == "call_function" else None
         if rewrite is None:
             continue
         with graph.inserting_before(node), fx.traceback.preserve_node_meta(), fx.traceback.set_current_meta(node):
@@ -35,7 +34,8 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
     graph.eliminate_dead_code()
-    _refuse_randomness(graph)
+    refuse_the_rest(graph_module)
+    number_streams(graph)
     graph.lint()
     graph_module.recompile()
     return graph_module
@@ -74,6 +74,11 @@ def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
     return y
 
 
+def _matmul(graph_module, node: fx.Node) -> fx.Node | None:
+    a, b = (x.meta["val"].shape for x in node.args)
+    return call(node, autopar.matmul.default, *node.args) if len(a) > 2 and a[:-2] == b[:-2] else None
+
+
 def _embedding(graph_module, node: fx.Node) -> fx.Node | None:
     weight, index, *rest = node.args
     padding_idx, scale_by_frequency, sparse = (*rest, *(-1, False, False)[len(rest) :])
@@ -82,32 +87,11 @@ def _embedding(graph_module, node: fx.Node) -> fx.Node | None:
     return call(node, autopar.embedding.default, weight, index, padding_idx, 0)
 
 
-def _dropout(graph_module, node: fx.Node) -> fx.Node | None:
-    x, p, train = node.args
-    return x if p == 0 or not train else None
-
-
-def _refuse_randomness(graph: fx.Graph) -> None:
-    found = []
-    for node in graph.nodes:
-        name = str(node.target).removeprefix("aten.").split(".")[0].rstrip("_") if node.op == "call_function" else ""
-        if name in ("dropout", "feature_dropout", "alpha_dropout") or name.removesuffix("_like") in RANDOM:
-            found.append(f"{node.name} ({node.target})")
-    if found:
-        raise UnsupportedOpError(
-            f"{len(found)} random ops would draw other numbers on every device: {', '.join(found[:8])}"
-            + (" ..." if len(found) > 8 else ""),
-            node=found[0],
-            fix="set the dropout probabilities of the model's config to 0",
-        )
-
-
 REWRITES = {
     aten.linear.default: _linear,
     aten.addmm.default: _conv1d,
     aten.embedding.default: _embedding,
-    aten.dropout.default: _dropout,
-    aten.dropout_.default: _dropout,
+    aten.matmul.default: _matmul,
     aten.scaled_dot_product_attention.default: attention,
     aten.cross_entropy_loss.default: cross_entropy,
 }

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from .._torch import schema_names
-from ..errors import UnsupportedOpError
+from .attention_formula import attention_formula
+from .canonicalize_random import Draws
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 LARGEST_MASK_NUMEL = 2**28  # a larger constant mask is not computed at compile time
@@ -22,22 +23,19 @@ _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.u
 
 
 def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The node in the place of a scaled_dot_product_attention, None if its mask is learned (T5's position bias): that needs the
-    gradient of the mask, which ATen's decomposition gives. Raises UnsupportedOpError for attention dropout."""
+    """The node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask (T5's position
+    bias), for which it is written out. None for tensors of other than four dims."""
     schema = schema_names(node.target)
     given = dict(zip(schema, node.args)) | dict(node.kwargs)
-    if given.get("dropout_p", 0.0):
-        raise UnsupportedOpError(
-            f"attention with dropout {given['dropout_p']} would draw other numbers on every device",
-            node=node.name,
-            fix="set the attention dropout of the model's config to 0",
-        )
+    p = given.get("dropout_p", 0.0)
+    if any(given[name].meta["val"].dim() != 4 for name in ("query", "key", "value")):
+        return None
     q, k, v = (_unwrap(given[name]) for name in ("query", "key", "value"))
     mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
     if mask is not None:
         mask, causal = _simplify(graph_module, node, mask, causal)
-        if mask is not None and mask.op != "get_attr" and _is_learned(graph_module, mask):
-            return None
+    if p or (mask is not None and mask.op != "get_attr" and _is_learned(graph_module, mask)):
+        return attention_formula(Draws(graph_module, node), q, k, v, mask, causal, given.get("scale"), p)
     k, v = (_before_repeat(x, q) for x in (k, v))
     graph = node.graph
 

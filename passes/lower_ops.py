@@ -71,6 +71,10 @@ def _linear_dw(call, node, grad, x):
     return call(aten.mm.default, call(aten.t.default, grad), x)
 
 
+def _matmul(call, node, a, b):
+    return call(aten.matmul.default, a, b)
+
+
 def _embedding(call, node, weight, index, padding_idx, offset):
     if offset == 0 and _shape(weight)[0] == weight.meta["global"].shape[0]:
         return call(aten.embedding.default, weight, index, padding_idx)
@@ -115,6 +119,7 @@ LOWERINGS = {
     autopar.linear.default: _linear,
     autopar.linear_dx.default: _linear_dx,
     autopar.linear_dw.default: _linear_dw,
+    autopar.matmul.default: _matmul,
     autopar.embedding.default: _embedding,
     autopar.embedding_dw.default: _embedding_dw,
     autopar.attention.default: _attention,

@@ -16,6 +16,7 @@ from torch import fx
 
 from .._torch import op_name
 from ..graph import tensor_arguments, values_of
+from ..random_ops import STREAM
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
@@ -34,6 +35,10 @@ POINTWISE_NAMES = {
 }  # fmt: skip
 
 
+# integer operations of autopar/random_ops.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a number else
+OPS_PER_NUMBER = {autopar.dropout.default: 8.0, autopar.uniform.default: 28.0, autopar.normal.default: 36.0}
+
+
 def is_pointwise(node: fx.Node) -> bool:
     return node.op == "call_function" and op_name(node.target) in POINTWISE_NAMES
 
@@ -48,7 +53,7 @@ def flops_of(node: fx.Node) -> float:
         return 2.0 * arguments[0].numel() * (weight.numel() // arguments[0].shape[-1])
     if target is autopar.linear_dw.default:
         return 2.0 * outputs[0].numel() * (arguments[0].numel() // arguments[0].shape[-1])
-    if target in (aten.mm.default, aten.bmm.default):
+    if target in (aten.mm.default, aten.bmm.default, autopar.matmul.default):
         return 2.0 * outputs[0].numel() * arguments[0].shape[-1]
     if target in (aten.addmm.default, aten.baddbmm.default):
         return 2.0 * outputs[0].numel() * arguments[1].shape[-1]
@@ -63,6 +68,8 @@ def flops_of(node: fx.Node) -> float:
     if target is aten.convolution_backward.default:
         weight = arguments[2]
         return 4.0 * arguments[0].numel() * (weight.numel() // weight.shape[0])
+    if target in STREAM:
+        return OPS_PER_NUMBER[target] * outputs[0].numel()
     return 0.0
 
 

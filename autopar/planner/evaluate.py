@@ -20,7 +20,7 @@ from ..cost.redistribute import Redistribution, Redistributor
 from ..layout import Layout, largest_local_numel
 from .problem import STATE, Problem, Use
 
-RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent")  # their base never has to be saved
+RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "random")  # their base never has to be saved
 
 
 @dataclass(frozen=True)

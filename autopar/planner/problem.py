@@ -21,9 +21,10 @@ from .. import rules
 from ..capture import Captured
 from ..cost.compute import ComputeCost, flops_of, fraction, fused_inputs
 from ..cost.memory import StateBytes
-from ..graph import bytes_of, flat_arguments, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ..graph import bytes_of, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, is_even, is_legal, largest_local_numel
 from ..mesh import Mesh
+from ..random_ops import STREAM
 from ..rules import Rule, Strategy
 
 aten = torch.ops.aten
@@ -200,8 +201,10 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
 
 
 def _constants(node: fx.Node) -> list:
-    """Arguments that are not tensors, nested ones too, with node names left out."""
-    return [a for a in flat_arguments(node) if not isinstance(a, fx.Node)]
+    """Arguments that are not tensors, nested ones too, with node names left out, and stream numbers, which change no price."""
+    stream = STREAM.get(node.target)
+    args = [a for i, a in enumerate(node.args) if i != stream]
+    return [a for a in flatten((args, node.kwargs)) if not isinstance(a, fx.Node)]
 
 
 def _no_digits(name: str) -> str:

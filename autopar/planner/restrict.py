@@ -50,7 +50,7 @@ RECIPES = {
 autopar = torch.ops.autopar
 TENSOR_OPS = {
     autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default, autopar.attention.default,
-    autopar.attention_bw.default,
+    autopar.attention_bw.default, autopar.matmul.default,
 }  # fmt: skip
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
 

@@ -152,6 +152,14 @@ def created(node: fx.Node) -> Rule:
     return Rule(inputs, (names,))
 
 
+def drawn(node: fx.Node) -> Rule:
+    """Random numbers by counter. A device draws one range of each dim: the op takes where it starts and its steps. Dropout is
+    linear: parts of a sum at one place all meet the same mask."""
+    names, inputs = named(len(output_shapes(node)[0])), input_shapes(node)
+    tensors = (*(names for _ in inputs[:-1]), (None,))
+    return Rule(tensors, (names,), sets(([0],) if len(inputs) > 1 else ()), contiguous=frozenset(names))
+
+
 def counted(node: fx.Node) -> Rule:
     """arange(start, end, step): a device starts at its own offset. Not for float steps, whose ends may round."""
     arguments = bound(node)

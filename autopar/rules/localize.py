@@ -142,6 +142,13 @@ def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local:
     return {"start": start, "end": start + local[dim]}
 
 
+def _drawn(call: Call) -> dict[str, Any]:
+    """Where this device's part of the global tensor starts, as an index into it; its steps stay the global ones."""
+    strides = call.arguments["strides"]
+    start = sum(step * call.output_offset(d) for d, step in enumerate(strides))
+    return {"start": start} | ({"size": list(call.output())} if "size" in call.arguments else {})
+
+
 def _convolution(call: Call) -> dict[str, Any]:
     return {"groups": _groups(call, call.output()[1], output_shapes(call.node)[0][1])}
 
@@ -163,6 +170,9 @@ LOCAL: dict[str, Localizer] = {
     "autopar.embedding_dw.default": _embedding_dw,
     "autopar.vocab_loss.default": offset_of(0, -1),
     "autopar.vocab_loss_bw.default": offset_of(2, -1),
+    "autopar.dropout.default": _drawn,
+    "autopar.normal.default": _drawn,
+    "autopar.uniform.default": _drawn,
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,
     "aten.convolution.default": _convolution,

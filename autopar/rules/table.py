@@ -18,6 +18,7 @@ from .families import (
     cast,
     counted,
     created,
+    drawn,
     einsum,
     filled,
     keeps_last,
@@ -96,6 +97,7 @@ enter("bucketize.Tensor", einsum("..., _ -> ..."))
 # products
 enter("mm", einsum("m k, k n -> m n", [0], [1]))
 enter("bmm", einsum("b m k, b k n -> b m n", [0], [1]))
+enter("autopar.matmul.default", einsum("... m k, ... k n -> ... m n", [0], [1]))
 enter("mv", einsum("m k, k -> m", [0], [1]))
 enter("dot", einsum("k, k ->", [0], [1]))
 enter("addmm baddbmm addmv", affine)
@@ -189,6 +191,9 @@ enter("index_put _unsafe_index_put", indexing.index_put)
 # made from nothing
 enter("zeros ones full empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor", created)
 enter("arange.start arange.start_step", counted)
+
+# random numbers
+enter("autopar.dropout.default autopar.uniform.default autopar.normal.default", drawn)
 enter("arange eye linspace", blocked)
 
 

@@ -36,6 +36,7 @@ class Step:
         self._load(program)
         leaves = [n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"]
         self.kinds = [role.kind for role in leaves if role.kind != "tangent"]
+        self.random = module.random
         self.names = [role.name for role in leaves if role.kind == "parameter"]
         self.parameter_tables = [table_of(module, name, "_parameters") for name in self.names]
         self.known = [table[leaf] for table, leaf in self.parameter_tables]
@@ -107,6 +108,7 @@ class Step:
             "input": iter(inputs),
             "parameter": map(_torch.local_of, parameters),
             "buffer": (table[leaf] for table, leaf in self.buffer_tables),
+            "random": (self.random.next() for _ in self.kinds),  # asked once, by a graph that draws
         }
         results = self.forward_graph([next(values[kind]) for kind in self.kinds])
         for at, (table, leaf) in self.mutated:
