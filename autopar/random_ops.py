@@ -170,3 +170,8 @@ dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
 _autopar = torch.ops.autopar
 STREAM = {_autopar.dropout.default: 3, _autopar.uniform.default: 2, _autopar.normal.default: 2}  # its place in the arguments
+
+
+def stream_of(node) -> int | None:
+    """Stream number of a graph's node, None if it does not draw."""
+    return node.args[STREAM[node.target]] if node.op == "call_function" and node.target in STREAM else None

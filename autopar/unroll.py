@@ -26,6 +26,7 @@ from torch import fx, nn
 from .capture import Captured
 from .errors import CaptureError
 from .graph import leaf_name, mark_phases, op_base_name, values_of
+from .random_ops import STREAM, stream_of
 
 TRACED = 5
 FEWEST = 8  # below, unrolling saves too little
@@ -127,6 +128,7 @@ class _Zones:
     def __init__(self, list_name: str, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node]):
         self.list_name, self.members, self.tail, self.backward = list_name, members, tail, backward
         self.place = {node: (z, i) for z, nodes in members.items() for i, node in enumerate(nodes)}
+        self.streams = 0  # random streams of a block: what numbers of one block and of the next differ by
 
     def zone(self, node: fx.Node) -> int:
         return self.place[node][0] if node in self.place else TAIL if node in self.tail else HEAD
@@ -166,7 +168,8 @@ class _Zones:
         """Whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and what all read."""
         if len({len(nodes) for nodes in self.members.values()}) != 1:
             return False
-        likes = zip(*(self.members[z] for z in (1, 2, 3)))
+        likes = list(zip(*(self.members[z] for z in (1, 2, 3))))
+        self.streams = next((stream_of(b) - stream_of(a) for a, b, _ in likes if stream_of(a) is not None), 0)
         return all(self._agree(*nodes) for nodes in likes) and self._edges_read_neighbours()
 
     def _agree(self, one: fx.Node, two: fx.Node, three: fx.Node) -> bool:
@@ -175,15 +178,19 @@ class _Zones:
             return False
         if len({str([(tuple(v.shape), v.dtype, v.stride()) for v in values_of(n)]) for n in (one, two, three)}) > 1:
             return False
-        constants = []
-        for node in (one, two, three):
-            constants.append(str(fx.node.map_arg((node.args, node.kwargs), lambda a: "node")))
-        if len(set(constants)) > 1:
+        if len({self._constants(node) for node in (one, two, three)}) > 1:
             return False
         return all(
             self._shifted(before, here, 1) and self._shifted(here, after, 2)
             for before, here, after in zip(_arguments(one), _arguments(two), _arguments(three), strict=True)
         )
+
+    def _constants(self, node: fx.Node) -> str:
+        """Arguments that are not tensors, a stream as it would be in zone 0."""
+        args = list(node.args)
+        if stream_of(node) is not None:
+            args[STREAM[node.target]] -= self.place[node][0] * self.streams
+        return str(fx.node.map_arg((args, node.kwargs), lambda a: "node"))
 
     def _shifted(self, left: fx.Node, right: fx.Node, zone: int) -> bool:
         """Whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift apart."""
@@ -263,6 +270,8 @@ class _Unrolled:
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: self._read(a, zone, block))
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=op_base_name(node))
+            if stream_of(node) is not None:
+                new.update_arg(STREAM[node.target], stream_of(node) + (block - zone) * self.zones.streams)
         else:
             name = leaf_name(meta["role"]) if node.op == "placeholder" else node.name
             new = self.graph.create_node(node.op, name if node.op == "placeholder" else node.target, name=name)

@@ -34,7 +34,7 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
     if mask is not None:
         mask, causal = _simplify(graph_module, node, mask, causal)
-    if p or (mask is not None and mask.op != "get_attr" and _is_learned(graph_module, mask)):
+    if p or (mask is not None and _is_learned(graph_module, mask)):
         return attention_formula(Draws(graph_module, node), q, k, v, mask, causal, given.get("scale"), p)
     k, v = (_before_repeat(x, q) for x in (k, v))
     graph = node.graph

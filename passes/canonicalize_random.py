@@ -46,6 +46,11 @@ class Draws:
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return fx.Proxy(node, self._tracer)
 
+    @cached_property
+    def input(self) -> fx.Proxy:
+        """The op's first argument, whatever its name."""
+        return self.proxy(self.node.args[0])
+
     @property
     def state(self) -> fx.Node:
         graph = self.node.graph
@@ -84,40 +89,40 @@ def random_op(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     name = node.target._schema.name.removeprefix("aten::")
     draws = Draws(graph_module, node)
     result = FORMULAS[name.removesuffix("_")](draws, **draws.arguments)
-    if result is not None and name.endswith("_") and result.node is not node.args[0]:
-        result = aten.copy_.default(draws.proxy(node.args[0]), result)
+    if result is not None and name.endswith("_") and result is not draws.input:
+        result = aten.copy_.default(draws.input, result)
     return None if result is None else result.node
 
 
 # one formula an op; arguments are named as in its schema ------------------------------------------------------------------
 
 
-def _dropout(draws: Draws, input, p, train) -> fx.Proxy:
-    return draws.dropout(input, p, draws.value.shape) if train and p else input
+def _dropout(draws: Draws, p, train, **_) -> fx.Proxy:
+    return draws.dropout(draws.input, p, draws.value.shape) if train and p else draws.input
 
 
-def _feature_dropout(draws: Draws, input, p, train) -> fx.Proxy:
+def _feature_dropout(draws: Draws, p, train, **_) -> fx.Proxy:
     """Whole channels of (N, C, ...) are dropped."""
     if not (train and p):
-        return input
+        return draws.input
     if p == 1:
-        return aten.mul.Tensor(input, 0.0)
-    return aten.mul.Tensor(input, aten.div.Tensor(draws.cast(draws.happens(1 - p, _channels(draws))), 1 - p))
+        return aten.mul.Tensor(draws.input, 0.0)
+    return aten.mul.Tensor(draws.input, aten.div.Tensor(draws.cast(draws.happens(1 - p, _channels(draws))), 1 - p))
 
 
-def _alpha_dropout(draws: Draws, input, p, train, shape=None) -> fx.Proxy:
+def _alpha_dropout(draws: Draws, p, train, shape=None, **_) -> fx.Proxy:
     """Dropped elements become ALPHA; a and b keep mean and variance: section 3 of arXiv 1706.02515."""
     if not (train and p):
-        return input
+        return draws.input
     if p == 1:
-        return aten.mul.Tensor(input, 0.0)
+        return aten.mul.Tensor(draws.input, 0.0)
     a = ((1 - p) * (1 + p * ALPHA**2)) ** -0.5
-    kept = aten.where.ScalarOther(draws.happens(1 - p, shape), input, ALPHA)
+    kept = aten.where.ScalarOther(draws.happens(1 - p, shape), draws.input, ALPHA)
     return aten.add.Tensor(aten.mul.Tensor(kept, a), -a * p * ALPHA)
 
 
-def _feature_alpha_dropout(draws: Draws, input, p, train) -> fx.Proxy:
-    return _alpha_dropout(draws, input, p, train, _channels(draws))
+def _feature_alpha_dropout(draws: Draws, p, train, **_) -> fx.Proxy:
+    return _alpha_dropout(draws, p, train, _channels(draws))
 
 
 def _channels(draws: Draws) -> tuple[int, ...]:
@@ -125,8 +130,8 @@ def _channels(draws: Draws) -> tuple[int, ...]:
     return (*draws.value.shape[:2], *(1 for _ in draws.value.shape[2:]))
 
 
-def _bernoulli(draws: Draws, self, p=None, **_) -> fx.Proxy:
-    return draws.cast(draws.happens(self if p is None else p))
+def _bernoulli(draws: Draws, p=None, **_) -> fx.Proxy:
+    return draws.cast(draws.happens(draws.input if p is None else p))
 
 
 def _uniform(draws: Draws, **bounds) -> fx.Proxy:

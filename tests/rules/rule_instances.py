@@ -144,6 +144,8 @@ op("linear", real(4, 5, 6), real(7, 6), real(7))
 op("autopar.linear.default", real(4, 5, 6), real(7, 6))
 op("autopar.linear.default", real(5, 6), real(8, 6))
 op("autopar.linear_dx.default", real(4, 5, 6), real(6, 7))
+op("autopar.matmul.default", real(4, 5, 3, 6), real(4, 5, 6, 7))
+op("autopar.matmul.default", real(5, 3, 6), real(5, 6, 4))
 op("autopar.linear_dw.default", real(4, 5, 6), real(4, 5, 7))
 
 # vocabulary
@@ -363,3 +365,9 @@ op("arange.start_step", 9, 2, -1)
 op("arange.start_step", 0.0, 1.0, 0.1)
 op("eye", 5)
 op("linspace", 0, 1, 5)
+
+# random numbers: whole tensors start at index 0
+STATE = torch.tensor([5, 3])
+op("autopar.dropout.default", real(4, 5, 6), STATE, 0.4, 2, 0, [30, 6, 1])
+op("autopar.dropout.default", real(8, 12), STATE, 0.4, 2, 0, [12, 1])
+op("autopar.uniform.default autopar.normal.default", STATE, [4, 5, 6], 1, 0, [30, 6, 1], dtype=torch.float64, device="cpu")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.errors import CaptureError, InputError, UnsupportedOpError
+from autopar.errors import CaptureError, InputError
 from autopar.models.output import Output
 from tests import gloo
 
@@ -209,9 +209,24 @@ def test_modes(alone):
         assert_close(parallel.eval()(x), reference(x))
     parallel.train()(x).sum().backward()
     images = torch.randn(2, 3, 6, 6)
-    with pytest.raises(UnsupportedOpError, match="random ops"):
-        autopar.compile(Normalized(dropout=0.5), alone, (images,))
     evaluated = autopar.compile(Normalized(dropout=0.5).eval(), alone, (images,))
-    with pytest.raises(UnsupportedOpError, match="random ops"):
-        evaluated.train()(images)
-    evaluated.eval()(images)
+    evaluated(images)
+    assert evaluated.random.offset == 0
+
+
+def test_two_forwards_draw_different_numbers(alone):
+    """The offset counts forwards; going back to one draws its numbers again; torch's own generator is left alone."""
+    images = torch.randn(2, 3, 6, 6)
+    model = Normalized(dropout=0.5)
+    torch.manual_seed(41)
+    parallel = autopar.compile(model, alone, (images,))
+    assert (parallel.random.seed, parallel.random.offset) == (41, 0)
+    generator = torch.get_rng_state()
+    losses = [parallel(images) for _ in range(8)]
+    losses[0].backward()
+    assert parallel.random.offset == 8 and len({loss.item() for loss in losses}) > 2
+    assert torch.equal(torch.get_rng_state(), generator)
+    parallel.random.offset = 3
+    assert parallel(images).item() == losses[3].item()
+    parallel.random.seed, parallel.random.offset = 42, 3
+    assert [parallel(images).item() for _ in range(4)] != [loss.item() for loss in losses[3:7]]

@@ -39,14 +39,14 @@ def llama(batch: int = 4, seq: int = 12, **options):
     return LlamaForCausalLM(config), _tokens(batch, seq)
 
 
-def bert(batch: int = 4, seq: int = 12):
+def bert(batch: int = 4, seq: int = 12, dropout: float = 0.0, layers: int = 2):
     """Hugging Face's BERT with a classifier on top."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=32, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        max_position_embeddings=32, num_labels=3, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     inputs = dict(input_ids=torch.randint(1, 96, (batch, seq)), labels=torch.randint(0, 3, (batch,)))
     return BertForSequenceClassification(config), inputs
@@ -60,6 +60,17 @@ def own(text: str, batch: int = 4, seq: int = 12):
 def _tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(1, 96, (batch, seq))
     return dict(input_ids=ids, labels=ids)
+
+
+class Shuffled(nn.Module):
+    """Draws in a way that has no formula."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.layer(x[torch.randperm(len(x))])
 
 
 class Regressor(nn.Module):
