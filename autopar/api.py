@@ -11,14 +11,12 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from . import capture, debug, hardware
-from ._torch import tree_map
 from .capture import Captured
 from .collector import paused_collector
 from .errors import CaptureError, InputError, MeshError, StrategyError
@@ -27,8 +25,10 @@ from .hardware import Hardware
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
+from .passes.widen import widen
 from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, make_plan
+from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
 from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
@@ -53,26 +53,31 @@ _UNITS = {
 
 @paused_collector()
 def trace(
-    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None
-) -> Captured:
+    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
+    precision: str = "fp32",
+) -> Captured:  # fmt: skip
     """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
-    their own. Raises CaptureError, InputError, UnsupportedOpError."""
+    their own; `precision` as in autopar/precision.py. Raises CaptureError, InputError, UnsupportedOpError."""
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms)
+        exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision))
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         captured = debug.run_pass("differentiate", capture.differentiate, exported)
+        if compute_dtype(precision) is not None:
+            debug.run_pass("widen", widen, captured.graph_module)
         debug.run_pass("clean", clean, captured.graph_module)
     return captured
 
 
-def trace_to_plan(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form]) -> Captured:
+def trace_to_plan(
+    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32"
+) -> Captured:
     """The same graph as `trace` gives, in less time where the model has many equal blocks (see autopar/unroll.py)."""
     if tower := tower_of(model):
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
             with tower.shortened():
-                short = trace(model, example_inputs, loss_fn, forms)
+                short = trace(model, example_inputs, loss_fn, forms, precision)
             return debug.run_pass("unroll", unroll, short, tower, capture.tie_map(model))
-    return trace(model, example_inputs, loss_fn, forms)
+    return trace(model, example_inputs, loss_fn, forms, precision)
 
 
 def plan(
@@ -96,14 +101,15 @@ def plan(
 
     `mesh`: text ("dp=8,tp=8"), autopar.Mesh, or a DeviceMesh. `hardware`: a profile's name, a device's own name, a TOML file
     (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
-    glob of a parameter's name -> layout, "tp:S(0)" or "R". `baselines=False` leaves the expert strategies out.
+    glob of a parameter's name -> layout, "tp:S(0)" or "R". `precision`: "fp32", the model in its own types, or "bf16", mixed
+    precision as autopar/precision.py says. `baselines=False` leaves the expert strategies out.
     Raises subclasses of AutoparError."""
     checked = _mesh(mesh)
     check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines)
     options.check(checked)
     report("tracing the model")
-    captured = trace_to_plan(model, _in_precision(example_inputs, precision), loss_fn, _forms(model, precision))
+    captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision)
     return make_plan(captured, checked, options, name or type(model).__name__, report)
 
 
@@ -136,11 +142,7 @@ def compile(
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
     if adapt:
         raise StrategyError("adapt= is not available in this version", fix="see the README's status table")
-    if precision != "fp32":
-        raise StrategyError(
-            f"compile runs in the model's own dtype, precision={precision!r} can only be planned",
-            fix="leave precision out",
-        )
+    compute_dtype(precision)
     if not hasattr(mesh, "get_group"):
         raise MeshError(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
@@ -166,7 +168,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
         check_source(model, weights is not None)
         values = Weights(model, weights) if weights is not None else None
         example, given = global_example(example_inputs, inputs, mesh)
-        return values, example, given, forms_of(model), trace(model, example, loss_fn)
+        return values, example, given, forms_of(model), trace(model, example, loss_fn, precision=precision)
 
     values, example, given, forms, captured = agree.everywhere(traced)
     signature = captured.signature
@@ -191,7 +193,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memo
     capture.move(captured, torch.device(device_mesh.device_type))
 
     def graph_in(training: bool) -> str:
-        return fingerprint(trace(model.train(training), example, loss_fn, forms).graph)
+        return fingerprint(trace(model.train(training), example, loss_fn, forms, precision).graph)
 
     compiled = ParallelModule(model, captured, agreed, device_mesh, inputs, given, graph_in, values)
     if values is not None:
@@ -235,19 +237,3 @@ def _bytes(memory: float | str | None) -> float | None:
     if not match or match.group(2).lower() not in _UNITS or not 0 < float(match.group(1)) < math.inf:
         raise StrategyError(f"cannot read {memory!r} as a memory limit", fix='give bytes, or text such as "40GiB"')
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
-
-
-def _forms(model: nn.Module, precision: str) -> dict[str, Form]:
-    """The parameters as they compute in a precision."""
-    forms = forms_of(model)
-    if precision != "bf16":
-        return forms
-    return {n: replace(f, dtype=torch.bfloat16) if f.dtype.is_floating_point else f for n, f in forms.items()}
-
-
-def _in_precision(example_inputs, precision: str):
-    if precision != "bf16":
-        return example_inputs
-    return tree_map(
-        lambda x: x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, example_inputs
-    )

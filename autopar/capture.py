@@ -18,10 +18,12 @@ import torch
 from torch import fx, nn
 
 from . import _torch
+from ._torch import tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
+from .precision import computing_in, narrowed, widened
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
 
@@ -53,27 +55,36 @@ class Captured:
 
 
 class FlatCall(nn.Module):
-    """The user's module as a function of flat tensors; without a cache, which training never reads."""
+    """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
+    in (see autopar/precision.py), None for its own types."""
 
-    def __init__(self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None):
+    def __init__(
+        self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.add_module(ROOT, model)
-        self.signature, self.returns, self.loss_fn = signature, returns, loss_fn
+        self.signature, self.returns, self.loss_fn, self.dtype = signature, returns, loss_fn, dtype
 
     def forward(self, *tensors):
-        args, kwargs = self.signature.rebuild(tensors)
+        with computing_in(getattr(self, ROOT), self.dtype):
+            return self._call(*self.signature.rebuild(tensors))
+
+    def _call(self, args: tuple, kwargs: dict):
         model = getattr(self, ROOT)
         loss_kwargs = {}
         if self.loss_fn is not None:
             kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
         if "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs:
             kwargs = {**kwargs, "use_cache": False}
+        args, kwargs = tree_map(lambda x: narrowed(x, self.dtype), (args, kwargs))
         output = model(*args, **kwargs)
         if self.loss_fn is not None:
             output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
         outputs = self.returns.take_apart(output)
         if self.returns.loss is not None:
-            outputs = [o if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
+            wide = outputs[self.returns.loss] if self.dtype is None else widened(outputs[self.returns.loss])
+            outputs = [wide if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
         return tuple(outputs)
 
 
@@ -86,10 +97,11 @@ def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, di
 
 
 def export(
-    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None
-) -> Exported:
+    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Exported:  # fmt: skip
     """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on any
-    device. `forms`: shapes and dtypes to give the parameters instead of their own.
+    device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in (see FlatCall).
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
@@ -99,7 +111,7 @@ def export(
     mode, forms = _torch.fake_mode(), forms or forms_of(model)
     inputs = [fake(mode, x.shape, x.dtype) for x in inputs]  # one each, also for a tensor that is passed twice
     returns = Returns()
-    wrapper = FlatCall(model, signature, returns, loss_fn)
+    wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
     try:
         with fake_state(model, mode, forms):
             program = torch.export.export(wrapper, tuple(inputs), strict=False)
