@@ -23,12 +23,13 @@ from .graph import is_tensor, output_node, tensor_arguments
 from .layout import Layout, local_part
 from .lower import RankProgram, lower
 from .plan import Plan
+from .precision import compute_dtype
 from .runtime.random_state import RandomState
 from .simulate import Simulator, assemble, local_inputs
 from .simulate import simulate_step as run_parts
 from .verify import check_ranks
 
-TOLERANCE = 1e-5  # relative; fp32 sums in another order differ by some 1e-6
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}  # relative: sums in another order differ by some roundings
 FLOOR = 1e-4  # errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
 
 
@@ -131,9 +132,13 @@ class VerifyReport:
     diverging: Divergence | None = None
 
     @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.plan.precision]
+
+    @property
     def match(self) -> bool:
         errors = (self.loss_error, *self.gradient_errors.values(), *self.buffer_errors.values())
-        return all(error <= TOLERANCE for error in errors)  # an error that is not a number is no match
+        return all(error <= self.tolerance for error in errors)  # an error that is not a number is no match
 
     def __str__(self) -> str:
         from .view.verify_text import verify_text
@@ -166,7 +171,7 @@ def verify_model(
     if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
         outputs, gradients, buffers = one_device_step(captured, values)
     else:
-        outputs, gradients, buffers = _eager_step(captured, model, values, loss_fn)
+        outputs, gradients, buffers = _eager_step(captured, model, values, loss_fn, plan.precision)
     loss = captured.returns.loss
     compared = zip(outputs, step.outputs) if loss is None else [(outputs[loss], step.loss)]
     result = VerifyReport(
@@ -177,10 +182,12 @@ def verify_model(
     if result.match:
         return result
     report("looking for the first node that differs")
-    return replace(result, diverging=first_divergence(captured, step.programs, values))
+    return replace(result, diverging=first_divergence(captured, step.programs, values, TOLERANCE[plan.precision]))
 
 
-def first_divergence(captured: Captured, programs, values: Mapping[str, Tensor]) -> Divergence | None:
+def first_divergence(
+    captured: Captured, programs, values: Mapping[str, Tensor], tolerance: float = TOLERANCE["fp32"]
+) -> Divergence | None:
     """The first node in graph order whose assembled local values are not the global value. Local nodes keep the names of the
     global nodes that they are parts of, so every node of the joint graph that is left after lowering is compared."""
     reference = _interpret(captured.graph_module, values)
@@ -201,7 +208,7 @@ def first_divergence(captured: Captured, programs, values: Mapping[str, Tensor])
         mine = assemble([r[position[node.name]] for r in results], layout, mesh, value.shape)
         terms = max((_norm(reference[a.name]) for a in tensor_arguments(node)), default=0.0)
         error = _error(mine, value, FLOOR * terms)  # what cancels out is no more exact than its terms
-        if not error <= TOLERANCE:
+        if not error <= tolerance:
             return Divergence(
                 node.name, error, str(layout), node.meta.get("module", ""), node.meta.get("source", "")
             )  # fmt: skip
@@ -244,11 +251,12 @@ def _returning_everything(local: fx.GraphModule, names: Mapping[str, object]) ->
     return fx.GraphModule(local, graph)
 
 
-def _eager_step(captured: Captured, model: nn.Module, values, loss_fn):
-    """(outputs, gradients by parameter name, new buffers by name) of the model itself. Its buffers get their old values back."""
+def _eager_step(captured: Captured, model: nn.Module, values, loss_fn, precision: str):
+    """(outputs, gradients by parameter name, new buffers by name) of the model itself, in a precision. Buffers get their old
+    values back."""
     inputs = {n.meta["role"].name: values[n.name] for n in captured.graph.nodes if _is_input(n)}
     returns = Returns()
-    call = FlatCall(model, captured.signature, returns, loss_fn)
+    call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision))
     old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         outputs = call(*(inputs[name] for name in captured.signature.tensor_names))

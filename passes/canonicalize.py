@@ -60,7 +60,7 @@ def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
     users = list(node.users)
     if node.kwargs or flat.op != "call_function" or flat.target not in VIEWS:
         return None
-    if len(users) != 1 or users[0].target not in VIEWS or weight.op != "get_attr":
+    if len(users) != 1 or users[0].target not in VIEWS or not _is_leaf(weight):
         return None
     x, back = flat.args[0], users[0]
     shape, after = x.meta["val"].shape, back.meta["val"].shape
@@ -72,6 +72,11 @@ def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
     back.replace_all_uses_with(y)
     node.graph.erase_node(back)
     return y
+
+
+def _is_leaf(node: fx.Node) -> bool:
+    """Whether the node is a parameter or buffer, or the cast of one."""
+    return node.op == "get_attr" or (node.target is aten.to.dtype and node.args[0].op == "get_attr")
 
 
 def _matmul(graph_module, node: fx.Node) -> fx.Node | None:

@@ -1,8 +1,8 @@
 """Resident bytes of a parameter: master, gradient, optimizer state, and the copy that computes under mixed precision.
 
-With fp32 everything is 4 bytes: AdamW holds parameter, gradient and two moments, 16 bytes a parameter. With bf16 the master,
-its gradient and the moments stay fp32 and a 2-byte copy computes, 18 bytes a parameter (Megatron-LM's count, 16 in the ZeRO
-paper, arXiv 1910.02054, which keeps the gradient in half precision).
+An fp32 parameter takes 4 bytes four times under AdamW: parameter, gradient and two moments, 16 in all; an fp64 one twice that, a
+bf16 one half. With precision="bf16" master, gradient and moments stay fp32 and a 2-byte copy computes, 18 bytes a parameter
+(Megatron-LM's count, 16 in the ZeRO paper, arXiv 1910.02054, which keeps the gradient in half precision).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import StrategyError
 
-OPTIMIZER_STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "none": 0}
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}  # tensors like the parameter
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,15 @@ class StateBytes:
     optimizer: int
 
     @staticmethod
-    def of(optimizer: str, precision: str) -> StateBytes:
-        """Raises StrategyError for an unknown optimizer or precision."""
-        if optimizer not in OPTIMIZER_STATE_BYTES:
+    def of(optimizer: str, master: int, copy: int) -> StateBytes:
+        """For a parameter of `master` bytes an element that computes in a copy of `copy` bytes, 0 if in itself. Raises
+        StrategyError for an unknown optimizer."""
+        if optimizer not in OPTIMIZER_STATES:
             raise StrategyError(
-                f"no optimizer {optimizer!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZER_STATE_BYTES))}"
+                f"no optimizer {optimizer!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZER_STATES))}"
             )
-        if precision not in COMPUTE_BYTES:
-            raise StrategyError(
-                f"no precision {precision!r} is known", fix=f"use one of {', '.join(sorted(COMPUTE_BYTES))}"
-            )
-        master = 8 if precision == "fp64" else 4
-        scale = master // 4
-        return StateBytes(
-            master, COMPUTE_BYTES[precision] if precision == "bf16" else 0, master,
-            OPTIMIZER_STATE_BYTES[optimizer] * scale,
-        )  # fmt: skip
+        return StateBytes(master, copy, master, OPTIMIZER_STATES[optimizer] * master)
 
     def resident(self, trainable: bool) -> int:
         """Bytes an element takes all through training."""
-        if not trainable:
-            return self.copy or self.master
-        return self.master + self.copy + self.gradient + self.optimizer
+        return self.master + self.copy + (self.gradient + self.optimizer if trainable else 0)

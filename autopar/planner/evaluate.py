@@ -110,9 +110,7 @@ class Pricer:
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Bytes on the device that holds most of a tensor in this layout."""
         v = self.problem.vertices[producer]
-        value = v.node.meta["val"]
-        if not hasattr(value, "shape"):
-            value = value[output]
+        value = v.values[output]
         key = (tuple(value.shape), value.element_size(), layout)
         if key not in self._local:
             self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())

@@ -17,6 +17,7 @@ from ..hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
 from ..plan import Alternative, Collective, Plan, fingerprint
+from ..precision import compute_dtype
 from ..sharding import NodeSharding, Sharding
 from .ascend import Search
 from .evaluate import Pricer
@@ -46,7 +47,8 @@ class PlanOptions:
     def check(self, mesh: Mesh) -> None:
         """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
         Restriction.of(self.strategy, mesh)
-        StateBytes.of(self.optimizer, self.precision)
+        compute_dtype(self.precision)
+        StateBytes.of(self.optimizer, 4, 0)
 
 
 @paused_collector()
@@ -65,7 +67,7 @@ def make_plan(
     redistribute = Redistributor(mesh, links, hardware.reached_memory_bytes_per_second)
     report("building the problem")
     problem = build(
-        captured, mesh, hardware, StateBytes.of(options.optimizer, options.precision),
+        captured, mesh, hardware, options.optimizer,
         fold if options.folded else unfolded, dict(options.fixed), dict(options.pin),
     )  # fmt: skip
     warnings = _unruled(problem, options.strict)
@@ -131,7 +133,6 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
             alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
         else:
             alternatives.append(Alternative(name, None, None, None, False, other.message))
-    state = StateBytes.of(options.optimizer, options.precision)
     memory = {
         "parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0,
         "gathered parameters kept": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind == "parameter"),
@@ -142,9 +143,9 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
     for v in problem.vertices:
         resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]])
         if v.kind == "parameter":
-            trainable = v.node.meta["role"].trainable
+            trainable, state = v.node.meta["role"].trainable, v.state_bytes(options.optimizer)
             elements = resident / state.resident(trainable)
-            memory["parameters"] += elements * (state.master + state.copy if trainable else state.resident(False))
+            memory["parameters"] += elements * (state.master + state.copy)
             memory["gradients"] += elements * state.gradient if trainable else 0.0
             memory["optimizer"] += elements * state.optimizer if trainable else 0.0
         else:
@@ -200,10 +201,13 @@ def _sharding(problem: Problem, e, pricer: Pricer) -> Sharding:
             nodes[v.name] = NodeSharding(s.inputs, s.outputs, s.choice)
         elif v.kind != "output":
             leaves[v.name] = strategy(v.index).outputs[0]
+        for output, cast in v.casts.items():
+            layout = strategy(v.index).outputs[output]
+            nodes[cast.name] = NodeSharding((layout,), (layout,), ())
     for use in problem.output_uses:
         s = strategy(use.consumer)
         outputs.append(s.outputs[0] if use.slot == STATE else s.inputs[use.slot])
-    kept = frozenset((problem.vertices[v].name, o, layout) for v, o, layout in e.kept)
+    kept = frozenset((*problem.vertices[v].tensor_name(o), layout) for v, o, layout in e.kept)
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, tuple(outputs), kept,

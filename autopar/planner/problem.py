@@ -39,16 +39,34 @@ PASS_PARTIAL = {
 
 @dataclass
 class Vertex:
-    """One node of the unfolded graph. `inputs` are tensors as (vertex index, output index)."""
+    """One node of the unfolded graph. `inputs` are tensors as (vertex index, output index).
+
+    `casts` are nodes that belong to the vertex, by output: the cast of a parameter to what it computes in, and that of a gradient
+    to its parameter's type. So a parameter is never gathered before its cast, nor a gradient reduced before its own."""
 
     index: int
     name: str
-    kind: str  # "op", "parameter", "buffer", "input", "tangent", "constant", "output"
+    kind: str  # "op", "parameter", "buffer", "input", "tangent", "constant", "random", "output"
     node: fx.Node | None
     phase: str
     inputs: list[tuple[int, int]] = field(default_factory=list)
     signature: tuple = ()
     cls: int = -1
+    casts: dict[int, fx.Node] = field(default_factory=dict)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """What the vertex hands on, one tensor an output."""
+        return [self.casts[i].meta["val"] if i in self.casts else value for i, value in enumerate(values_of(self.node))]
+
+    def tensor_name(self, output: int) -> tuple[str, int]:
+        """An output as the lowering knows it: its node, and which output of that node it is."""
+        return (self.casts[output].name, 0) if output in self.casts else (self.name, output)
+
+    def state_bytes(self, optimizer: str) -> StateBytes:
+        """Of a parameter: bytes of an element."""
+        copy = self.casts[0].meta["val"].element_size() if 0 in self.casts else 0
+        return StateBytes.of(optimizer, self.node.meta["val"].element_size(), copy)
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ def build(
     captured: Captured,
     mesh: Mesh,
     hardware,
-    state: StateBytes,
+    optimizer: str,
     fold: Callable[[list[Vertex], list[Use]], list[int]],
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,
@@ -137,11 +155,11 @@ def build(
     for v in vertices:
         if v.cls not in classes:
             pins = (fixed or {}).get(v.name)
-            classes[v.cls] = _choices(vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, state, pins)
+            classes[v.cls] = _choices(vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins)
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
         (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
-        for i, value in enumerate(values_of(v.node))
+        for i, value in enumerate(v.values)
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
     return Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs)
@@ -151,6 +169,8 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
+    casts = _own_casts(graph)
+    source_of = {cast: source for source, cast in casts.items()}
 
     def add(name, kind, node, phase, signature) -> Vertex:
         vertex = Vertex(len(vertices), name, kind, node, phase, signature=signature)
@@ -158,9 +178,8 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
         return vertex
 
     def tensor(node: fx.Node) -> tuple[int, int]:
-        producer, item = tensor_of(node)  # items that are None (a gradient nobody wants) are no outputs
-        values = producer.meta["val"]
-        return where[producer], item if item == 0 else sum(isinstance(v, torch.Tensor) for v in values[:item])
+        source = source_of.get(node, node)
+        return where[tensor_of(source)[0]], _output_of(source)
 
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -171,12 +190,15 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
             v = add(node.name, role.kind, node, node.meta["phase"],
                     (role.kind, key, tuple(value.shape), str(value.dtype), role.trainable))  # fmt: skip
             where[node] = v.index
-        elif is_op(node) and values_of(node):
-            shapes = tuple((tuple(x.shape), str(x.dtype)) for x in values_of(node))
+            if node in casts:
+                v.casts[0] = casts[node]
+                v.signature = (*v.signature, str(v.values[0].dtype))
+        elif is_op(node) and values_of(node) and node not in source_of:
+            v = add(node.name, "op", node, node.meta["phase"], ())
+            v.casts = {_output_of(n): casts[n] for n in (node, *node.users) if n in casts and tensor_of(n)[0] is node}
+            shapes = tuple((tuple(x.shape), str(x.dtype)) for x in v.values)
             constants = tuple(str(a) for a in _constants(node))
-            v = add(
-                node.name, "op", node, node.meta["phase"], (str(node.target), shapes, constants, node.meta["phase"])
-            )
+            v.signature = (str(node.target), shapes, constants, v.phase)
             v.inputs = [tensor(a) for a in tensor_arguments(node)]
             where[node] = v.index
             uses += [Use(p, o, v.index, slot, v.phase) for slot, (p, o) in enumerate(v.inputs)]
@@ -200,6 +222,36 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     return vertices, uses
 
 
+def _output_of(node: fx.Node) -> int:
+    """Which tensor output of its producer a node is; items that are None (a gradient nobody wants) are no outputs."""
+    producer, item = tensor_of(node)
+    return item if item == 0 else sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:item])
+
+
+def _own_casts(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Casts that belong to the vertex of what they cast: of parameters that nothing else reads, of gradients on their way out."""
+    result = {}
+    gradients = {n for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"]) if r.kind == "gradient"}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not aten._to_copy.default or len(node.args[0].users) > 1:
+            continue
+        source = node.args[0]
+        is_parameter = source.op == "placeholder" and source.meta["role"].kind == "parameter"
+        if is_parameter or (node.meta["phase"] == "backward" and source.op == "call_function" and _leads_to(node, gradients)):
+            result[source] = node
+    return result
+
+
+def _leads_to(node: fx.Node, gradients: set[fx.Node]) -> bool:
+    """Whether a value ends as a gradient through ops that Partial values pass, each read by one op alone."""
+    while node not in gradients:
+        users = list(node.users)
+        if len(users) != 1 or users[0].target not in PASS_PARTIAL:
+            return False
+        (node,) = users
+    return True
+
+
 def _constants(node: fx.Node) -> list:
     """Arguments that are not tensors, nested ones too, with node names left out, and stream numbers, which change no price."""
     stream = STREAM.get(node.target)
@@ -219,7 +271,7 @@ def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
 
 
 def _choices(
-    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, state: StateBytes, pinned: Layout | None
+    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, optimizer: str, pinned: Layout | None
 ) -> Choices:
     if v.kind == "op":
         return _op_choices(v.node, rule, part_sets, mesh, cost)
@@ -239,7 +291,7 @@ def _choices(
         options = [Layout.replicated(len(shape))]
     per_element = 0
     if v.kind == "parameter":
-        per_element = state.resident(v.node.meta["role"].trainable)
+        per_element = v.state_bytes(optimizer).resident(v.node.meta["role"].trainable)
     elif v.kind in ("buffer", "constant"):
         per_element = value.element_size()
     resident = np.array([float(per_element * largest_local_numel(shape, o, mesh)) for o in options])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..simulated import TOLERANCE, VerifyReport
+from ..simulated import VerifyReport
 from .units import size, table
 
 
@@ -16,22 +16,22 @@ def verify_text(report: VerifyReport) -> str:
     lines = [
         f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}, against eager torch{loss}",
         "",
-        *table(["compared", "relative error", ""], [[name, error, _mark(error)] for name, error in rows]),
+        *table(["compared", "relative error", ""], [[name, error, _mark(error, report.tolerance)] for name, error in rows]),
         "",
         *_traffic(report),
         "",
     ]
     if report.match:
         return "\n".join([*lines, "match"]) + "\n"
-    return "\n".join([*lines, *_divergence(report), f"no match: errors above {TOLERANCE:.0e}"]) + "\n"
+    return "\n".join([*lines, *_divergence(report), f"no match: errors above {report.tolerance:.0e}"]) + "\n"
 
 
 def _error(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def _mark(error: str) -> str:
-    return "" if float(error) <= TOLERANCE else "<-"
+def _mark(error: str, tolerance: float) -> str:
+    return "" if float(error) <= tolerance else "<-"
 
 
 def _traffic(report: VerifyReport) -> list[str]:

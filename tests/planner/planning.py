@@ -9,7 +9,6 @@ import numpy as np
 
 from autopar import api
 from autopar.capture import Captured
-from autopar.cost.memory import StateBytes
 from autopar.cost.redistribute import Redistributor
 from autopar.hardware import Hardware, Tier
 from autopar.mesh import Mesh
@@ -56,8 +55,8 @@ class Instance:
                  folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16):  # fmt: skip
         self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
         graph = captured(model, batch, seq) if isinstance(model, str) else model
-        state, fold = StateBytes.of(optimizer, "fp32"), folding.fold if folded else folding.unfolded
-        self.problem: Problem = build(graph, self.mesh, self.hardware, state, fold)
+        fold = folding.fold if folded else folding.unfolded
+        self.problem: Problem = build(graph, self.mesh, self.hardware, optimizer, fold)
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
         self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth), self.hardware.links[-1].bucket_bytes)
         self.restriction = Restriction.of(strategy, self.mesh)

@@ -6,9 +6,11 @@ import math
 
 import pytest
 
+from autopar import api
 from autopar.errors import MeshError, StrategyError
 from autopar.layout import Layout
 from autopar.mesh import Mesh
+from autopar.models import registry
 from autopar.plan import Plan
 from autopar.planner.restrict import RECIPES, Restriction
 
@@ -109,9 +111,11 @@ def test_axes_with_a_wrong_name_have_roles_by_place(strategy):
 
 def test_optimizers_and_precisions_have_their_bytes():
     count = elements(MODELS["gpt"])
+    narrow = api.trace(*registry.build(MODELS["gpt"], batch=8, seq=16, device="meta"), precision="bf16")
     for optimizer, precision, bytes_ in (("adamw", "fp32", 16), ("sgd", "fp32", 8), ("sgd_momentum", "fp32", 12),
                                          ("adamw", "bf16", 18), ("sgd", "bf16", 10)):  # fmt: skip
-        plan = make(MODELS["gpt"], "dp=4", WAITING, strategy="ddp", optimizer=optimizer, precision=precision)
+        model = narrow if precision == "bf16" else MODELS["gpt"]
+        plan = make(model, "dp=4", WAITING, strategy="ddp", optimizer=optimizer, precision=precision)
         assert sum(plan.memory.get(k, 0) for k in ("parameters", "gradients", "optimizer")) == bytes_ * count
     for wrong in ({"optimizer": "lion9"}, {"precision": "fp4"}):
         with pytest.raises(StrategyError, match="use one of"):
