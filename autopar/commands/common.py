@@ -34,8 +34,10 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64) -> None:
 
 
 def add_planning(parser, hardware: str) -> None:
-    """--hardware, --strategy, --memory and --pin."""
+    """--hardware, --precision, --strategy, --memory and --pin."""
     parser.add_argument("--hardware", default=hardware, help=f"profile or TOML file (default {hardware})")
+    precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
     strategies = "ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp (default: whatever is fastest)"
     parser.add_argument("--strategy", help=strategies)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
@@ -63,7 +65,8 @@ def pins(args: argparse.Namespace) -> dict[str, str]:
 def planning(args: argparse.Namespace) -> dict:
     """The arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
-        name=args.model, hardware=args.hardware, strategy=args.strategy, memory=args.memory, pin=pins(args)
+        name=args.model, hardware=args.hardware, precision=args.precision, strategy=args.strategy, memory=args.memory,
+        pin=pins(args),
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ def add(subparsers) -> None:
     parser = common.command(subparsers, "plan", "plan a model for a mesh, offline", EXAMPLE, run)
     common.add_model(parser, batch=None, seq=None)
     common.add_planning(parser, hardware="h100")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="what to compute in (default fp32)")
     parser.add_argument("--optimizer", default="adamw", help="whose state to make room for (default adamw)")
     parser.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
     parser.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule")
@@ -50,7 +49,7 @@ def make(args: argparse.Namespace, report: common.Report):
     report("building the model")
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     return plan_and_capture(
-        model, args.mesh, inputs, optimizer=args.optimizer, precision=args.precision, strict=args.strict,
+        model, args.mesh, inputs, optimizer=args.optimizer, strict=args.strict,
         baselines=not args.no_baselines, report=report, **common.planning(args),
     )  # fmt: skip
 

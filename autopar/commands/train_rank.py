@@ -68,7 +68,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     source, inputs = models.build(settings["model"], batch=batch, seq=seq, device="cpu", seed=settings["seed"])
     stream = _stream(source, inputs, settings)
     say("planning ...", flush=True)
-    planning = {k: settings[k] for k in ("hardware", "strategy", "memory", "pin")}
+    planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "pin")}
     model = autopar.compile(source, device_mesh, inputs, **planning)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")

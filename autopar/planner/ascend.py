@@ -25,7 +25,7 @@ class Search:
     gap: float = 1e-3
     rounds: int = 120
     program_seconds: float = 20.0
-    largest_program: int = 60_000  # variables
+    largest_program: int = 80_000  # variables
 
 
 def minimize(
