@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from autopar.plan import fingerprint
 from autopar.planner.fold import fold
 from autopar.planner.problem import _vertices
 from autopar.random_ops import stream_of
-from autopar.simulated import verify_model
+from autopar.simulated import global_values, plan_and_capture, simulate_step, verify_model
 
 from .runtime import tiny
 
@@ -83,3 +85,15 @@ def test_planning_ties_the_masks_of_equal_blocks():
     folded = fold(vertices, uses)
     masks = [folded[v.index] for v in vertices if v.kind == "op" and v.node.target is torch.ops.autopar.dropout.default]
     assert len(masks) == 2 * 13 - 2 and len(set(masks)) < 20
+
+
+def test_recomputed_blocks_draw_the_same_masks():
+    model, inputs = Tall(4), (torch.randn(4, 8),)
+    plan, captured = plan_and_capture(model, "dp=2", inputs, strategy="ddp", hardware="cpu-gloo", baselines=False)
+    values = global_values(captured, model, inputs)
+    again = replace(plan, sharding=replace(plan.sharding, recompute=frozenset({"blocks.1", "blocks.2"})))
+    steps = [simulate_step(captured, p, values) for p in (plan, again)]
+    dropouts = [sum(stream_of(n) is not None for n in s.programs[0].parts.backward.graph.nodes) for s in steps]
+    assert dropouts[1] > dropouts[0]
+    for name, gradient in steps[0].gradients.items():
+        assert torch.equal(gradient, steps[1].gradients[name]), name

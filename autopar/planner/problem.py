@@ -26,6 +26,7 @@ from ..layout import Layout, is_even, is_legal, largest_local_numel
 from ..mesh import Mesh
 from ..random_ops import STREAM
 from ..rules import Rule, Strategy
+from .casts import output_of, own_casts
 
 aten = torch.ops.aten
 STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
@@ -169,7 +170,7 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
-    casts = _own_casts(graph)
+    casts = own_casts(graph, PASS_PARTIAL)
     source_of = {cast: source for source, cast in casts.items()}
 
     def add(name, kind, node, phase, signature) -> Vertex:
@@ -179,7 +180,7 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
 
     def tensor(node: fx.Node) -> tuple[int, int]:
         source = source_of.get(node, node)
-        return where[tensor_of(source)[0]], _output_of(source)
+        return where[tensor_of(source)[0]], output_of(source)
 
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -195,7 +196,7 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
                 v.signature = (*v.signature, str(v.values[0].dtype))
         elif is_op(node) and values_of(node) and node not in source_of:
             v = add(node.name, "op", node, node.meta["phase"], ())
-            v.casts = {_output_of(n): casts[n] for n in (node, *node.users) if n in casts and tensor_of(n)[0] is node}
+            v.casts = {output_of(n): casts[n] for n in (node, *node.users) if n in casts and tensor_of(n)[0] is node}
             shapes = tuple((tuple(x.shape), str(x.dtype)) for x in v.values)
             constants = tuple(str(a) for a in _constants(node))
             v.signature = (str(node.target), shapes, constants, v.phase)
@@ -220,36 +221,6 @@ def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
             v.inputs = [(p, o)]
             uses.append(Use(p, o, v.index, 0, phase))
     return vertices, uses
-
-
-def _output_of(node: fx.Node) -> int:
-    """Which tensor output of its producer a node is; items that are None (a gradient nobody wants) are no outputs."""
-    producer, item = tensor_of(node)
-    return item if item == 0 else sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:item])
-
-
-def _own_casts(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Casts that belong to the vertex of what they cast: of parameters that nothing else reads, of gradients on their way out."""
-    result = {}
-    gradients = {n for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"]) if r.kind == "gradient"}
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is not aten._to_copy.default or len(node.args[0].users) > 1:
-            continue
-        source = node.args[0]
-        is_parameter = source.op == "placeholder" and source.meta["role"].kind == "parameter"
-        if is_parameter or (node.meta["phase"] == "backward" and source.op == "call_function" and _leads_to(node, gradients)):
-            result[source] = node
-    return result
-
-
-def _leads_to(node: fx.Node, gradients: set[fx.Node]) -> bool:
-    """Whether a value ends as a gradient through ops that Partial values pass, each read by one op alone."""
-    while node not in gradients:
-        users = list(node.users)
-        if len(users) != 1 or users[0].target not in PASS_PARTIAL:
-            return False
-        (node,) = users
-    return True
 
 
 def _constants(node: fx.Node) -> list:
