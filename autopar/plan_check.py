@@ -14,6 +14,7 @@ from .errors import PlanIncompatible
 from .graph import describe, is_op, output_node, tensor_arguments, tensor_of, values_of
 from .layout import Layout, is_even, is_legal
 from .mesh import Mesh
+from .planner.casts import CAST
 from .sharding import NodeSharding, Sharding
 
 
@@ -84,6 +85,10 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
         dims = [len(x.dims) for x in (*decision.inputs, *decision.outputs)]
         return (len(decision.inputs), dims) == (len(inputs), [len(shape) for shape in (*inputs, *outputs)])
     rule = rules.rule_of(node)
+    if node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs:  # as what it casts, in any order of axes
+        (layout,) = decision.inputs
+        sums = not layout.partial or (frozenset({0}) in rule.linear and {op for _, op in layout.partial} == {"sum"})
+        return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
     found = rule and rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
     return found is not None and (found.inputs, found.outputs) == (decision.inputs, decision.outputs)
 
@@ -97,7 +102,7 @@ def _fits(layout: Layout, shape, mesh: Mesh) -> bool:
 
 
 def _is_buffer(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["role"].kind == "buffer"
+    return node.op == "placeholder" and node.meta["role"].kind in ("buffer", "random")
 
 
 def _prefixes(path: str) -> list[str]:
