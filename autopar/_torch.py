@@ -26,6 +26,33 @@ def fake_mode():
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextlib.contextmanager
+def as_if_eager(active: bool = True):
+    """Inside, if `active`, `torch.compiler.is_compiling()` is False even while exporting."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before and not active
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because Python asked for the values of a tensor."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
+
+
+def has_unknown_number(value: object) -> bool:
+    """Whether a traced value is a number, or has a size, that is known only when the graph runs."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_unknown_number, value))
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
 def decomposition_table() -> dict[object, Callable]:
     """Decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
     from torch._decomp import get_decompositions

@@ -53,14 +53,19 @@ class Captured:
 
 
 class FlatCall(nn.Module):
-    """The user's module as a function of flat tensors; without a cache, which training never reads."""
+    """The user's module as a function of flat tensors; without a cache, which training never reads. `as_eager`: the module
+    does not learn that it is being traced."""
 
     def __init__(self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None):
         super().__init__()
         self.add_module(ROOT, model)
-        self.signature, self.returns, self.loss_fn = signature, returns, loss_fn
+        self.signature, self.returns, self.loss_fn, self.as_eager = signature, returns, loss_fn, False
 
     def forward(self, *tensors):
+        with _torch.as_if_eager(self.as_eager):
+            return self._call(tensors)
+
+    def _call(self, tensors):
         args, kwargs = self.signature.rebuild(tensors)
         model = getattr(self, ROOT)
         loss_kwargs = {}
@@ -102,7 +107,7 @@ def export(
     wrapper = FlatCall(model, signature, returns, loss_fn)
     try:
         with fake_state(model, mode, forms):
-            program = torch.export.export(wrapper, tuple(inputs), strict=False)
+            program = _program(wrapper, inputs)
     except AutoparError:
         raise
     except Exception as error:
@@ -110,7 +115,7 @@ def export(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=_source_of_exception(error),
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
-            fix="check that model(**example_inputs) runs, and that no Python branch depends on a tensor's values",
+            fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
     graph_module = program.module(check_guards=False)
     ties = tie_map(model)
@@ -119,6 +124,27 @@ def export(
             name = node.target[len(ROOT) + 1 :]
             node.target = f"{ROOT}.{ties.get(name, name)}"
     return Exported(graph_module, signature, returns, inputs, ties, {n: f.trainable for n, f in forms.items()})
+
+
+FIX_VALUES = (
+    "this line reads the values of a tensor, which are known only when the model runs: compute with torch.where, a mask or "
+    "torch.topk, whose shapes do not depend on values"
+)
+
+
+def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
+    """The exported program. Some models take another way when they are compiled than in eager mode (they leave out masks, or
+    loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
+    try:
+        return torch.export.export(wrapper, tuple(inputs), strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        wrapper.as_eager = True
+        try:
+            return torch.export.export(wrapper, tuple(inputs), strict=False)
+        except Exception:
+            raise error from None
 
 
 def tie_map(model: nn.Module) -> dict[str, str]:
@@ -133,6 +159,7 @@ def tie_map(model: nn.Module) -> dict[str, str]:
 
 def differentiate(exported: Exported) -> Captured:
     """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
+    _refuse_sizes_from_values(exported.graph_module.graph)
     try:
         graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs)
     except Exception as error:
@@ -174,6 +201,18 @@ def differentiate(exported: Exported) -> Captured:
     mark_phases(graph)
     graph_module.recompile()
     return Captured(graph_module, exported.signature, exported.returns, exported.ties)
+
+
+def _refuse_sizes_from_values(graph: fx.Graph) -> None:
+    """Raises CaptureError for numbers and shapes that a forward graph computes from the values of tensors."""
+    found = [n for n in graph.nodes if _torch.has_unknown_number(n.meta.get("val"))]
+    if found:
+        lines = list(dict.fromkeys(filter(None, map(source_line, found))))
+        raise CaptureError(
+            f"the shapes or numbers of {len(found)} ops depend on the values of tensors: {found[0].target}"
+            + (f", at {', '.join(lines[:8])}" if lines else ""),
+            node=found[0].name, source=lines[0] if lines else None, fix=FIX_VALUES,
+        )  # fmt: skip
 
 
 def move(captured: Captured, device: torch.device) -> None:

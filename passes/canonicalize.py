@@ -15,6 +15,11 @@ from .canonicalize_loss import cross_entropy
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+# Checks of values and types; none of them makes a value.
+ASSERTIONS = {
+    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten._assert_async.default,
+    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
+}  # fmt: skip
 RANDOM = ("bernoulli", "rand", "randn", "multinomial", "normal", "native_dropout", "uniform", "exponential", "poisson")
 
 
@@ -22,7 +27,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites in place and returns the module. Raises UnsupportedOpError listing every random op that is left."""
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten._assert_tensor_metadata.default:
+        if node.op == "call_function" and node.target in ASSERTIONS:
             graph.erase_node(node)
     for node in list(graph.nodes):
         rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
