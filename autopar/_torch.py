@@ -76,8 +76,11 @@ def _mean_dim(x, dim, keepdim=False, dtype=None):
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
 
 
-def joint_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, list, list]:
-    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output.
+def joint_graph(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], decompositions: dict[object, Callable]
+) -> tuple[fx.GraphModule, list, list]:
+    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output. Ops in
+    `decompositions` are traced into what they stand for.
 
     Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index) and
     ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", buffer name)."""
@@ -85,7 +88,7 @@ def joint_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple
 
     with contextlib.ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(
-            stack, module, tuple(inputs), {}, decompositions=decomposition_table()
+            stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )
     graph_module = joint.graph_module
     placeholders = [_describe_input(n.meta["desc"]) for n in graph_module.graph.nodes if n.op == "placeholder"]

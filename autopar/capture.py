@@ -21,6 +21,7 @@ from . import _torch
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
+from .functions import inline, kept_backwards
 from .graph import OutputRole, Role, leaf_name, mark_phases, output_node
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
@@ -106,7 +107,7 @@ def export(
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn)
     try:
-        with fake_state(model, mode, forms):
+        with fake_state(model, mode, forms), kept_backwards():
             program = _program(wrapper, inputs)
     except AutoparError:
         raise
@@ -161,7 +162,7 @@ def differentiate(exported: Exported) -> Captured:
     """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
     _refuse_sizes_from_values(exported.graph_module.graph)
     try:
-        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs)
+        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
     except Exception as error:
         raise CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..errors import UnsupportedOpError
 from .canonicalize_attention import attention
+from .canonicalize_batch_norm import batch_norm
 from .canonicalize_loss import cross_entropy
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
@@ -108,6 +109,7 @@ def _refuse_randomness(graph: fx.Graph) -> None:
 
 
 REWRITES = {
+    aten.batch_norm.default: batch_norm,
     aten.linear.default: _linear,
     aten.addmm.default: _conv1d,
     aten.embedding.default: _embedding,

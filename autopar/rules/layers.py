@@ -8,7 +8,7 @@ from torch import fx
 
 from ..graph import is_tensor
 from .families import sets
-from .reading import bound, input_shapes, output_shapes, shape_of, tensors_by_name
+from .reading import bound, input_shapes, named, output_shapes, shape_of, tensors_by_name
 from .rule import Dim, Rule, rule
 
 
@@ -95,6 +95,15 @@ def batch_norm(node: fx.Node) -> Rule:
     return Rule(
         tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))), sets(([0],)) if backward else ()
     )
+
+
+def channelwise(node: fx.Node) -> Rule:
+    """Images (n, c, ...) and one number a channel: where an op makes numbers from images, they are sums over all but c."""
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return ("c",) if len(shape) == 1 else ("n", "c", *named(len(shape) - 2))
+
+    return Rule(tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))))
 
 
 def convolution(node: fx.Node) -> Rule:
