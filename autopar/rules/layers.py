@@ -146,6 +146,13 @@ def _spatial(node: fx.Node, made: Rule, linear: tuple[frozenset[int], ...], grou
     return Rule(inputs, outputs, linear, even={"g": groups})
 
 
+def weight_norm(node: fx.Node) -> Rule:
+    """Every slice along `dim` is scaled to a length of its own; forward and backward alike."""
+    dim = bound(node)["dim"]
+    sides = (input_shapes(node), output_shapes(node))
+    return Rule(*(tuple(tuple("d" if i == dim else None for i in range(len(s))) for s in side) for side in sides))
+
+
 def per_channel(node: fx.Node) -> Rule:
     """Fake quantisation with one scale a channel."""
     arguments = bound(node)
