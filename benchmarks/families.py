@@ -9,7 +9,6 @@ Prints a row a family. Results are kept in benchmarks/families.json, one family 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -18,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import AutoparError, Mesh, api, rules
 from autopar.graph import is_op
@@ -30,6 +28,7 @@ from tests.families import FAMILIES
 
 MESHES = ["dp=2,tp=2"]
 STRATEGIES = ["auto", "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"]
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "families.json"
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
 BATCH, SEQ = 4, 16

@@ -1,4 +1,5 @@
-"""batch_norm in training -> the ops of autopar/ops_batch_norm.py, which may be sharded over the batch, and its new running statistics
+"""batch_norm in training -> the ops of autopar/ops_batch_norm.py, which may be sharded over the batch, and its new running
+statistics
 written out. In evaluation it stays as it is: every element is then normalized for itself."""
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ WHISPER = dict(
     begin_suppress_tokens=None,
 )  # fmt: skip
 SPECTROGRAM = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, patch_size=8, frequency_stride=8, time_stride=8,
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, patch_size=8, frequency_stride=8,
+    time_stride=8,
     max_length=32, num_mel_bins=16, num_labels=LABELS,
 )  # fmt: skip
 

@@ -50,7 +50,8 @@ ENCODERS = {
 
 # with option names of their own
 OTHER = {
-    "funnel": dict(vocab_size=VOCAB, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, num_decoder_layers=1, num_labels=LABELS),
+    "funnel": dict(vocab_size=VOCAB, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, num_decoder_layers=1,
+                   num_labels=LABELS),
     "xlnet": dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=64, num_labels=LABELS),
 }
 BART = dict(
@@ -79,7 +80,8 @@ ENCODER_DECODERS = {
     "pegasus_x": BART | dict(num_global_tokens=4, block_size=8),
     "plbart": BART,
     "prophetnet": dict(vocab_size=VOCAB, hidden_size=32, encoder_ffn_dim=64, decoder_ffn_dim=64, num_encoder_layers=2,
-                       num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4, max_position_embeddings=64,
+                       num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
+                       max_position_embeddings=64,
                        ngram=2, num_buckets=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
     "nllb-moe": BART | dict(num_experts=4, expert_capacity=16, encoder_sparse_step=2, decoder_sparse_step=2),
 }  # fmt: skip

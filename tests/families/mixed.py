@@ -12,7 +12,8 @@ TEXT = dict(
     projection_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 IMAGE = dict(
-    image_size=SIZE, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, projection_dim=16
+    image_size=SIZE, patch_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    projection_dim=16
 )
 PAIRED = {
     "altclip": dict(text_config=TEXT | dict(project_dim=16)),

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 
 import torch
-
 import transformers.integrations.moe  # noqa: F401  (registers transformers::*)
 
 import autopar.ops  # noqa: F401  (registers autopar::*)
