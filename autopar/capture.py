@@ -72,7 +72,7 @@ class FlatCall(nn.Module):
         loss_kwargs = {}
         if self.loss_fn is not None:
             kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
-        if "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs:
+        if _keeps_cache(model) and "use_cache" not in kwargs:
             kwargs = {**kwargs, "use_cache": False}
         output = model(*args, **kwargs)
         if self.loss_fn is not None:
@@ -81,6 +81,13 @@ class FlatCall(nn.Module):
         if self.returns.loss is not None:
             outputs = [o if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
         return tuple(outputs)
+
+
+def _keeps_cache(model: nn.Module) -> bool:
+    """Whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
+    takes = inspect.signature(model.forward).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return "use_cache" in takes or (is_open and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
