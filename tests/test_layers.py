@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_profiles"},
-    {"autopar._torch", "autopar.ops", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state", "autopar.unroll",
-     "autopar.rules"},
+    {"autopar._torch", "autopar.ops", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state",
+     "autopar.functions", "autopar.ops_batch_norm", "autopar.rules", "autopar.unroll"},
     {"autopar.cost", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file", "autopar.planner"},
     {"autopar.passes"},
     {"autopar.debug", "autopar.codegen", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime"},
