@@ -18,11 +18,12 @@ def batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The normalized node in the place of an `aten.batch_norm` that computes statistics, None for one that is given them."""
     training, momentum, eps = node.args[5:8]
     value = node.args[0].meta["val"]
-    shape, dtype = value.shape, value.dtype
+    shape = value.shape
     count = math.prod(shape) // shape[1]
     if not training or count < 2:
         return None
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = torch.float64 if value.dtype == torch.float32 else torch.promote_types(value.dtype, torch.float32)
+    # as torch's own kernel adds up on a CPU: with few elements a channel, many norms in a row amplify what is rounded here
     tracer = fx.proxy.GraphAppendingTracer(node.graph)
     x, weight, bias, running_mean, running_var = (a and fx.Proxy(a, tracer) for a in node.args[:5])
     seen = aten.detach.default(x)
