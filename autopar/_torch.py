@@ -26,6 +26,33 @@ def fake_mode():
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextlib.contextmanager
+def as_if_eager(active: bool = True):
+    """Inside, if `active`, `torch.compiler.is_compiling()` is False even while exporting."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before and not active
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether tracing failed because Python asked for the values of a tensor."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
+
+
+def has_unknown_number(value: object) -> bool:
+    """Whether a traced value is a number, or has a size, that is known only when the graph runs."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_unknown_number, value))
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
 def decomposition_table() -> dict[object, Callable]:
     """Decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
     from torch._decomp import get_decompositions
@@ -49,8 +76,11 @@ def _mean_dim(x, dim, keepdim=False, dtype=None):
     return torch.sum(x, dims, keepdim, dtype=dtype) / count
 
 
-def joint_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, list, list]:
-    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output.
+def joint_graph(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], decompositions: dict[object, Callable]
+) -> tuple[fx.GraphModule, list, list]:
+    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output. Ops in
+    `decompositions` are traced into what they stand for.
 
     Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index) and
     ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", buffer name)."""
@@ -58,7 +88,7 @@ def joint_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple
 
     with contextlib.ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(
-            stack, module, tuple(inputs), {}, decompositions=decomposition_table()
+            stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )
     graph_module = joint.graph_module
     placeholders = [_describe_input(n.meta["desc"]) for n in graph_module.graph.nodes if n.op == "placeholder"]

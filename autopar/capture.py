@@ -22,6 +22,7 @@ from ._torch import tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .errors import AutoparError, CaptureError, InputError
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
+from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from .precision import computing_in, narrowed, widened
 
@@ -56,7 +57,7 @@ class Captured:
 
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
-    in (see autopar/precision.py), None for its own types."""
+    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
@@ -65,9 +66,10 @@ class FlatCall(nn.Module):
         super().__init__()
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype = signature, returns, loss_fn, dtype
+        self.as_eager = False
 
     def forward(self, *tensors):
-        with computing_in(getattr(self, ROOT), self.dtype):
+        with computing_in(getattr(self, ROOT), self.dtype), _torch.as_if_eager(self.as_eager):
             return self._call(*self.signature.rebuild(tensors))
 
     def _call(self, args: tuple, kwargs: dict):
@@ -75,7 +77,7 @@ class FlatCall(nn.Module):
         loss_kwargs = {}
         if self.loss_fn is not None:
             kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
-        if "use_cache" in inspect.signature(model.forward).parameters and "use_cache" not in kwargs:
+        if _keeps_cache(model) and "use_cache" not in kwargs:
             kwargs = {**kwargs, "use_cache": False}
         args, kwargs = tree_map(lambda x: narrowed(x, self.dtype), (args, kwargs))
         output = model(*args, **kwargs)
@@ -86,6 +88,13 @@ class FlatCall(nn.Module):
             wide = outputs[self.returns.loss] if self.dtype is None else widened(outputs[self.returns.loss])
             outputs = [wide if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
         return tuple(outputs)
+
+
+def _keeps_cache(model: nn.Module) -> bool:
+    """Whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
+    takes = inspect.signature(model.forward).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return "use_cache" in takes or (is_open and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
@@ -113,8 +122,8 @@ def export(
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
     try:
-        with fake_state(model, mode, forms):
-            program = torch.export.export(wrapper, tuple(inputs), strict=False)
+        with fake_state(model, mode, forms), kept_backwards():
+            program = _program(wrapper, inputs)
     except AutoparError:
         raise
     except Exception as error:
@@ -122,7 +131,7 @@ def export(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=_source_of_exception(error),
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
-            fix="check that model(**example_inputs) runs, and that no Python branch depends on a tensor's values",
+            fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
     graph_module = program.module(check_guards=False)
     ties = tie_map(model)
@@ -131,6 +140,27 @@ def export(
             name = node.target[len(ROOT) + 1 :]
             node.target = f"{ROOT}.{ties.get(name, name)}"
     return Exported(graph_module, signature, returns, inputs, ties, {n: f.trainable for n, f in forms.items()})
+
+
+FIX_VALUES = (
+    "this line reads the values of a tensor, which are known only when the model runs: compute with torch.where, a mask or "
+    "torch.topk, whose shapes do not depend on values"
+)
+
+
+def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
+    """The exported program. Some models take another way when they are compiled than in eager mode (they leave out masks, or
+    loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
+    try:
+        return torch.export.export(wrapper, tuple(inputs), strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        wrapper.as_eager = True
+        try:
+            return torch.export.export(wrapper, tuple(inputs), strict=False)
+        except Exception:
+            raise error from None
 
 
 def tie_map(model: nn.Module) -> dict[str, str]:
@@ -145,8 +175,9 @@ def tie_map(model: nn.Module) -> dict[str, str]:
 
 def differentiate(exported: Exported) -> Captured:
     """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
+    _refuse_sizes_from_values(exported.graph_module.graph)
     try:
-        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs)
+        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
     except Exception as error:
         raise CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",
@@ -188,6 +219,18 @@ def differentiate(exported: Exported) -> Captured:
     mark_phases(graph)
     graph_module.recompile()
     return Captured(graph_module, exported.signature, exported.returns, exported.ties)
+
+
+def _refuse_sizes_from_values(graph: fx.Graph) -> None:
+    """Raises CaptureError for numbers and shapes that a forward graph computes from the values of tensors."""
+    found = [n for n in graph.nodes if _torch.has_unknown_number(n.meta.get("val"))]
+    if found:
+        lines = list(dict.fromkeys(filter(None, map(source_line, found))))
+        raise CaptureError(
+            f"the shapes or numbers of {len(found)} ops depend on the values of tensors: {found[0].target}"
+            + (f", at {', '.join(lines[:8])}" if lines else ""),
+            node=found[0].name, source=lines[0] if lines else None, fix=FIX_VALUES,
+        )  # fmt: skip
 
 
 def move(captured: Captured, device: torch.device) -> None:

@@ -7,6 +7,7 @@ numbers, with the unsharded joint graph on the same random state (torch's own ge
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -162,6 +163,18 @@ def verify_model(
     plan, captured = plan_and_capture(
         model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
     )
+    return verify_plan(captured, plan, model, example_inputs, loss_fn, report)
+
+
+def verify_plan(
+    captured: Captured,
+    plan: Plan,
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> VerifyReport:
+    """`verify_model` for a plan that is there already, of the model's call as it was captured."""
     values = global_values(captured, model, example_inputs)
     if missing := [name for name, value in values.items() if value.is_meta]:
         raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
@@ -174,9 +187,10 @@ def verify_model(
         outputs, gradients, buffers = _eager_step(captured, model, values, loss_fn, plan.precision)
     loss = captured.returns.loss
     compared = zip(outputs, step.outputs) if loss is None else [(outputs[loss], step.loss)]
+    kept = {name: buffer.detach() for name, buffer in model.named_buffers()}  # those without a new value keep theirs
     result = VerifyReport(
         plan, None if step.loss is None else step.loss.item(), _worst(*(_error(mine, whole) for whole, mine in compared)),
-        _group_errors(gradients, step.gradients), _group_errors(buffers, step.buffers),
+        _group_errors(gradients, step.gradients), _group_errors(buffers, kept | step.buffers),
         sum(c.wire_bytes for c in plan.collectives), step.bytes_sent, step.collectives,
     )  # fmt: skip
     if result.match:
@@ -278,13 +292,14 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest relative error of each group of tensors whose names differ only in the numbers of their modules."""
+    """The largest relative error of each group of tensors whose names differ only in the numbers of their modules; infinite
+    where one is missing."""
     floor = FLOOR * max(map(_norm, reference.values()), default=0.0)
     errors: dict[str, float] = {}
     for name, value in reference.items():
-        if name in mine:
-            group = ".".join("*" if word.isdigit() else word for word in name.split("."))
-            errors[group] = _worst(errors.get(group, 0.0), _error(mine[name], value, floor))
+        group = ".".join("*" if word.isdigit() else word for word in name.split("."))
+        error = _error(mine[name], value, floor) if name in mine else math.inf
+        errors[group] = _worst(errors.get(group, 0.0), error)
     return errors
 
 

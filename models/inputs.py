@@ -42,6 +42,15 @@ def features(config, batch: int, seq: int, dtype: torch.dtype, device: torch.dev
     return {"x": floats(shape, dtype, device, seed), "target": floats(shape, dtype, device, seed + 1)}
 
 
+def images(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """`pixel_values` (B, 3, config.image, config.image) of noise and random `labels` (B); `seq` says nothing of images."""
+    shape = (batch, 3, config.image, config.image)
+    return {
+        "pixel_values": floats(shape, dtype, device, seed),
+        "labels": integers((batch,), config.classes, device, seed + 1),
+    }
+
+
 @contextmanager
 def fresh_weights(dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[None]:
     """Modules made inside live on `device` in `dtype`, initialised from `seed`. The caller's random state is kept."""

@@ -7,6 +7,7 @@ Shapes: B batch, S sequence, H hidden, V vocabulary, D = H / heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -124,12 +125,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention and feed-forward, each on the normalised input and added back."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, feed_forward: Callable[[Config], nn.Module] = FeedForward):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = feed_forward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -137,11 +138,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, feed_forward: Callable[[Config], nn.Module] = FeedForward):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, feed_forward) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:

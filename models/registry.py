@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, nearest
-from . import gpt, llama, mlp
-from .inputs import features, fresh_weights, tokens
+from . import gpt, llama, mlp, moe, resnet, vit
+from .inputs import features, fresh_weights, images, tokens
 
 
 class Builder(NamedTuple):
@@ -35,11 +35,16 @@ BUILDERS = {
     "gpt": Builder(gpt.Config, gpt.GPT, tokens),
     "llama": Builder(llama.Config, llama.Llama, tokens),
     "mlp": Builder(mlp.Config, mlp.MLP, features),
+    "moe": Builder(moe.Config, moe.MoE, tokens),
+    "resnet": Builder(resnet.Config, resnet.ResNet, images),
+    "vit": Builder(vit.Config, vit.ViT, images),
 }
 
 # Sources: GPT-2, Radford et al. 2019, table 2, with heads and vocabulary from the released checkpoints' hparams.json
 # (github.com/openai/gpt-2); GPT-3, arXiv 2005.14165, table 2.1; Llama 2, arXiv 2307.09288 and the released config.json;
 # Llama 3, arXiv 2407.21783, table 3, with the longest sequence of the 3.0 release (8B, 70B) and of 3.1 (405B).
+# Mixtral, arXiv 2401.04088, table 1, and the released config.json of 8x22B; ViT, arXiv 2010.11929, table 1; ResNet, arXiv
+# 1512.03385, table 1.
 # The sizes named tiny are for tests and demonstrations on a CPU.
 PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("gpt", dict(hidden=768, layers=12, heads=12, vocab=50257, seq=1024)),
@@ -60,9 +65,27 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
         "llama",
         dict(hidden=16384, layers=126, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq=131072, rope_theta=500000.0),
     ),
+    "mixtral-8x7b": (
+        "moe",
+        dict(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=32768, rope_theta=1e6, experts=8, active=2),
+    ),
+    "mixtral-8x22b": (
+        "moe",
+        dict(hidden=6144, layers=56, heads=48, kv_heads=8, ffn=16384, vocab=32000, seq=65536, rope_theta=1e6, experts=8, active=2),
+    ),
+    "resnet-18": ("resnet", dict(depth=18)),
+    "resnet-50": ("resnet", dict(depth=50)),
+    "resnet-101": ("resnet", dict(depth=101)),
+    "resnet-152": ("resnet", dict(depth=152)),
+    "vit-b": ("vit", dict(hidden=768, layers=12, heads=12, patch=16)),
+    "vit-l": ("vit", dict(hidden=1024, layers=24, heads=16, patch=16)),
+    "vit-h": ("vit", dict(hidden=1280, layers=32, heads=16, patch=14)),
     "gpt2-tiny": ("gpt", dict(hidden=64, layers=2, heads=4, vocab=256, seq=128)),
     "llama-tiny": ("llama", dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=192, vocab=256, seq=128)),
     "mlp-tiny": ("mlp", dict(hidden=64, layers=2)),
+    "moe-tiny": ("moe", dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=256, seq=128, experts=4, active=2)),
+    "resnet-tiny": ("resnet", dict(depth=10, width=8, image=32, classes=10)),
+    "vit-tiny": ("vit", dict(hidden=64, layers=2, heads=4, image=32, patch=8, classes=10)),
 }
 
 

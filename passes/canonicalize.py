@@ -10,18 +10,24 @@ import torch
 from torch import fx
 
 from .canonicalize_attention import attention
+from .canonicalize_batch_norm import batch_norm
 from .canonicalize_loss import cross_entropy
 from .canonicalize_random import has_formula, number_streams, random_op, refuse_the_rest
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+# Checks of values and types; none of them makes a value.
+ASSERTIONS = {
+    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten._assert_async.default,
+    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
+}  # fmt: skip
 
 
 def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites in place and returns the module. Raises UnsupportedOpError listing the random ops that are left."""
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten._assert_tensor_metadata.default:
+        if node.op == "call_function" and node.target in ASSERTIONS:
             graph.erase_node(node)
     for node in list(graph.nodes):
         rewrite = random_op if has_formula(node) else REWRITES.get(node.target) if node.op == "call_function" else None
@@ -93,6 +99,7 @@ def _embedding(graph_module, node: fx.Node) -> fx.Node | None:
 
 
 REWRITES = {
+    aten.batch_norm.default: batch_norm,
     aten.linear.default: _linear,
     aten.addmm.default: _conv1d,
     aten.embedding.default: _embedding,

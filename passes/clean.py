@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ..graph import is_tensor, mark_phases, output_node, renumbered
+from .unstride import unstride
 
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -22,8 +23,9 @@ _SAME_IF_EQUAL = _VIEWS | {
 
 
 def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites a joint graph in place and returns the module."""
+    """Rewrites a joint graph in place and returns the module. Raises UnsupportedOpError (see unstride)."""
     graph = graph_module.graph
+    unstride(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
             continue

@@ -100,6 +100,13 @@ def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) 
     return build
 
 
+def histogram(node: fx.Node) -> Rule:
+    """Counts of parts add up if the bins are given; else they follow from the smallest and the largest element."""
+    arguments, (shape,) = bound(node), input_shapes(node)
+    given = arguments["min"] < arguments["max"]
+    return Rule((named(len(shape)) if given else (None,) * len(shape),), ((None,),))
+
+
 def loss(*linear: Sequence[int]) -> Builder:
     """Elementwise losses and their backwards. Reduction none (0) or sum (2); a mean (1) divides by a local size and is
     not sharded."""

@@ -8,7 +8,7 @@ from torch import fx
 
 from ..graph import is_tensor
 from .families import sets
-from .reading import bound, input_shapes, output_shapes, shape_of, tensors_by_name
+from .reading import bound, input_shapes, named, output_shapes, shape_of, tensors_by_name
 from .rule import Dim, Rule, rule
 
 
@@ -97,6 +97,15 @@ def batch_norm(node: fx.Node) -> Rule:
     )
 
 
+def channelwise(node: fx.Node) -> Rule:
+    """Images (n, c, ...) and one number a channel: where an op makes numbers from images, they are sums over all but c."""
+
+    def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return ("c",) if len(shape) == 1 else ("n", "c", *named(len(shape) - 2))
+
+    return Rule(tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))))
+
+
 def convolution(node: fx.Node) -> Rule:
     """Batch n, output channels o, input channels i (summed away, so not with a bias), or groups g if there are several.
     Spatial dims are whole."""
@@ -135,6 +144,13 @@ def _spatial(node: fx.Node, made: Rule, linear: tuple[frozenset[int], ...], grou
 
     inputs, outputs = fill(made.inputs, input_shapes(node)), fill(made.outputs, output_shapes(node))
     return Rule(inputs, outputs, linear, even={"g": groups})
+
+
+def weight_norm(node: fx.Node) -> Rule:
+    """Every slice along `dim` is scaled to a length of its own; forward and backward alike."""
+    dim = bound(node)["dim"]
+    sides = (input_shapes(node), output_shapes(node))
+    return Rule(*(tuple(tuple("d" if i == dim else None for i in range(len(s))) for s in side) for side in sides))
 
 
 def per_channel(node: fx.Node) -> Rule:

@@ -194,6 +194,7 @@ LOCAL: dict[str, Localizer] = {
     "aten.unflatten.int": _unflatten,
     "aten.upsample_bilinear2d_backward.default": size_as("input_size"),
     "aten.upsample_nearest2d_backward.default": size_as("input_size"),
+    "aten.upsample_bicubic2d_backward.default": size_as("input_size"),
     "aten.view.default": size_as("size"),
     "aten._unsafe_view.default": size_as("size"),
 } | {

@@ -21,6 +21,7 @@ from .families import (
     drawn,
     einsum,
     filled,
+    histogram,
     keeps_last,
     linear_layer,
     loss,
@@ -106,6 +107,10 @@ enter("autopar.linear.default", einsum("... i, o i -> ... o", [0], [1]))
 enter("autopar.linear_dx.default", einsum("... o, o i -> ... i", [0], [1]))
 enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 
+# products of rows, sorted by group, with their group's matrix: which rows are whose no shard of the rows would know
+enter("transformers.grouped_mm_fallback.default", einsum("_ k, _ k n, _ -> _ n", [0], [1]))
+enter("transformers.grouped_mm_fallback_backward.default", einsum("_ k, _ k n, _, _ n -> _ k, _ k n"))
+
 # the vocabulary: sharded ops take the offset of their rows, so a device holds one range of them
 enter("autopar.embedding.default", einsum("v h, ... -> ... h", [0], contiguous="v"))
 enter("autopar.embedding_dw.default", einsum("... h, ... -> v h", [0], contiguous="v"))
@@ -121,6 +126,7 @@ enter("amax max", reduce("max"))
 enter("mean mean.dim", reduce(None, [0]))
 enter("amin min prod prod.dim_int argmax argmin aminmax max.dim min.dim median.dim kthvalue mode", reduce(None))
 enter("all any all.dim any.dim logsumexp count_nonzero.dim_IntList", reduce(None))
+enter("histc", histogram)
 enter("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim", reduce(None))
 enter("var.correction std.correction var_mean.correction std_mean.correction", reduce(None))
 enter("all.dims any.dims", reduce(None, empty_is_all=False))
@@ -132,6 +138,8 @@ enter("_softmax_backward_data _log_softmax_backward_data glu_backward cumsum", a
 enter("linalg_cross", along("dim", linear=([0], [1])))
 enter("flip roll", along("dims", linear=([0],)))
 enter("tril triu", along(-1, -2, linear=([0],)))
+enter("_fft_c2c _fft_r2c _fft_c2r", along("dim", linear=([0],)))
+enter("_weight_norm_interface _weight_norm_interface_backward", layers.weight_norm)
 enter("constant_pad_nd", indexing.pad)
 
 # losses of user code
@@ -150,6 +158,8 @@ enter("native_group_norm native_group_norm_backward", layers.group_norm)
 enter("native_batch_norm native_batch_norm_backward", layers.batch_norm)
 enter("_native_batch_norm_legit _native_batch_norm_legit.no_stats", layers.batch_norm)
 enter("_native_batch_norm_legit_no_training _native_batch_norm_legit_functional", layers.batch_norm)
+enter("autopar.square_deviation.default autopar.batch_norm.default", layers.channelwise)
+enter("autopar.batch_norm_sums.default autopar.batch_norm_dx.default", layers.channelwise)
 enter("convolution", layers.convolution)
 enter("convolution_backward", layers.convolution_backward)
 enter("max_pool2d_with_indices", keeps_last(2))
@@ -157,6 +167,11 @@ enter("max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward", keeps_l
 enter("_adaptive_avg_pool2d _adaptive_avg_pool2d_backward reflection_pad2d replication_pad2d", keeps_last(2, [0]))
 enter("upsample_nearest2d upsample_nearest2d.vec upsample_nearest2d_backward", keeps_last(2, [0]))
 enter("upsample_bilinear2d upsample_bilinear2d.vec upsample_bilinear2d_backward", keeps_last(2, [0]))
+enter("upsample_bicubic2d upsample_bicubic2d.vec upsample_bicubic2d_backward", keeps_last(2, [0]))
+enter("im2col", einsum("n _ _ _ -> n _ _", [0]))
+enter("col2im", einsum("n _ _ -> n _ _ _", [0]))
+enter("grid_sampler_2d", einsum("n c _ _, n _ _ _ -> n c _ _", [0]))
+enter("grid_sampler_2d_backward", einsum("n c _ _, n c _ _, n _ _ _ -> n c _ _, n _ _ _", [0]))
 enter("pixel_shuffle pixel_unshuffle", keeps_last(3, [0]))
 enter("avg_pool1d reflection_pad1d replication_pad1d", keeps_last(1, [0]))
 

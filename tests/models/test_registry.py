@@ -17,6 +17,15 @@ COUNTS = {  # parameters of the released checkpoints, tied ones once; GPT-3's we
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "resnet-18": 11_689_512,
+    "resnet-50": 25_557_032,
+    "resnet-101": 44_549_160,
+    "resnet-152": 60_192_808,
+    "vit-b": 86_567_656,
+    "vit-l": 304_326_632,
+    "vit-h": 632_045_800,
 }
 
 
@@ -64,9 +73,11 @@ def test_inputs():
     _, features = build("mlp-tiny", batch=3, seq=8, device="cpu")
     assert features["x"].shape == features["target"].shape == (3, 8, 64)
     assert not torch.equal(features["x"], features["target"])
+    _, images = build("vit-tiny", batch=3, seq=8, device="cpu")
+    assert images["pixel_values"].shape == (3, 3, 32, 32) and images["labels"].shape == (3,)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mlp-tiny"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mlp-tiny", "moe-tiny", "resnet-tiny", "vit-tiny"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_dtype(name, device):
     model, inputs = build(name, batch=2, seq=8, device=device, dtype=torch.bfloat16)
@@ -107,6 +118,9 @@ def test_options(text, builder, sizes):
         ("llama:rope_theta=x", "rope_theta=x is not a number"),
         ("gpt:layers", "cannot read 'layers' as an option"),
         ("gpt:layers=2,layers=3", "option 'layers' is given twice"),
+        ("moe-tiny:active=5", "active=5 of experts=4"),
+        ("resnet:depth=51", "no ResNet of depth 51"),
+        ("vit:patch=15", "patch=15 does not divide image=224"),
         ("gpt:layers=0", "layers=0 is not a positive integer"),
         ("gpt:heads=5", "heads=5 does not divide hidden=768(.|\n)*heads=4"),
         ("gpt2-tiny:seq=4", "seq 8 is longer than the model's 4(.|\n)*seq=8"),
@@ -124,7 +138,7 @@ def test_impossible_batches(sizes):
 
 
 def test_names():
-    assert names()[: len(BUILDERS)] == ["gpt", "llama", "mlp"]
+    assert names()[: len(BUILDERS)] == ["gpt", "llama", "mlp", "moe", "resnet", "vit"]
     assert set(COUNTS) <= set(names())
 
 

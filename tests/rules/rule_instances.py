@@ -9,8 +9,10 @@ import math
 from collections import defaultdict
 
 import torch
+import transformers.integrations.moe  # noqa: F401  (registers transformers::*)
 
 import autopar.ops  # noqa: F401  (registers autopar::*)
+import autopar.ops_batch_norm  # noqa: F401
 from autopar.rules.table import ACTIVATIONS, BINARY, INTEGER, POINTWISE_BACKWARDS, UNARY, full_name
 
 from .rule_check import zeros_node
@@ -130,6 +132,9 @@ op("fake_quantize_per_channel_affine_cachemask", real(5, 6).float(), scales, tor
 op("bucketize.Tensor", real(5, 6), torch.tensor([-1.0, 0.0, 1.0]).double())
 
 # products
+rows, matrices, ends = real(7, 4), real(3, 4, 6), torch.tensor([2, 5, 7])
+op("transformers.grouped_mm_fallback.default", rows, matrices, ends)
+op("transformers.grouped_mm_fallback_backward.default", rows, matrices, ends, real(7, 6))
 op("mm", real(5, 6), real(6, 7))
 op("mm", real(8, 4), real(4, 1))
 op("bmm", real(4, 5, 6), real(4, 6, 7))
@@ -187,6 +192,8 @@ op("all any", mask(4, 5))
 op("all.dim", whole(9, 4, 5) > 0, 1)
 op("any.dim", whole(5, 4, 5) == 0, 1)
 op("norm.ScalarOpt_dim", x, 2, [1])
+op("histc", between(0, 4, 6, 5), 4, 0, 4)
+op("histc", real(6), 4)
 op("count_nonzero.dim_IntList", whole(3, 4, 5, 6), [1])
 
 # along a dim
@@ -254,6 +261,17 @@ op("_native_batch_norm_legit_no_training", image, w, b, real(6), between(1, 2, 6
 _, mean, rstd = aten._native_batch_norm_legit.no_stats(image, w, b, True, 0.1, 1e-5)
 op("native_batch_norm_backward", real(5, 6, 4, 3), image, w, None, None, mean, rstd, True, 1e-5, [True, True, True])
 
+op("autopar.square_deviation.default", image, mean)
+for weight, bias in ((w, b), (None, None)):
+    op("autopar.batch_norm.default", image, mean, between(1, 2, 6), weight, bias, 60)
+    op("autopar.batch_norm_dx.default", real(5, 6, 4, 3), image, mean, between(1, 2, 6), weight, real(6), real(6), 60)
+op("autopar.batch_norm_sums.default", real(5, 6, 4, 3), image, mean, between(1, 2, 6))
+op("autopar.batch_norm_sums.default", real(5, 6), real(5, 6), real(6), between(1, 2, 6))
+for dim, sizes in ((0, (6, 1, 1)), (2, (1, 1, 4))):
+    kernel, gain = real(6, 5, 4), between(1, 2, *sizes)
+    op("_weight_norm_interface", kernel, gain, dim)
+    op("_weight_norm_interface_backward", real(6, 5, 4), kernel, gain, aten._weight_norm_interface(kernel, gain, dim)[1], dim)
+
 # convolution: plain, with bias, grouped, depthwise, transposed
 for bias, transposed, groups, weight in (
     (None, False, 1, (8, 6, 3, 3)), (8, False, 1, (8, 6, 3, 3)), (8, False, 2, (8, 3, 3, 3)),
@@ -279,6 +297,13 @@ op("upsample_bilinear2d.vec", image, [8, 8], True, None)
 op("upsample_nearest2d_backward", real(5, 6, 8, 8), [8, 8], [5, 6, 4, 4])
 op("upsample_bilinear2d_backward", real(5, 6, 8, 8), [8, 8], [5, 6, 4, 4], False)
 op("reflection_pad2d replication_pad2d", image, [1, 1, 1, 1])
+op("upsample_bicubic2d", image, [8, 8], False)
+op("upsample_bicubic2d.vec", image, [8, 8], True, None)
+op("upsample_bicubic2d_backward", real(5, 6, 8, 8), [8, 8], [5, 6, 4, 4], False)
+op("im2col", image, [2, 2], [1, 1], [0, 0], [2, 2])
+op("col2im", real(5, 24, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2])
+op("grid_sampler_2d", image, between(-1, 1, 5, 3, 2, 2), 0, 0, False)
+op("grid_sampler_2d_backward", real(5, 6, 3, 2), image, between(-1, 1, 5, 3, 2, 2), 0, 0, False, [True, True])
 op("pixel_shuffle", real(5, 8, 3, 3), 2)
 op("pixel_unshuffle", real(5, 3, 4, 4), 2)
 op("avg_pool1d", real(5, 6, 4), [2], [2])
@@ -304,6 +329,11 @@ op("repeat", real(4, 1, 6), [2, 1, 5, 3])
 op("repeat", real(4, 6), [3, 1])
 op("view_as_complex", real(5, 6, 2))
 op("view_as_real", torch.complex(real(5, 6), real(5, 6)))
+
+# Fourier transforms
+op("_fft_c2c", torch.complex(real(4, 5, 6), real(4, 5, 6)), [1], 0, True)
+op("_fft_r2c", real(4, 5, 6), [2], 0, True)
+op("_fft_c2r", torch.complex(real(4, 5, 4), real(4, 5, 4)), [2], 0, 6)
 
 # pieces and places
 for dim, size in ((1, 4), (1, 5), (0, 5), (-1, 3)):

@@ -1,0 +1,46 @@
+"""The matrix of what must work together, and a small selection of it in which every pair of values meets.
+
+Pairwise selection: most faults need two of the factors at once (Kuhn, Wallace, Gallo, "Software fault interactions", IEEE TSE
+30(6), 2004), so a run for each pair finds them at a fraction of the whole product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+FAMILIES = ("gpt2", "llama", "mixtral", "bert", "vit", "t5", "resnet")
+STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp")
+GLOO_MESHES = ("dp=2", "tp=3", "dp=4", "dp=2,tp=2")
+SIMULATED_MESHES = ("dp=8", "dp=2,tp=4", "dp=4,tp=4", "dp=2,cp=2,tp=2")
+
+
+def covering(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Cells of the product of `factors` such that every pair of values of two factors is in one of them; the same cells
+    every time. Greedy: a cell starts with a pair that was not met, and takes of each other factor the value that meets most."""
+    names = list(factors)
+    missing = {
+        ((a, x), (b, y)): None for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
+    }
+    uses = {(name, value): 0 for name in names for value in factors[name]}
+    cells = []
+    while missing:
+        cell = dict(next(iter(missing)))
+        for name in names:
+            if name not in cell:
+                cell[name] = max(
+                    factors[name],
+                    key=lambda value, name=name: (
+                        sum(_pair(names, (name, value), item) in missing for item in cell.items()), -uses[name, value]
+                    ),
+                )  # fmt: skip
+        for pair in itertools.combinations([(name, cell[name]) for name in names], 2):
+            missing.pop(pair, None)
+        for item in cell.items():
+            uses[item] += 1
+        cells.append({name: cell[name] for name in names})
+    return cells
+
+
+def _pair(names: list[str], one: tuple[str, str], other: tuple[str, str]) -> tuple:
+    return tuple(sorted((one, other), key=lambda item: names.index(item[0])))
