@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of the collectives
@@ -180,8 +181,29 @@ def release_saved(ctx) -> None:
 
 def set_group_timeout(group, seconds: float) -> None:
     """How long collectives of a process group that start from now on wait for other ranks."""
-    from datetime import timedelta
-
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def default_store():
+    """The store that the ranks of the world met at: what they tell each other there needs no collective."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def accumulates(node) -> bool:
+    """Whether the backward that runs now adds to the `.grad` of a leaf, given its AccumulateGrad node; `torch.autograd.grad` only
+    returns gradients."""
+    if node is None:  # of a tensor that requires no gradient
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch refuses the question under torch.autograd.grad
+        return False
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -11,17 +11,20 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from . import capture, debug, hardware
+from . import capture, debug
 from .capture import Captured
 from .collector import paused_collector
 from .errors import CaptureError, InputError, MeshError, StrategyError
 from .fake_state import Form, forms_of
 from .hardware import Hardware
+from .hardware import load as load_hardware
+from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
@@ -30,6 +33,7 @@ from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, make_plan
 from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
+from .runtime.captures import Traced
 from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
@@ -158,57 +162,78 @@ def compile(
     return CompiledAtFirstCall(model, compile_for) if example_inputs is None else compile_for(example_inputs)
 
 
-def _compile(model, device_mesh, example_inputs, *, inputs, plan, hardware, memory, optimizer, precision, strategy, pin,
-             loss_fn, strict, weights):  # fmt: skip
-    mesh = Mesh.of(device_mesh)
-    process_groups.check_world(mesh, device_mesh)
+def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weights, **options):
+    process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
 
-    def traced():
+    def opened() -> Weights | None:
         check_source(model, weights is not None)
-        values = Weights(model, weights) if weights is not None else None
-        example, given = global_example(example_inputs, inputs, mesh)
-        return values, example, given, forms_of(model), trace(model, example, loss_fn, precision=precision)
+        return Weights(model, weights) if weights is not None else None
 
-    values, example, given, forms, captured = agree.everywhere(traced)
-    signature = captured.signature
-    shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={c!r}" for n, s, c in
-              zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
-    agree.check_captures(shapes, fingerprint(captured.graph))
-    fixed = {
-        n.name: given[n.meta["role"].name]
-        for n in captured.graph.nodes
-        if n.op == "placeholder" and n.meta["role"].kind == "input" and n.meta["role"].name in given
-    }
-
-    def make() -> dict:
-        if plan is not None:
-            return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
-        options = _options(device_mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, True)
-        return make_plan(captured, mesh, options, type(model).__name__).to_json()
-
-    agreed = Plan.from_json(agree.from_rank_zero(make))
-    agreed.check_fits(captured.graph, mesh)
-    debug.planned(agreed)
-    capture.move(captured, torch.device(device_mesh.device_type))
-
-    def graph_in(training: bool) -> str:
-        return fingerprint(trace(model.train(training), example, loss_fn, forms, precision).graph)
-
-    compiled = ParallelModule(model, captured, agreed, device_mesh, inputs, given, graph_in, values)
+    values = agree.everywhere(opened)
+    compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options)
+    compiled = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values)
     if values is not None:
         values.close()
     return compiled
 
 
-def _options(mesh, profile, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:
+class _Compiler:
+    """Traces and plans calls of one model, on all ranks together (see runtime/captures.py)."""
+
+    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn, options: dict):
+        self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
+        self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
+        self.forms = forms_of(model)  # of the parameters before they are taken over
+
+    def trace(self, example_inputs, gradients: bool) -> Traced:
+        def traced():
+            example, given = global_example(example_inputs, self.inputs, self.mesh)
+            forms = self.forms if gradients else {n: replace(f, trainable=False) for n, f in self.forms.items()}
+            return trace(self.model, example, self.loss_fn, forms, self.options["precision"]), given
+
+        captured, given = agree.everywhere(traced)
+        signature = captured.signature
+        shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={c!r}" for n, s, c in
+                  zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
+        found = fingerprint(captured.graph)
+        agree.check_captures(shapes, found)
+        return Traced(captured, given, found)
+
+    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
+        graph = traced.captured.graph
+        leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
+        known = {"input": traced.fixed, "parameter": layouts or {}}
+        fixed = {name: known[r.kind][r.name] for r, name in leaves.items() if r.name in known.get(r.kind, ())}
+
+        def make() -> dict:
+            options = self.options
+            if first is not None:  # gradients and optimizer state stay in memory when a graph has no backward
+                trains = any(role.kind == "parameter" and role.trainable for role in leaves)
+                held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
+                options = options | dict(pin=None, memory=first.memory_limit_bytes - held)
+                if self.given is not None:
+                    options["strategy"] = first.strategy
+            elif self.given is not None:
+                return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
+            options = _options(self.device_mesh, **options, fixed=fixed, baselines=first is None)
+            return make_plan(traced.captured, self.mesh, options, type(self.model).__name__).to_json()
+
+        agreed = Plan.from_json(agree.from_rank_zero(make))
+        agreed.check_fits(graph, self.mesh)
+        debug.planned(agreed)
+        capture.move(traced.captured, torch.device(self.device_mesh.device_type))
+        return agreed
+
+
+def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:
     for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", strategy or "")):
         if not isinstance(value, str):
             raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
     if pin is not None and not (isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)):
         raise StrategyError(f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}')
     return PlanOptions(
-        hardware.load(profile if profile is not None else _default_hardware(mesh)),
+        load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
         memory_bytes=_bytes(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),
         fixed=fixed, strict=strict, baselines=baselines,
     )  # fmt: skip

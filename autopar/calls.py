@@ -1,7 +1,7 @@
 """How a module is called and what it returns, as flat lists of tensors.
 
-A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and checks later calls
-against the one that was compiled for; `Returns` puts outputs back into the object that the model returns (a dataclass, a
+A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and tells whether a later
+call has the same form; `Returns` puts outputs back into the object that the model returns (a dataclass, a
 transformers ModelOutput, nested containers), the loss first if there is one.
 """
 
@@ -86,48 +86,51 @@ class CallSignature:
         it = iter(tensors)
         return tree_unflatten([next(it) if c is ... else c for c in self.constants], self.spec)
 
-    def flatten(self, args: tuple, kwargs: dict, shapes: tuple | None = None) -> list[torch.Tensor]:
-        """Tensors of another call of the same form. `shapes` replaces the compiled shapes for tensors that are not DTensors
-        (local inputs). Raises InputError naming the input, both shapes or dtypes and the remedy."""
-        if kwargs.keys() == set(self.keywords):
+    def match(self, args: tuple, kwargs: dict, parts: tuple | None = None) -> list[torch.Tensor] | None:
+        """Tensors of another call if it has this form, None if not. `parts` are the shapes of tensors that are not DTensors, if
+        not the global ones (local inputs). Raises InputError for a tensor that wants a gradient."""
+        if list(kwargs) != self.keywords and kwargs.keys() == set(self.keywords):
             kwargs = {name: kwargs[name] for name in self.keywords}  # in the order they were compiled in
         leaves, spec = tree_flatten((args, kwargs))
-        if spec != self.spec or len(leaves) != len(self.constants):
-            raise InputError(
-                f"the call passes {', '.join(_leaf_names(args, kwargs)) or 'nothing'}, "
-                f"the model was compiled for {', '.join(self.names)}",
-                fix="call it with the same arguments as example_inputs, or compile again with these",
-            )
+        if len(leaves) != len(self.constants) or spec != self.spec:
+            return None
         tensors = []
         for name, leaf, constant, whole, part, dtype in zip(
-            self.names, leaves, self.constants, self.shapes, shapes or self.shapes, self.dtypes
+            self.names, leaves, self.constants, self.shapes, parts or self.shapes, self.dtypes
         ):
             if constant is ...:
-                if not isinstance(leaf, torch.Tensor):
-                    raise InputError(
-                        f"{name} was a tensor when the model was compiled and is a {type(leaf).__name__} now",
-                        fix="pass the same kinds of arguments as example_inputs",
-                    )
-                shape = whole if hasattr(leaf, "placements") else part
-                if leaf.shape != shape:
-                    raise InputError(
-                        f"{name} has shape {tuple(leaf.shape)}, the model was compiled for {shape}",
-                        shape=f"{tuple(leaf.shape)} instead of {shape}",
-                        fix="pass batches of the compiled shape (pad or drop a short last batch), or compile again with "
-                        "example_inputs of this shape",
-                    )
-                if leaf.dtype != dtype:
-                    raise InputError(
-                        f"{name} has dtype {leaf.dtype}, the model was compiled for {dtype}", fix=f"cast it to {dtype}"
-                    )
+                if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype:
+                    return None
+                if leaf.shape != (whole if hasattr(leaf, "placements") else part):
+                    return None
                 _check_no_gradient(name, leaf)
                 tensors.append(leaf)
             elif not _same(leaf, constant):
-                raise InputError(
-                    f"{name} is {leaf!r}, the model was compiled for {constant!r}",
-                    fix="arguments that are not tensors are constants of the compiled graph: compile again to change one",
-                )
+                return None
         return tensors
+
+    def check_dtypes(self, args: tuple, kwargs: dict) -> None:
+        """Raises InputError if a tensor of another call has another dtype than the one of that name has here: tracing would take
+        it, and the model's ops would not."""
+        other, _ = CallSignature.of(args, kwargs)
+        known = dict(zip(self.names, self.dtypes))
+        for name, dtype in zip(other.names, other.dtypes):
+            if dtype and known.get(name, dtype) not in (dtype, None):
+                raise InputError(
+                    f"{name} has dtype {dtype}, the model was compiled for {known[name]}", fix=f"cast it to {known[name]}"
+                )
+
+
+def describe_call(args: tuple, kwargs: dict) -> str:
+    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers."""
+    words = []
+    for name, leaf in sorted(zip(_leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
+        if isinstance(leaf, torch.Tensor):
+            usual = leaf.dtype in (torch.float32, torch.int64)
+            words.append(f"{name} {tuple(leaf.shape)}" + ("" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"))
+        else:
+            words.append(f"{name}={leaf!r}")
+    return ", ".join(words) or "nothing"
 
 
 def _check_no_gradient(name: str, tensor: torch.Tensor) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from . import debug
 from .capture import Captured
 from .codegen import is_collective
+from .errors import VerifyError
+from .layout import Layout
+from .passes import defer
 from .passes.bucket import bucket
 from .passes.in_place import in_place
 from .passes.localize import localize
@@ -35,14 +38,18 @@ class RankProgram:
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(group, what, shape) a collective in the order of the calls: "dp", "forward all_reduce(sum) float32 over dp: mm_1",
         (8, 4). All ranks have the same groups and texts, and the ranks of one group the same shapes too."""
-        found = []
-        for phase, part in (("forward", self.parts.forward), ("backward", self.parts.backward)):
-            for node in filter(is_collective, part.graph.nodes if part is not None else ()):
-                group, op, reduction, dtype, shape = collective_call(node)
-                op = f"{op}({reduction})" if reduction else op
-                tensor = node.meta["collective"].tensor if "collective" in node.meta else node.name
-                found.append((group, f"{phase} {op} {dtype} over {group}: {tensor}", shape))
-        return found
+        return _collectives(("forward", self.parts.forward), ("backward", self.parts.backward))
+
+
+def _collectives(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:
+    found = []
+    for phase, part in graphs:
+        for node in filter(is_collective, part.graph.nodes if part is not None else ()):
+            group, op, reduction, dtype, shape = collective_call(node)
+            op = f"{op}({reduction})" if reduction else op
+            tensor = node.meta["collective"].tensor if "collective" in node.meta else node.name
+            found.append((group, f"{phase} {op} {dtype} over {group}: {tensor}", shape))
+    return found
 
 
 def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]:
@@ -66,3 +73,33 @@ def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) 
         if check:
             check_local(graph, plan.mesh)
     return RankProgram(rank, graph, debug.run_pass("partition", partition, graph))
+
+
+@dataclass(frozen=True)
+class DeferredProgram:
+    """One rank's graphs for gradients that are added up before they are reduced: `backward` takes what the backward of the
+    RankProgram takes and leaves the gradients of the parameters `layouts` in these layouts; `reduce` takes those, in this order,
+    and gives them as the RankProgram would."""
+
+    backward: fx.GraphModule
+    reduce: fx.GraphModule
+    layouts: dict[str, Layout]
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """As of a RankProgram."""
+        return _collectives(("backward", self.backward), ("backward", self.reduce))
+
+
+def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, ...]) -> DeferredProgram:
+    """A rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises VerifyError if they
+    need others."""
+    graph, whole = captured.graph, captured.graph_module
+    for name, run in passes_of(replace(plan, sharding=defer.without_reductions(graph, plan.sharding)), rank):
+        whole = debug.run_pass(f"deferred {name}", run, whole)
+    parts = partition(whole)
+    if parts.saved != saved:
+        raise VerifyError("a backward without reductions needs other saved values than the one with them", mesh=plan.mesh)
+    reduce, sharding = defer.reductions(graph, plan.sharding)
+    for name, run in passes_of(replace(plan, sharding=sharding), rank):
+        reduce = debug.run_pass(f"reductions {name}", run, reduce)
+    return DeferredProgram(parts.backward, reduce, defer.unreduced_layouts(graph, plan.sharding))

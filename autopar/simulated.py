@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import api, debug
-from .calls import Returns, split_example
+from .calls import CallSignature, Returns, split_example
 from .capture import Captured, FlatCall
 from .errors import InputError
 from .graph import is_tensor, output_node, tensor_arguments
@@ -87,7 +87,7 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
     """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones, and the random
     state is the first that a run from torch's present seed takes."""
     args, kwargs = split_example(example_inputs)
-    inputs = dict(zip(captured.signature.tensor_names, captured.signature.flatten(args, kwargs)))
+    inputs = dict(zip(captured.signature.tensor_names, CallSignature.of(args, kwargs)[1], strict=True))
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     values = {}
     for node in captured.graph.nodes:

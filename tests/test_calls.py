@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from autopar.calls import CallSignature, Returns, split_example
+from autopar.calls import CallSignature, Returns, describe_call, split_example
 from autopar.errors import CaptureError, InputError
 
 X, Y = torch.zeros(2, 3), torch.ones(2, dtype=torch.int64)
@@ -36,22 +36,22 @@ def test_a_signature_takes_calls_of_its_form():
     args, kwargs = signature.rebuild(["first", "second"])
     assert args == ("first", 2, "text") and kwargs == {"y": ["second", None], "flag": True}
     assert signature.shape_of("y.0") == (2,)
-    again = signature.flatten((X + 1, 2, "text"), {"flag": True, "y": [Y, None]})  # keywords in another order
+    again = signature.match((X + 1, 2, "text"), {"flag": True, "y": [Y, None]})  # keywords in another order
     assert torch.equal(again[0], X + 1) and again[1] is Y
 
 
-def test_a_signature_refuses_the_rest():
+def test_a_signature_knows_other_calls():
     signature, _ = CallSignature.of((X,), {"flag": True})
-    for args, kwargs, message in [
-        ((X, X), {"flag": True}, r"the call passes args\[0\], args\[1\], flag, the model was compiled for args\[0\], flag"),
-        ((X,), {"flag": 1}, "flag is 1, the model was compiled for True"),
-        ((X,), {"flag": X}, "flag is tensor"),
-        ((X.T,), {"flag": True}, r"args\[0\] has shape \(3, 2\), the model was compiled for \(2, 3\)"),
-        ((X.double(),), {"flag": True}, "cast it to torch.float32"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            signature.flatten(args, kwargs)
-    assert signature.flatten((X[:1],), {"flag": True}, shapes=((1, 3), None))
+    for args, kwargs in [
+        ((X, X), {"flag": True}), ((X,), {}), ((), {"flag": True}), ((X,), {"flag": 1}), ((X,), {"flag": X}),
+        ((3,), {"flag": True}), ((X.T,), {"flag": True}), ((X.double(),), {"flag": True}), (([X],), {"flag": True}),
+    ]:  # fmt: skip
+        assert signature.match(args, kwargs) is None
+    assert signature.match((X[:1],), {"flag": True}, parts=((1, 3), None))
+    assert describe_call((X,), {"y": [Y, X.half()], "flag": True}) == "args[0] (2, 3), flag=True, y.0 (2,), y.1 (2, 3) float16"
+    assert describe_call((), {}) == "nothing"
+    with pytest.raises(InputError, match=r"args\[0\] requires a gradient"):
+        signature.match((X.clone().requires_grad_(),), {"flag": True})
     with pytest.raises(InputError, match=r"args\[0\] is empty"):
         CallSignature.of((X[:0],), {})
     with pytest.raises(InputError, match="x requires a gradient"):

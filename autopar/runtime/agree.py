@@ -10,14 +10,16 @@ import hashlib
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .. import _torch
 from ..errors import AutoparError, DesyncError, InputError
 from ..mesh import Mesh
-from . import watch
+from . import process_groups, watch
 
 T = TypeVar("T")
 
@@ -57,6 +59,35 @@ def from_rank_zero(make: Callable[[], object]) -> object:
         raise error
     _raise(box[1], 0)
     return box[0]
+
+
+def meet(place: str, call: str) -> None:
+    """All ranks come here with the same `call`, or all raise InputError.
+
+    A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that step. So
+    ranks wait for each other at the store, as long as a collective does, and then raise DesyncError. `place` names the meeting."""
+    store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
+    key, patience = f"autopar/{place}", timedelta(seconds=process_groups.timeout_seconds())
+    store.set(f"{key}/{rank}", call)
+    if store.add(key, 1) == world:
+        store.set(f"{key}/all", "here")
+    try:
+        store.wait([f"{key}/all"], patience)
+    except RuntimeError:
+        missing = [str(r) for r in range(world) if not store.check([f"{key}/{r}"])]
+        store.add(key, -1)
+        store.delete_key(f"{key}/{rank}")
+        raise DesyncError(
+            f"rank {rank} is called with {call} for the first time, and rank {', '.join(missing)} is not after "
+            f"{patience.total_seconds():g} s",
+            fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch",
+        ) from None
+    for other, theirs in enumerate(_gather(call)):
+        if theirs != call:
+            raise InputError(
+                f"rank {other} is called with {theirs} and rank {rank} with {call}",
+                fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch",
+            )
 
 
 def check_captures(inputs: Sequence[str], fingerprint: str) -> None:

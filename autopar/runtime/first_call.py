@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
@@ -16,16 +17,29 @@ class CompiledAtFirstCall(nn.Module):
         super().__init__()
         object.__setattr__(self, "_source", source)
         self._compile_for = compile_for
+        self._waiting: list[ExitStack] = []  # of no_sync contexts that were entered before there is a module
         self.training = source.training
 
     def forward(self, *args, **kwargs):
         if self._source.training != self.training:
             self._source.train(self.training)
-        compiled = self._compile_for((args, kwargs))
-        self.__dict__.clear()
-        self.__dict__.update(compiled.__dict__)
+        compiled, waiting = self._compile_for((args, kwargs)), self._waiting
+        object.__setattr__(self, "__dict__", compiled.__dict__)  # one state: what is set on the one is set on the other
         self.__class__ = type(compiled)
+        for stack in waiting:
+            stack.enter_context(self.no_sync())
         return self.forward(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See ParallelModule.no_sync."""
+        waiting = self._waiting
+        with ExitStack() as stack:
+            waiting.append(stack)
+            try:
+                yield
+            finally:
+                waiting.remove(stack)
 
     def _refuse(self, *args, **kwargs):
         raise InputError(

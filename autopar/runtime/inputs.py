@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..calls import CallSignature, split_example
+from ..calls import CallSignature, describe_call, split_example
 from ..errors import InputError
 from ..layout import Layout, local_part, local_shape
 from ..mesh import Mesh
-from . import agree
 from .dtensors import as_dtensor, layout_of, redistributed
 
 
@@ -35,8 +34,8 @@ def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, 
 
 
 class Inputs:
-    """Turns a call into the local tensors that the rank's graph takes. `layouts`: by input name, those that the plan gives
-    the inputs; `fixed`: those in which the user passes them, if they are not whole."""
+    """Turns calls of one form into the local tensors that the rank's graph takes. `layouts`: by input name, those that the plan
+    gives the inputs; `fixed`: those in which the user passes them, if they are not whole."""
 
     def __init__(self, signature: CallSignature, mode: str, layouts: Mapping[str, Layout], fixed: Mapping[str, Layout], mesh: Mesh,
                  device_mesh):  # fmt: skip
@@ -44,24 +43,24 @@ class Inputs:
         self.mesh, self.device_mesh = mesh, device_mesh
         self.device = torch.device(device_mesh.device_type)
         self.coordinate = mesh.coordinate(torch.distributed.get_rank())
-        self.first_call = True
-        self.shapes = signature.shapes
+        self.parts = signature.shapes
         if self.is_local:
-            self.shapes = tuple(
+            self.parts = tuple(
                 s if s is None else local_shape(s, fixed[n], mesh, self.coordinate)
                 for n, s in zip(signature.names, signature.shapes)
             )
 
-    def __call__(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        """Raises InputError if the call does not have the form that was compiled; at the first call on all ranks together."""
-        if self.first_call:
-            tensors = agree.everywhere(lambda: self.signature.flatten(args, kwargs, self.shapes))
-            whole = [(n, t) for n, t in zip(self.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
-            if not self.is_local:
-                agree.check_batches([n for n, _ in whole], [t for _, t in whole])
-            self.first_call = False
-        else:
-            tensors = self.signature.flatten(args, kwargs, self.shapes)
+    def match(self, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
+        """The tensors of a call, None if it has another form. Raises InputError if one requires a gradient."""
+        return self.signature.match(args, kwargs, self.parts)
+
+    def text(self) -> str:
+        """The form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
+        like = zip(self.parts, self.signature.dtypes)
+        return describe_call(*self.signature.rebuild([torch.empty(s, dtype=d, device="meta") for s, d in like if s is not None]))
+
+    def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of a call's tensors. Raises InputError for a DTensor of another mesh."""
         return [self._local(name, t) for name, t in zip(self.signature.tensor_names, tensors)]
 
     def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

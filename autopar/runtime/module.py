@@ -2,78 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..capture import Captured
-from ..errors import InputError, SourceMethodError, StrategyError
-from ..layout import Layout
-from ..lower import lower
-from ..plan import Plan, fingerprint
+from ..errors import SourceMethodError, StrategyError
+from ..mesh import Mesh
+from ..plan import Plan
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights
-from . import agree, watch
-from .inputs import Inputs
+from . import agree, captures, watch
+from .captures import Captures, Compiler
+from .modes import Modes
 from .parameters import take_over
 from .random_state import RandomState
-from .step import Step
 
 
 class ParallelModule(nn.Module):
-    """Made by `autopar.compile`; `plan` is what was decided, `random` where its random numbers stand. `graph_in(training)` traces
-    the source again in train or eval mode and returns the fingerprint of its graph; `fixed` is as in Inputs; values come from
-    the source or from `weights`."""
+    """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the plans of all
+    calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of the parameters by name.
+    Values come from the source or from `weights`."""
 
     def __init__(
-        self, source: nn.Module, captured: Captured, plan: Plan, device_mesh, inputs: str, fixed: Mapping[str, Layout],
-        graph_in: Callable[[bool], str], weights: Weights | None = None,
-    ):  # fmt: skip
+        self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh, weights: Weights | None = None
+    ):
         super().__init__()
-        self.plan, self._graph_in = plan, graph_in
+        mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
+        traced = compiler.trace(example_inputs, True)
+        self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
-        rank = torch.distributed.get_rank()
-        program = agree.everywhere(lambda: lower(captured, plan, rank))
-        agree.check_programs(plan.hash, program.collectives(), plan.mesh)
-        leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
-        names = captured.signature.tensor_names
-        layouts = {name: plan.sharding.leaves[leaves[name]] for name in names if leaves.get(name) in plan.sharding.leaves}
-        self._inputs = Inputs(captured.signature, inputs, layouts, fixed, plan.mesh, device_mesh)
-        self._graph = fingerprint(captured.graph)
-        self._runs_in = {source.training: True}  # modes known to have this graph or not
-        coordinate = plan.mesh.coordinate(rank)
-        self.layouts = agree.everywhere(lambda: take_over(self, source, captured, plan, coordinate, device_mesh, weights))
-        translate_states(self, self.layouts, plan.mesh, device_mesh)
+        program = captures.lower_together(traced, self.plan)
+        coordinate = mesh.coordinate(torch.distributed.get_rank())
+        self.layouts = agree.everywhere(
+            lambda: take_over(self, source, traced.captured, self.plan, coordinate, device_mesh, weights)
+        )
+        translate_states(self, self.layouts, mesh, device_mesh)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
-        self._step = Step(program, captured, plan, self, device_mesh)
-        self.train(source.training)
+        self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh)
+        self._captures.add(traced, self.plan, program)
 
     def forward(self, *args, **kwargs):
-        if not self._runs_in.get(self.training, False):
-            self._check_mode()
-        return self._step(self._inputs(args, kwargs))
+        step, inputs = self._captures.find(args, kwargs)
+        return step(inputs)
 
-    def _check_mode(self) -> None:
-        """Most models compute the same in train and in eval mode; raises InputError for one that does not, and what tracing
-        it raises (UnsupportedOpError for dropout)."""
-        if self.training not in self._runs_in:
-            self._runs_in[self.training] = self._graph_in(self.training) == self._graph
-        if not self._runs_in[self.training]:
-            now, then = ("train", "eval") if self.training else ("eval", "train")
-            raise InputError(
-                f"the model was compiled in {then} mode and is in {now} mode now, where it computes something else",
-                fix=f"call .{then}(), or call .{now}() on the model before autopar.compile",
-            )
+    @property
+    def captures(self) -> dict[str, Plan]:
+        """The plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which they were met."""
+        return {capture.call: capture.plan for capture in self._captures.table}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For gradient accumulation: a backward inside adds to gradients that are not reduced over the ranks; the next backward
+        outside adds its own, and reduces them all at once. What counts is where `backward()` is called.
+
+        Inside, the `.grad` of such a parameter is a Partial DTensor: `zero_grad` drops it, `full_tensor()` gives its value, and
+        an optimizer or clipping that reads it makes DTensor reduce it, tensor by tensor. It is as large as what the rank
+        computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient are sharded (ZeRO)."""
+        self._captures.prepare_no_sync()
+        with self._captures.accumulation.deferring():
+            yield
+
+    @property
+    def unreduced_gradient_bytes(self) -> int:
+        """Bytes that this rank holds of unreduced gradients inside of no_sync."""
+        return self._captures.unreduced_bytes()
 
     def shard_inputs(self, *args, **kwargs):
         """The batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the call: a dict of
         the keyword arguments, or a tuple. For a loss outside of the model, `shard_inputs(labels=labels)` of inputs not compiled
         for are cut along dim 0 as the first input is."""
-        return self._inputs.shard(args, kwargs)
+        return self._captures.table[0].inputs.shard(args, kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: config.json, if the source has a config, and safetensors shards under the original names,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -37,11 +39,11 @@ def check_world(mesh: Mesh, device_mesh) -> int:
     return dist.get_rank()
 
 
-def bind(names: set[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
+def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
     """Name of the process group of this rank for every logical name. Collective: all ranks call it with the same names."""
     own = dist.get_backend() == "gloo" and mesh.devices > 1
     bound = {}
-    for name in sorted(names):
+    for name in sorted({*names}):
         axes = tuple(name.split(","))
         if not own and len(axes) == 1 and device_mesh.mesh_dim_names:
             bound[name] = device_mesh.get_group(axes[0]).group_name
@@ -51,6 +53,18 @@ def bind(names: set[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
             for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
                 bound[name] = _name_of_group(ranks) or bound.get(name, "")
     return bound
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """`bind` for the graphs of one rank and mesh."""
+
+    mesh: Mesh
+    device_mesh: object
+    rank: int
+
+    def bind(self, names: Iterable[str]) -> dict[str, str]:
+        return bind(names, self.mesh, self.device_mesh, self.rank)
 
 
 def _name_of_group(ranks: tuple[int, ...]) -> str:

@@ -10,7 +10,6 @@ import operator
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
@@ -18,22 +17,22 @@ from ..capture import Captured
 from ..codegen import bind_groups, boxed, group_names
 from ..errors import InputError
 from ..graph import output_node
-from ..layout import local_shape
 from ..lower import RankProgram
 from ..plan import Plan
-from . import process_groups, watch
-from .dtensors import redistributed, spec_of
+from . import watch
+from .accumulation import Accumulation
+from .backward import Backward
+from .dtensors import spec_of
 from .parameters import table_of
+from .process_groups import ProcessGroups
 
 
 class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here."""
 
-    def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh):
-        self.mesh, self.device_mesh, self.returns = plan.mesh, device_mesh, captured.returns
-        self.coordinate = plan.mesh.coordinate(program.rank)
-        self.device = torch.device(device_mesh.device_type)
-        self._load(program)
+    def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
+                 groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
+        self.returns, self.saved = captured.returns, program.parts.saved
         leaves = [n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"]
         self.kinds = [role.kind for role in leaves if role.kind != "tangent"]
         self.random = module.random
@@ -43,18 +42,18 @@ class Step:
         self.frozen = [i for i, p in enumerate(self.known) if not p.requires_grad]
         self.specs = [p._spec for p in self.known]
         self.buffer_tables = [table_of(module, r.name, "_buffers") for r in leaves if r.kind == "buffer"]
-        self._read_outputs(captured, plan, module)
+        self._read_outputs(captured, plan, module, device_mesh)
+        parts = program.parts
+        bound = groups.bind(group_names(parts.forward))
+        forward = boxed(bind_groups(parts.forward, bound)).to(torch.device(device_mesh.device_type))
+        self.forward_graph = watch.guarded(forward, "forward")
+        self.backward = None
+        if parts.backward is not None:
+            self.backward = Backward(
+                parts.backward, captured, plan, self.names, self.specs, device_mesh, groups, accumulation
+            )
 
-    def _load(self, program: RankProgram) -> None:
-        modules = [m for m in (program.parts.forward, program.parts.backward) if m is not None]
-        names = set().union(*(group_names(m) for m in modules))
-        bound = process_groups.bind(names, self.mesh, self.device_mesh, program.rank)
-        for module in modules:
-            boxed(bind_groups(module, bound)).to(self.device)
-        self.forward_graph = watch.guarded(program.parts.forward, "forward")
-        self.backward_graph = program.parts.backward and watch.guarded(program.parts.backward, "backward")
-
-    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module) -> None:
+    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module, device_mesh) -> None:
         output = output_node(captured.graph)
         roles, values = output.meta["roles"], [n.meta["val"] for n in output.args[0]]
         order = [i for i, r in enumerate(roles) if r.kind in ("output", "mutation")]  # as the forward graph returns them
@@ -63,24 +62,21 @@ class Step:
         self.mutated = [
             (at, table_of(module, roles[i].name, "_buffers")) for at, i in enumerate(order) if roles[i].kind == "mutation"
         ]
-        self.output_values = [values[order[at]] for at in self.outputs]
-        layouts = [plan.sharding.outputs[order[at]] for at in self.outputs]
+        outputs = [(values[order[at]], plan.sharding.outputs[order[at]]) for at in self.outputs]
         self.output_specs = [
-            spec_of(layout, v.shape, v.dtype, self.mesh, self.device_mesh) if v.dim() else None
-            for v, layout in zip(self.output_values, layouts)
+            spec_of(layout, v.shape, v.dtype, plan.mesh, device_mesh) if v.dim() else None for v, layout in outputs
         ]
-        gradients = [r for r in roles if r.kind not in ("output", "mutation")]
-        found = {r.name: at for at, r in enumerate(gradients) if r.kind == "gradient"}
-        self.gradient_at = [found.get(name) for name in self.names]
-        self.to_copy: list[bool] | None = None  # a gradient each; known after the first backward
-        tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
-        self.tangents = [(int(n.meta["role"].name), plan.sharding.leaves[n.name]) for n in tangents]
 
     def __call__(self, inputs: list[torch.Tensor]):
         """The model's output for this rank's part of the batch."""
+        if "random" in self.kinds and _torch.is_in_backward():
+            raise InputError(
+                "the model draws random numbers and is called inside of a backward, where it would not draw those of the forward",
+                fix="leave out torch.utils.checkpoint around the model: compile with a memory limit, and autopar recomputes blocks",
+            )
         parameters = [table[leaf] for table, leaf in self.parameter_tables]
         self._check(parameters)
-        if torch.is_grad_enabled() and self.backward_graph is not None:
+        if torch.is_grad_enabled() and self.backward is not None:
             outputs = _Bridge.apply(self, inputs, *parameters)
         else:
             outputs, _ = self.forward(inputs, parameters)
@@ -120,29 +116,6 @@ class Step:
         ]
         return outputs, list(results[self.forward_count :])
 
-    def backward(self, saved: list, tangents) -> list[torch.Tensor | None]:
-        """Gradients of the parameters from those of the outputs (None: zero). Empties `saved`, so that each value is freed after
-        its last use."""
-        saved += [self._local_tangent(tangents[at], at, layout) for at, layout in self.tangents]
-        if self.to_copy is None:  # what is still alive shares no memory by chance
-            results = self.backward_graph(list(saved))
-            self.to_copy = _shared_memory(results, saved)
-        else:
-            results = self.backward_graph(saved)
-        return [
-            None if at is None else _torch.as_dtensor(results[at].clone() if self.to_copy[at] else results[at], spec)
-            for at, spec in zip(self.gradient_at, self.specs)
-        ]
-
-    def _local_tangent(self, tangent: torch.Tensor | None, at: int, layout) -> torch.Tensor:
-        if tangent is None:
-            value = self.output_values[at]
-            shape = local_shape(value.shape, layout, self.mesh, self.coordinate)
-            return torch.zeros(shape, dtype=value.dtype, device=self.device)
-        if isinstance(tangent, DTensor):
-            tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
-        return tangent.contiguous()
-
 
 class _Bridge(torch.autograd.Function):
     """A Step in autograd. Outputs that have a tangent have a gradient: the loss alone if there is one."""
@@ -153,38 +126,21 @@ class _Bridge(torch.autograd.Function):
         ctx.step = step
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
-        differentiable = {at for at, _ in step.tangents}
+        differentiable = {at for at, *_ in step.backward.tangents}
         ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at not in differentiable])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *tangents):
+        if torch.is_grad_enabled():
+            raise InputError(
+                "the backward is to be differentiated itself (create_graph=True), and a compiled model has first derivatives only",
+                fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
+            )
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
         del tensors
         _torch.release_saved(ctx)
-        return None, None, *ctx.step.backward(saved, tangents)
-
-
-def _shared_memory(results, inputs: list) -> list[bool]:
-    """For each gradient whether it overlaps itself, an earlier one or what the backward was given: optimizers and accumulation
-    write into gradients, so each needs memory of its own."""
-    taken = [_span(t) for t in inputs if isinstance(t, torch.Tensor)]
-    shared = []
-    for result in results:
-        if not isinstance(result, torch.Tensor):
-            shared.append(False)
-            continue
-        start, end = _span(result)
-        overlaps_itself = end - start < result.numel() * result.element_size()
-        shared.append(overlaps_itself or any(start < e and s < end for s, e in taken))
-        taken.append((start, end))
-    return shared
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last address of a tensor's elements."""
-    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
-    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
+        nodes = [node for node, _ in ctx.next_functions]
+        return None, None, *ctx.step.backward(saved, tangents, ctx.step.known, nodes)

@@ -43,7 +43,7 @@ def _ways(rank, plan, other_plan):
     errors["other shape on one rank"] = _error(lambda: parallel(x=x[: 8 - (rank == 3)], target=y))
     _check(parallel, reference, batch, batch)
     _check(parallel, reference, dict(target=y, x=x), batch)  # in another order
-    assert parallel._inputs.first_call is False
+    assert len(parallel.captures) == 1
     # DTensors, whatever the plan wants
     for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)]):
         _check(parallel, reference, dict(x=distribute_tensor(x, mesh, placements), target=y), batch)
@@ -55,7 +55,6 @@ def _ways(rank, plan, other_plan):
     # local: each its own part
     parallel, reference = pair(tiny.Regressor(loss=True), mesh, mine, inputs="local")
     assert parallel.plan.layouts["x"] == "dp:S(0)"
-    errors["whole batch"] = _error(lambda: parallel(**batch))
     _check(parallel, reference, mine, batch)
     # local parts under a plan that wants another layout
     parallel, reference = pair(tiny.Regressor(loss=True), mesh, mine, inputs="local", plan=other_plan)
@@ -75,13 +74,13 @@ def test_global_local_and_dtensor_inputs():
     results = gloo.run(4, _ways, plan, other)
     expected = {
         "other batch": "InputError: rank 3 passes another x than rank 0",
-        "other shape on one rank": "InputError: x has shape (7, 6), the model was compiled for (8, 6)",
+        "other shape on one rank": "InputError: rank {} is called with target (8, 4), x ({}, 6); train and rank",
         "other mesh": "InputError: x is a DTensor of another mesh",
-        "whole batch": "InputError: x has shape (8, 6), the model was compiled for (4, 6)",
         "other example": "InputError: rank 1 compiles for args[0] (7, 6) and rank 0 for args[0] (8, 6)",
     }
-    for errors in results:
+    for rank, errors in enumerate(results):
         for what, text in expected.items():
+            text = text.format(0, 8) if rank == 3 else text.format(3, 7)
             assert errors[what].startswith(text), f"{what}: {errors[what]}"
 
 

@@ -1,0 +1,53 @@
+"""Gradients that wait for their reduction, in the `.grad` of their parameters.
+
+Inside `no_sync` the gradient of a parameter is a DTensor that is Partial: each rank has the sum of its own micro-batches. Such a
+gradient is as true as a reduced one. `zero_grad` drops it, `full_tensor()` shows it, and DTensor reduces it for whoever reads it.
+The next backward outside of `no_sync` adds its own part and reduces the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..layout import Layout, local_part
+from ..mesh import Mesh
+
+
+def is_unreduced(gradient: torch.Tensor | None) -> bool:
+    return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+
+
+class Accumulation:
+    """What the backward passes of a module share. `is_deferring`: inside no_sync. `is_pending`: some `.grad` may be unreduced.
+    `layouts` are the parameters' by name."""
+
+    def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, coordinate: Mapping[str, int]):
+        self.module, self.layouts, self.mesh, self.coordinate = module, layouts, mesh, coordinate
+        self.is_deferring = self.is_pending = False
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        before, self.is_deferring = self.is_deferring, True
+        try:
+            yield
+        finally:
+            self.is_deferring = before
+
+    def reduce(self, name: str, parameter: nn.Parameter) -> None:
+        """Reduce one `.grad` now, on its own: what no graph does."""
+        whole = parameter.grad.full_tensor()
+        local = local_part(whole, self.layouts[name], self.mesh, self.coordinate).clone()
+        parameter.grad = _torch.as_dtensor(local, parameter._spec)
+
+    def reduce_rest(self) -> None:
+        """Reduce what is left after a backward that reduces: of parameters that it has no gradient for."""
+        for name, parameter in self.module.named_parameters():
+            if is_unreduced(parameter.grad):
+                self.reduce(name, parameter)
+        self.is_pending = False

@@ -1,0 +1,145 @@
+"""The backward of one rank's step: from saved values and the outputs' gradients to the parameters' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from ..capture import Captured
+from ..codegen import bind_groups, boxed, group_names
+from ..graph import output_node
+from ..layout import local_shape
+from ..lower import DeferredProgram
+from ..plan import Plan
+from . import watch
+from .accumulation import Accumulation, is_unreduced
+from .dtensors import redistributed, spec_of
+from .process_groups import ProcessGroups
+
+
+class Backward:
+    """Gradients of the parameters `names`, which have the DTensor `specs`."""
+
+    def __init__(self, graph, captured: Captured, plan: Plan, names: list[str], specs: list, device_mesh, groups: ProcessGroups,
+                 accumulation: Accumulation):  # fmt: skip
+        self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
+        self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
+        self.reduced = _Loaded(graph, groups, self.device)
+        output = output_node(captured.graph)
+        roles = output.meta["roles"]
+        gradients = [r for r in roles if r.kind not in ("output", "mutation")]
+        found = {r.name: at for at, r in enumerate(gradients) if r.kind == "gradient"}
+        self.gradient_at = [found.get(name) for name in names]
+        self.values = {r.name: n.meta["val"] for n, r in zip(output.args[0], roles) if r.kind == "gradient"}
+        outputs = [n.meta["val"] for n, r in zip(output.args[0], roles) if r.kind == "output"]
+        tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
+        self.tangents = [
+            (at, plan.sharding.leaves[n.name], outputs[at]) for n in tangents for at in [int(n.meta["role"].name)]
+        ]
+        self.unreduced: _Loaded | None = None
+        self.deferred: dict[int, object] = {}
+
+    def load_deferred(self, program: DeferredProgram) -> None:
+        """What gradients that wait for their reduction need."""
+        self.reduce = _Loaded(program.reduce, self.groups, self.device)
+        self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype, self.mesh,
+                         self.device_mesh) for name, layout in program.layouts.items()}  # fmt: skip
+        self.unreduced = _Loaded(program.backward, self.groups, self.device)
+
+    def __call__(self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
+        """Gradients of the parameters from those of the outputs (None: zero). `nodes` are what autograd does with them next.
+        Empties `saved`, so that each value is freed after its last use."""
+        saved += [self._local_tangent(tangents[at], layout, like) for at, layout, like in self.tangents]
+        if self.accumulation.is_deferring:
+            return self._unreduced(saved, parameters, nodes)
+        if self.accumulation.is_pending and any(map(_torch.accumulates, nodes)):
+            return self._reduced_with_pending(saved, parameters, nodes)
+        return self._dtensors(self.reduced(saved), {})
+
+    def _unreduced(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
+        gradients = self._dtensors(self.unreduced(values), self.deferred)
+        for name, parameter, gradient, node in zip(self.names, parameters, gradients, nodes):
+            old = parameter.grad
+            if is_unreduced(old) and gradient is not None and old._spec != gradient._spec and _torch.accumulates(node):
+                self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
+        self.accumulation.is_pending = True
+        return gradients
+
+    def _reduced_with_pending(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
+        """Gradients of this backward and of those before that were not reduced, which are taken out of `.grad`."""
+        taken = {
+            i: parameters[i] for i, spec in self.deferred.items()
+            if _has_spec(parameters[i].grad, spec) and _torch.accumulates(nodes[i])
+        }  # fmt: skip
+        if not taken:
+            gradients = self._dtensors(self.reduced(values), {})
+        else:
+            results = list(self.unreduced(values))
+            for i, parameter in taken.items():
+                results[self.gradient_at[i]].add_(_torch.local_of(parameter.grad))
+                parameter.grad = None
+            reduced = self.reduce([results[self.gradient_at[i]] for i in self.deferred])
+            for i, result in zip(self.deferred, reduced):
+                results[self.gradient_at[i]] = result
+            gradients = self._dtensors(results, {})
+        self.accumulation.reduce_rest()
+        return gradients
+
+    def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
+        return [
+            None if at is None else _torch.as_dtensor(results[at], specs.get(i, spec))
+            for i, (at, spec) in enumerate(zip(self.gradient_at, self.specs))
+        ]
+
+    def _local_tangent(self, tangent: torch.Tensor | None, layout, like: torch.Tensor) -> torch.Tensor:
+        if tangent is None:
+            shape = local_shape(like.shape, layout, self.mesh, self.mesh.coordinate(self.groups.rank))
+            return torch.zeros(shape, dtype=like.dtype, device=self.device)
+        if isinstance(tangent, DTensor):
+            tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
+        return tangent.contiguous()
+
+
+def _has_spec(gradient: torch.Tensor | None, spec) -> bool:
+    return isinstance(gradient, DTensor) and gradient._spec == spec
+
+
+class _Loaded:
+    """A graph that takes a list, which it empties, and returns gradients, each in memory of its own: optimizers and accumulation
+    write into gradients."""
+
+    def __init__(self, module, groups: ProcessGroups, device: torch.device):
+        self.run = watch.guarded(boxed(bind_groups(module, groups.bind(group_names(module)))).to(device), "backward")
+        self.to_copy: list[bool] | None = None  # a result each; known after the first run
+
+    def __call__(self, values: list) -> Sequence[torch.Tensor]:
+        if self.to_copy is None:  # what is still alive shares no memory by chance
+            results = self.run(list(values))
+            self.to_copy = _shared_memory(results, values)
+        else:
+            results = self.run(values)
+        return [r.clone() if copy else r for r, copy in zip(results, self.to_copy)] if any(self.to_copy) else results
+
+
+def _shared_memory(results: Sequence, inputs: Sequence) -> list[bool]:
+    """For each result whether it overlaps itself, an earlier one or what the graph was given."""
+    taken = [_span(t) for t in inputs if isinstance(t, torch.Tensor)]
+    shared = []
+    for result in results:
+        if not isinstance(result, torch.Tensor):
+            shared.append(False)
+            continue
+        start, end = _span(result)
+        overlaps_itself = end - start < result.numel() * result.element_size()
+        shared.append(overlaps_itself or any(start < e and s < end for s, e in taken))
+        taken.append((start, end))
+    return shared
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last address of a tensor's elements."""
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

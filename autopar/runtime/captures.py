@@ -1,0 +1,202 @@
+"""The calls that a module is compiled for, each of them one capture.
+
+A capture belongs to a form of call (names, shapes, dtypes and constants of the arguments), to training flags, and to calls with
+or without gradients: without, its graph has no backward and its plan no saved activations. All captures compute with the same
+parameters, in the layouts of the first plan, and with the same buffers.
+
+A form that was not met before is compiled by all ranks together, and so is the first call of each checked on all of them. A rank
+that meets a new form alone cannot know it: agree.meet says how it finds out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..calls import describe_call
+from ..capture import Captured
+from ..errors import InputError
+from ..graph import output_node
+from ..layout import Layout, local_shape
+from ..lower import RankProgram, lower, lower_deferred
+from ..passes.defer import unreduced_layouts
+from ..plan import Plan
+from . import agree
+from .accumulation import Accumulation
+from .inputs import Inputs
+from .modes import Modes
+from .process_groups import ProcessGroups
+from .step import Step
+
+LIMIT = 16  # captures of one module, if it is not told otherwise
+
+_log = logging.getLogger("autopar")
+_module_numbers = itertools.count()  # modules are compiled in the same order on all ranks
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The joint graph of a call, and the layouts by input name in which the user passes tensors that are not whole."""
+
+    captured: Captured
+    fixed: Mapping[str, Layout]
+    fingerprint: str
+
+    def computes_as(self, other: Traced) -> bool:
+        """Whether the same program serves both."""
+        mine, theirs = self.captured.returns, other.captured.returns
+        return self.fingerprint == other.fingerprint and self.fixed == other.fixed and mine == theirs
+
+
+class Compiler(Protocol):
+    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together."""
+
+    def trace(self, example_inputs, gradients: bool) -> Traced: ...
+
+    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
+        """`first`: the plan of the first capture, `layouts`: of the parameters by name, which the plan is to keep."""
+
+
+@dataclass
+class Capture:
+    """`call` is its text, `flags` and `gradients` are when it serves. `is_met`: all ranks were seen to make this call."""
+
+    call: str
+    flags: list[bool]
+    gradients: bool
+    inputs: Inputs
+    step: Step
+    plan: Plan
+    traced: Traced
+    is_met: bool = False
+
+
+class Captures:
+    """The captures of `module`, and how it gets more. `layouts` are those of its parameters."""
+
+    def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: str,
+                 mesh, device_mesh):  # fmt: skip
+        self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
+        self.mesh, self.device_mesh = mesh, device_mesh
+        self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
+        self.accumulation = Accumulation(module, layouts, mesh, mesh.coordinate(self.groups.rank))
+        self.is_trained = any(p.requires_grad for p in module.parameters())
+        self.place, self.meetings = f"module {next(_module_numbers)}", 0
+        self.table: list[Capture] = []
+        self.last: Capture | None = None
+
+    def add(self, traced: Traced, plan: Plan, program: RankProgram) -> None:
+        """The first capture, for the modes that the module is in."""
+        self._add(traced, plan, self._step(traced, plan, program), self.is_trained)
+
+    def _add(self, traced: Traced, plan: Plan, step: Step, gradients: bool) -> Capture:
+        signature, leaves = traced.captured.signature, plan.sharding.leaves
+        nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
+        layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
+        inputs = Inputs(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
+        call = f"{inputs.text()}; {self._modes_text(gradients)}"
+        self.last = Capture(call, self.modes.now(), gradients, inputs, step, plan, traced)
+        self.table.append(self.last)
+        return self.last
+
+    def find(self, args: tuple, kwargs: dict) -> tuple[Step, list[torch.Tensor]]:
+        """What runs a call, and this rank's parts of its tensors; compiles it if there is nothing yet.
+
+        Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
+        ranks; DesyncError if this rank alone makes a call for the first time."""
+        flags, gradients = self.modes.now(), self.is_trained and torch.is_grad_enabled()
+        tensors = None
+        for capture in (self.last, *self.table):
+            if capture.gradients is gradients and capture.flags == flags:
+                tensors = capture.inputs.match(args, kwargs)
+                if tensors is not None:
+                    break
+        if tensors is None or not capture.is_met:
+            capture, tensors = self._first_call(None if tensors is None else capture, args, kwargs, gradients)
+        self.last = capture
+        return capture.step, capture.inputs.local(tensors)
+
+    def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
+        """The capture of a call that all ranks make together, and the call's tensors."""
+        call = f"{describe_call(args, kwargs)}; {self._modes_text(gradients)}"
+        agree.meet(f"{self.place}/{self.meetings}", call)
+        self.meetings += 1
+        if capture is None:
+            capture = self._compile(call, args, kwargs, gradients)
+        tensors = capture.inputs.match(args, kwargs)
+        if self.mode == "global":
+            whole = [(n, t) for n, t in zip(capture.inputs.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
+            agree.check_batches([n for n, _ in whole], [t for _, t in whole])
+        capture.is_met = True
+        return capture, tensors
+
+    def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
+        if len(self.table) >= self.module.capture_limit:
+            raise InputError(
+                f"the model is called with {call}, and is compiled for {len(self.table)} calls already: "
+                + " | ".join(c.call for c in self.table),
+                fix="pad batches to a few shapes, or raise the module's capture_limit",
+            )
+        self.table[0].inputs.signature.check_dtypes(args, kwargs)
+        start = time.perf_counter()
+        self.modes.set_source()
+        traced = self.compiler.trace((args, kwargs), gradients)
+        same = next((c for c in self.table if c.traced.computes_as(traced)), None)
+        if same is not None:
+            capture = self._add(traced, same.plan, same.step, gradients)
+        else:
+            plan = self.compiler.plan(traced, self.table[0].plan, self.layouts)
+            step = self._step(traced, plan, lower_together(traced, plan))
+            capture = self._add(traced, plan, step, gradients)
+        if self.groups.rank == 0:
+            how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
+            _log.info("capture %d of at most %d: %s: %s", len(self.table), self.module.capture_limit, call, how)
+        return capture
+
+    def _step(self, traced: Traced, plan: Plan, program: RankProgram) -> Step:
+        step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
+        if self.accumulation.is_deferring:
+            self._load_deferred(traced, plan, step)
+        return step
+
+    def prepare_no_sync(self) -> None:
+        """All captures get what the backward inside of no_sync runs; on all ranks together."""
+        for capture in self.table:
+            if capture.step.backward is not None and capture.step.backward.unreduced is None:
+                self._load_deferred(capture.traced, capture.plan, capture.step)
+
+    def _load_deferred(self, traced: Traced, plan: Plan, step: Step) -> None:
+        if step.backward is not None:
+            program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
+            agree.check_programs(plan.hash, program.collectives(), plan.mesh)
+            step.backward.load_deferred(program)
+
+    def unreduced_bytes(self) -> int:
+        """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial then."""
+        first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
+        graph = first.traced.captured.graph
+        shapes = {r.name: n.meta["val"] for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
+                  if r.kind == "gradient"}  # fmt: skip
+        for name, layout in unreduced_layouts(graph, first.plan.sharding).items():
+            total += math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()
+        return total
+
+    def _modes_text(self, gradients: bool) -> str:
+        return self.modes.text() + (", no_grad" if self.is_trained and not gradients else "")
+
+
+def lower_together(traced: Traced, plan: Plan) -> RankProgram:
+    """This rank's graphs, on all ranks. Raises DesyncError if they do not fit together."""
+    program = agree.everywhere(lambda: lower(traced.captured, plan, dist.get_rank()))
+    agree.check_programs(plan.hash, program.collectives(), plan.mesh)
+    return program
