@@ -60,6 +60,7 @@ def make_plan(
     report: Callable[[str], None] = lambda t: None,
 ) -> Plan:
     """Raises UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
+    options.check(mesh)
     start = time.perf_counter()
     hardware = options.hardware
     restriction = Restriction.of(options.strategy, mesh)
