@@ -86,6 +86,7 @@ def test_uneven_shards():
 def inputs_and_errors(rank: int) -> None:
     import autopar
     from autopar.errors import (
+        CaptureError,
         InputError,
         MemoryInfeasibleError,
         MeshError,
@@ -148,9 +149,9 @@ def inputs_and_errors(rank: int) -> None:
         for word in words:
             assert word in str(caught.value), str(caught.value)
 
-    refused(InputError, lambda: model(torch.randn(5, 6)), "(5, 6)", "(4, 6)", "fix")
+    refused(InputError, lambda: model(torch.ones(5 + rank, 6)), "(5, 6)", "(6, 6)", "fix")
     refused(InputError, lambda: model(x.double()), "float64")
-    refused(InputError, lambda: model(x, x))
+    refused(CaptureError, lambda: model(x, x), "positional argument", "fix")
     fresh = autopar.compile(tiny.Regressor(), mesh, example_inputs=(x,))
     refused(InputError, lambda: fresh(x + rank), "rank 1", "local")
     later = autopar.compile(tiny.Regressor(), mesh)
