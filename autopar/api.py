@@ -216,7 +216,8 @@ class _Compiler:
                     options["strategy"] = first.strategy
             elif self.given is not None:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
-            options = _options(self.device_mesh, **options, fixed=fixed, baselines=first is None)
+            compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
+            options = _options(self.device_mesh, **options, fixed=fixed, baselines=compares)
             return make_plan(traced.captured, self.mesh, options, type(self.model).__name__).to_json()
 
         agreed = Plan.from_json(agree.from_rank_zero(make))

@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from autopar import AutoparError, Mesh, api
+from autopar.hardware import load
+from autopar.planner.make import PlanOptions, make_plan
+from autopar.simulated import TOLERANCE, verify_plan
+from tests.families import FAMILIES as ZOO
 
 FAMILIES = ("gpt2", "llama", "mixtral", "bert", "vit", "t5", "resnet")
 STRATEGIES = ("auto", "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp")
@@ -44,3 +54,38 @@ def covering(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 
 def _pair(names: list[str], one: tuple[str, str], other: tuple[str, str]) -> tuple:
     return tuple(sorted((one, other), key=lambda item: names.index(item[0])))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a run found: `kind` is "right", "wrong" or "refused" (by an AutoparError), `note` the largest error or the reason."""
+
+    kind: str
+    note: str
+
+
+def check(family: str, strategy: str, mesh: str, precision: str = "fp32") -> Cell:
+    """One step of a family with all ranks simulated, its loss, gradients and buffers against the unsharded model. "fp64" is the
+    model in that type, the other precisions are those of `autopar.compile`."""
+    model, inputs, captured = _traced(family, precision)
+    policy = "bf16" if precision == "bf16" else "fp32"
+    try:
+        options = PlanOptions(load("cpu-gloo"), strategy=strategy, precision=policy, baselines=False)
+        report = verify_plan(captured, make_plan(captured, Mesh.parse(mesh), options, family), model, inputs)
+    except AutoparError as error:
+        return Cell("refused", f"{type(error).__name__}: {error.message}")
+    errors = {"loss": report.loss_error, **report.gradient_errors, **report.buffer_errors}
+    worst = max(errors, key=errors.get)
+    tolerance = 1e-6 if precision == "fp64" else TOLERANCE[policy]  # transformers takes losses in fp32 of any model
+    right = all(error <= tolerance for error in errors.values())
+    return Cell("right" if right else "wrong", f"{errors[worst]:.0e} {worst}")
+
+
+@lru_cache(maxsize=1)
+def _traced(family: str, precision: str):
+    torch.manual_seed(0)
+    model, inputs = ZOO[family](4, 16)
+    if precision == "fp64":
+        model = model.double()
+        inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    return model, inputs, api.trace(model, inputs, precision="bf16" if precision == "bf16" else "fp32")

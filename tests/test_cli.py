@@ -114,13 +114,6 @@ def test_plan_in_bf16_takes_less(capsys):
     assert 0.4 < peak["bf16"] / peak["fp32"] < 0.8  # the loss keeps fp32 copies of what it compares
 
 
-def test_plans_do_not_depend_on_hashing():
-    words = ["plan", "--model", "gpt2-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "8", "--json", "-"]
-    running = [autopar(*words, PYTHONHASHSEED=seed) for seed in ("1", "2")]
-    first, second = (process.communicate(timeout=200) for process in running)
-    assert first == second and json.loads(first[0])["alternatives"]
-
-
 # graph and verify -----------------------------------------------------------------------------------------------------
 
 

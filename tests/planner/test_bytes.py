@@ -38,7 +38,7 @@ def emitted(graph, plan: Plan, rank: int) -> Counter:
 
 @pytest.mark.parametrize(("model", "mesh", "strategy"), [
     *((GPT, "dp=4", strategy) for strategy in ("auto", *RECIPES)),
-    *((LLAMA, "dp=2,tp=2", strategy) for strategy in ("auto", "fsdp", "zero1", "megatron_sp")),
+    *((LLAMA, "dp=2,tp=2", strategy) for strategy in ("auto", "megatron_sp")),
 ])  # fmt: skip
 def test_predicted_is_emitted(model, mesh, strategy):
     mesh = "a=2,b=2" if strategy == "hsdp" else mesh

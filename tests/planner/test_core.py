@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import StrategyError
-from autopar.lower import lower
 from autopar.planner.ascend import Search, minimize
 from autopar.planner.program import Program
-from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, captured, counts, make, toy
+from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, counts, make, toy
 
 MLP = "mlp:hidden=16,ffn=32,layers=1"
 
 
-@pytest.mark.parametrize(("model", "mesh"), [(MLP, "a=2"), (MLP, "a=4"), (MLP, "a=2,b=2"), (TINY_GPT, "a=2")])
+@pytest.mark.parametrize(("model", "mesh"), [(MLP, "a=2,b=2"), (TINY_GPT, "a=2")])
 def test_ascent_agrees_with_the_integer_program_on_the_unfolded_graph(model, mesh):
     for hardware in (toy(), toy(latency=2e-6), toy(link=1e7)):
         folded, whole = Instance(model, mesh, hardware), Instance(model, mesh, hardware, folded=False)
@@ -94,19 +93,6 @@ def test_zero_memory_follows_the_table():
     one = make(TINY_GPT, "dp=4", strategy="zero1").memory
     assert one["gradients"] == pytest.approx(whole["gradients"], rel=0.01)
     assert one["optimizer"] == pytest.approx(whole["optimizer"] / 4, rel=0.01)
-
-
-@pytest.mark.parametrize(("strategy", "factor"), [("ddp", 2.0), ("zero1", 2.0), ("zero2", 2.0), ("fsdp", 3.0)])
-def test_bytes_follow_the_closed_formula_and_the_graph(strategy, factor):
-    """2 (n - 1) / n of the parameters' bytes, 3 (n - 1) / n for ZeRO-3, up to the loss's scalars and position embeddings."""
-    model, n = "gpt:hidden=64,layers=2,heads=4,vocab=256,seq=16", 4
-    plan = make(model, f"dp={n}", strategy=strategy)
-    parameters = make(model, "dp=1", strategy="ddp").memory["parameters"]
-    sent = sum(c.wire_bytes for c in plan.collectives)
-    assert sent == pytest.approx(factor * (n - 1) / n * parameters, rel=0.01)
-    local = lower(captured(model), plan, 0).local
-    counted = sum(node.meta["collective"].wire_bytes for node in local.graph.nodes if node.meta.get("collective"))
-    assert counted == pytest.approx(sent, rel=0.01)
 
 
 def test_pins_and_their_errors():

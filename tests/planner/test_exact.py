@@ -39,7 +39,7 @@ def every_plan(masks: dict[int, np.ndarray]):
         yield dict(zip(masks, picked))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_brute_force(seed):
     """No plan among all is better than what the search finds, and none is below its bound."""
     rng = random.Random(seed)
@@ -53,8 +53,9 @@ def test_brute_force(seed):
     assert found.objective <= best * (1 + GAP)
 
 
-@pytest.mark.parametrize("folded", [True, False])
-@pytest.mark.parametrize(("model", "mesh"), [(MLP, "a=2"), (MLP, "a=4"), (MLP, "a=2,b=2"), (TINY_GPT, "a=2"), (TINY_GPT, "a=4")])
+@pytest.mark.parametrize(("model", "mesh", "folded"), [
+    (MLP, "a=2", True), (MLP, "a=4", False), (MLP, "a=2,b=2", True), (TINY_GPT, "a=2", False), (TINY_GPT, "a=4", True),
+])  # fmt: skip
 def test_integer_program(model, mesh, folded):
     """The ascent's plan is optimal within its gap, its bound a bound, by HiGHS on the same problem."""
     for hardware, price in itertools.product((toy(), WAITING), ((0.0, False, None), (1e-9, False, False))):

@@ -25,13 +25,13 @@ def test_less_memory_shards_more_parameters_and_costs_more():
     """Between the plan without a limit and the smallest, parameters become sharded a few at a time."""
     free = make(GPT, "dp=4", MACHINE, strategy=None, batch=256)
     least = make(GPT, "dp=4", MACHINE, strategy="fsdp", batch=256).peak_bytes
-    limits = [least + part * (free.peak_bytes - least) for part in (1, 0.8, 0.6, 0.4, 0.2)]
+    limits = [least + part * (free.peak_bytes - least) for part in (1, 0.6, 0.2)]
     plans = [make(GPT, "dp=4", MACHINE, batch=256, memory_bytes=limit) for limit in limits]
     assert plans[0].step_seconds == free.step_seconds
     for plan, next_ in zip(plans, plans[1:]):
         assert plan.peak_bytes <= plan.memory_limit_bytes and plan.gap <= 0.02
         assert next_.step_seconds >= plan.step_seconds
-    assert len({sharded(plan) for plan in plans}) >= 4
+    assert len({sharded(plan) for plan in plans}) == 3
 
 
 @pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
