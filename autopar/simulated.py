@@ -31,7 +31,8 @@ from .simulate import simulate_step as run_parts
 from .verify import check_ranks
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}  # relative: sums in another order differ by some roundings
-FLOOR = 1e-4  # errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
+# errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
+FLOOR = {"fp32": 1e-4, "bf16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ def verify_plan(
     kept = {name: buffer.detach() for name, buffer in model.named_buffers()}  # those without a new value keep theirs
     result = VerifyReport(
         plan, None if step.loss is None else step.loss.item(), _worst(*(_error(mine, whole) for whole, mine in compared)),
-        _group_errors(gradients, step.gradients), _group_errors(buffers, kept | step.buffers),
+        _group_errors(gradients, step.gradients, FLOOR[plan.precision]),
+        _group_errors(buffers, kept | step.buffers, FLOOR[plan.precision]),
         sum(c.wire_bytes for c in plan.collectives), step.bytes_sent, step.collectives,
     )  # fmt: skip
     if result.match:
@@ -221,7 +223,7 @@ def first_divergence(
         value, layout = reference[node.name], local[node.name].meta["layout"]
         mine = assemble([r[position[node.name]] for r in results], layout, mesh, value.shape)
         terms = max((_norm(reference[a.name]) for a in tensor_arguments(node)), default=0.0)
-        error = _error(mine, value, FLOOR * terms)  # what cancels out is no more exact than its terms
+        error = _error(mine, value, FLOOR["fp32"] * terms)  # what cancels out is no more exact than its terms
         if not error <= tolerance:
             return Divergence(
                 node.name, error, str(layout), node.meta.get("module", ""), node.meta.get("source", "")
@@ -291,10 +293,10 @@ def _is_input(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["role"].kind == "input"
 
 
-def _group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
+def _group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor], share: float) -> dict[str, float]:
     """The largest relative error of each group of tensors whose names differ only in the numbers of their modules; infinite
     where one is missing."""
-    floor = FLOOR * max(map(_norm, reference.values()), default=0.0)
+    floor = share * max(map(_norm, reference.values()), default=0.0)
     errors: dict[str, float] = {}
     for name, value in reference.items():
         group = ".".join("*" if word.isdigit() else word for word in name.split("."))
