@@ -19,8 +19,8 @@ def reductions(graph) -> list[str]:
 
 
 def test_gradients_and_activations_are_reduced_in_their_own_memory():
-    for mesh, strategy in (("dp=2", "ddp"), ("tp=2", "megatron")):
-        module, inputs, plan, captured = planned(SMALL, mesh, strategy)
+    for model, mesh, strategy in ((SMALL, "dp=2", "ddp"), ("mlp-tiny", "tp=2", "megatron")):
+        module, inputs, plan, captured = planned(model, mesh, strategy)
         found = reductions(lower(captured, plan, 0, check=True).local.graph)
         assert found and set(found) == {"all_reduce_"}, (strategy, found)
         assert simulated.verify_model(module, inputs, mesh, strategy=strategy).match  # the simulator writes in place too
