@@ -28,7 +28,7 @@ RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes th
 @dataclass(frozen=True)
 class Role:
     """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
-    (position of the output it belongs to), "constant" or "random" (int64 (2,): seed and offset, see autopar/random_ops.py)."""
+    (position of the output it belongs to), "constant" or "random" (int64 (2,): seed and offset, see autopar/ops_random.py)."""
 
     kind: str
     name: str

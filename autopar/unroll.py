@@ -26,7 +26,7 @@ from torch import fx, nn
 from .capture import Captured
 from .errors import CaptureError
 from .graph import leaf_name, mark_phases, op_base_name, values_of
-from .random_ops import STREAM, stream_of
+from .ops_random import STREAM, stream_of
 
 TRACED = 5
 FEWEST = 8  # below, unrolling saves too little

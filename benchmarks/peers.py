@@ -1,11 +1,11 @@
 """One training step of the same model by autopar and by torch's own DDP, ZeRO-1, FSDP2, TP and TP+SP, in the same gloo processes,
 the two taking turns step by step.
 
-    OMP_NUM_THREADS=1 python benchmarks/peers.py [--devices 2,4] [--pairs ddp,fsdp] [--steps 12] [--inductor]
+    OMP_NUM_THREADS=1 python benchmarks/peers.py [--devices 2,4] [--pairs ddp,fsdp] [--steps 12]
 
-A row is a medium of the steps: CPU time of all processes (of forward and backward, and of the optimizer; wall time says little on
+A row is a median of the steps: CPU time of all processes (of forward and backward, and of the optimizer; wall time says little on
 cores that are shared), bytes on the loopback interface, the largest sum of live tensors on any process, and the loss after the
-last step. With --inductor the graphs that autopar emits go through torch.compile as a third side.
+last step.
 """
 
 from __future__ import annotations
@@ -62,13 +62,11 @@ def build():
     return models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu")
 
 
-def ours(strategy: str, n: int, inductor: bool = False) -> Side:
+def ours(strategy: str, n: int) -> Side:
     model, inputs = build()
     axis = "tp" if strategy.startswith("megatron") else "dp"
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(axis,))
     parallel = autopar.compile(model, mesh, inputs, strategy=None if strategy == "auto" else strategy)
-    if inductor:
-        parallel.compile()
     return Side(parallel, torch.optim.AdamW(parallel.parameters(), lr=LR), inputs)
 
 
@@ -143,13 +141,11 @@ class Row:
     losses: list[float]
 
 
-def race(rank: int, n: int, strategy: str, steps: int, inductor: bool) -> dict[str, Row]:
+def race(rank: int, n: int, strategy: str, steps: int) -> dict[str, Row]:
     """The sides' rows on this process."""
     make = {"autopar": lambda: ours(strategy, n), "peer": lambda: peer(strategy, rank, n)}
     if strategy == "auto":
         del make["peer"]
-    if inductor:
-        make["inductor"] = lambda: ours(strategy, n, inductor=True)
     sides = {name: made() for name, made in make.items()}
     times: dict[str, list] = {name: [] for name in sides}
     losses: dict[str, list] = {name: [] for name in sides}
@@ -221,7 +217,6 @@ def main() -> int:
     parser.add_argument("--devices", default="2,4")
     parser.add_argument("--pairs", default=",".join(PAIRS))
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--inductor", action="store_true")
     a = parser.parse_args()
     warnings.filterwarnings("ignore")
     print(f"{MODEL}, batch {BATCH} x {SEQ}, fp32, AdamW; sums over the processes, medians of {a.steps} steps")
@@ -229,7 +224,7 @@ def main() -> int:
     for n in map(int, a.devices.split(",")):
         print(f"{n} processes")
         for strategy in a.pairs.split(","):
-            ranks = gloo.run(n, race, n, strategy, a.steps, a.inductor, seconds=900)
+            ranks = gloo.run(n, race, n, strategy, a.steps, seconds=900)
             most = gloo.run(n, peaks, n, strategy, seconds=900)
             total = {}
             for name in ranks[0]:
@@ -238,7 +233,7 @@ def main() -> int:
                     sum(r.seconds for r in rows), sum(r.optimizer_seconds for r in rows), rows[0].bytes_,
                     rows[0].losses,
                 )  # fmt: skip
-                label = {"autopar": "autopar", "inductor": "  + inductor"}.get(name, f"torch {PAIRS.get(strategy)}")
+                label = "autopar" if name == "autopar" else f"torch {PAIRS[strategy]}"
                 peak = f"{max(m[name] for m in most) / 2**20:17.1f}" if name in most[0] else f"{'':17}"
                 ratio = f"{row.seconds / total['autopar'].seconds:8.2f}x" if name != "autopar" else ""
                 print(

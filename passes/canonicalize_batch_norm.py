@@ -1,6 +1,5 @@
 """batch_norm in training -> the ops of autopar/ops_batch_norm.py, which may be sharded over the batch, and its new running
-statistics
-written out. In evaluation it stays as it is: every element is then normalized for itself."""
+statistics written out. In evaluation it stays as it is: every element is then normalized for itself."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import math
 import torch
 from torch import fx
 
-from .. import ops_batch_norm  # noqa: F401  registers the ops
+from .. import ops  # noqa: F401  (registers autopar::*)
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 

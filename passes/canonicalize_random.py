@@ -1,4 +1,4 @@
-"""Random ops of ATen -> formulas in `autopar::dropout`, `uniform` and `normal`, which draw by counter (autopar/random_ops.py).
+"""Random ops of ATen -> formulas in `autopar::dropout`, `uniform` and `normal`, which draw by counter (autopar/ops_random.py).
 
 The state that they all read is a buffer of the exported graph, which becomes the joint graph's "random" placeholder. Streams are
 numbered in graph order. An in-place op becomes a copy of the drawn values into the tensor; differentiation makes that functional.
@@ -15,7 +15,7 @@ from torch import fx
 
 from ..errors import UnsupportedOpError
 from ..graph import RANDOM_STATE
-from ..random_ops import STREAM, contiguous_strides
+from ..ops_random import STREAM, contiguous_strides
 from ..rules.reading import bound
 
 aten, autopar = torch.ops.aten, torch.ops.autopar

@@ -10,10 +10,10 @@ from torch import nn
 
 from autopar import api
 from autopar.fake_state import forms_of
+from autopar.ops_random import stream_of
 from autopar.plan import fingerprint
 from autopar.planner.fold import fold
 from autopar.planner.problem import _vertices
-from autopar.random_ops import stream_of
 from autopar.simulated import global_values, plan_and_capture, simulate_step, verify_model
 
 from .runtime import tiny

@@ -16,7 +16,7 @@ from torch import fx
 
 from .._torch import op_name
 from ..graph import tensor_arguments, values_of
-from ..random_ops import STREAM
+from ..ops_random import STREAM
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
@@ -35,7 +35,7 @@ POINTWISE_NAMES = {
 }  # fmt: skip
 
 
-# integer operations of autopar/random_ops.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a number else
+# integer operations of autopar/ops_random.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a number else
 OPS_PER_NUMBER = {autopar.dropout.default: 8.0, autopar.uniform.default: 28.0, autopar.normal.default: 36.0}
 
 

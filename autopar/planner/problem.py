@@ -24,7 +24,7 @@ from ..cost.memory import StateBytes
 from ..graph import bytes_of, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, is_even, is_legal, largest_local_numel
 from ..mesh import Mesh
-from ..random_ops import STREAM
+from ..ops_random import STREAM
 from ..rules import Rule, Strategy
 from .casts import output_of, own_casts
 

@@ -12,7 +12,6 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (registers transformers::*)
 
 import autopar.ops  # noqa: F401  (registers autopar::*)
-import autopar.ops_batch_norm  # noqa: F401
 from autopar.rules.table import ACTIVATIONS, BINARY, INTEGER, POINTWISE_BACKWARDS, UNARY, full_name
 
 from .rule_check import zeros_node

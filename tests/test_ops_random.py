@@ -8,9 +8,9 @@ from random import Random, randrange
 import pytest
 import torch
 
-from autopar import random_ops
+from autopar import ops_random
 from autopar.layout import Layout, dim_ranges, local_part
-from autopar.random_ops import contiguous_strides, key_of, squares64
+from autopar.ops_random import contiguous_strides, key_of, squares64
 from autopar.rules import Strategy, local_call
 
 from .random_layouts import random_layout, random_mesh, random_shape
@@ -86,7 +86,7 @@ def test_uniform_and_normal(dtype):
 
 def test_blocks_do_not_show(monkeypatch):
     whole = dropped((9, 7, 8))
-    monkeypatch.setitem(random_ops.BLOCK_NUMEL, "cpu", 5)
+    monkeypatch.setitem(ops_random.BLOCK_NUMEL, "cpu", 5)
     assert torch.equal(dropped((9, 7, 8)), whole)
 
 
