@@ -22,10 +22,12 @@ def plan(*words: str) -> list[str]:
 
 
 def autopar(*words: str, **environment: str) -> subprocess.Popen:
-    """The command in a process and a process group of its own."""
+    """The command in a process and a process group of its own, which an interrupt reaches even where this one ignores it, as
+    shells make background jobs do."""
     return subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Family x strategy x mesh x precision: every pair of values meets in a cell. The whole product is benchmarks/matrix.py."""
+"""Family x strategy x mesh x precision: every pair of values meets in a cell. The whole product is benchmarks/matrix.py; bf16,
+which needs tolerances of its own, is in tests/test_precision.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.matrix import FAMILIES, STRATEGIES, check, covering
 
 FACTORS = {
     "family": FAMILIES, "strategy": STRATEGIES, "mesh": ("dp=2", "tp=3", "dp=4", "dp=2,tp=2", "tp=2,dp=2"),
-    "precision": ("fp32", "bf16", "fp64"),
+    "precision": ("fp32", "fp64"),
 }  # fmt: skip
 CELLS = covering(FACTORS)
 ROWS = defaultdict(list)  # cells of one family and precision share a graph
@@ -33,5 +34,7 @@ def test_cells(row):
         cell = check(family, strategy, mesh, precision)
         if strategy == "hsdp" and "," not in mesh:
             assert cell.kind == "refused" and "hsdp" in cell.note, (strategy, mesh, cell)
+        elif row == ("mixtral", "fp64"):  # torch's grouped product has no fp64 kernel
+            assert cell.kind == "refused" and "the model itself fails" in cell.note, (strategy, mesh, cell)
         else:
             assert cell.kind == "right", (strategy, mesh, cell)
