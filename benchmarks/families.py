@@ -21,10 +21,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import AutoparError, Mesh, api, rules
+from autopar.compare import TOLERANCE, verify_plan
 from autopar.graph import is_op
 from autopar.hardware import load
 from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import TOLERANCE, verify_plan
 from tests.families import FAMILIES
 
 MESHES = ["dp=2,tp=2"]
@@ -55,7 +55,7 @@ def check(name: str, meshes: list[str], strategies: list[str], batch: int = BATC
             except AutoparError as error:
                 result["refused"][run] = f"{type(error).__name__}: {error.message}"
                 continue
-            errors = {"loss": report.loss_error, **report.gradient_errors, **report.buffer_errors}
+            errors = report.errors
             worst = max(errors, key=errors.get)
             if report.match:
                 result["right"].append(run)

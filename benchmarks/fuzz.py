@@ -16,7 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import models
-from autopar.simulated import global_values, plan_and_capture
+from autopar.oracle import global_values
+from autopar.simulated import plan_and_capture
 from tests.fuzz import bad_inputs, plan_files
 
 PLANS = (

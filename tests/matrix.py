@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 
 from autopar import AutoparError, Mesh, api
+from autopar.compare import verify_plan
 from autopar.hardware import load
 from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import TOLERANCE, verify_plan
 from tests.families import FAMILIES as ZOO
 
 FAMILIES = ("gpt2", "llama", "mixtral", "bert", "vit", "t5", "resnet")
@@ -74,11 +74,11 @@ def check(family: str, strategy: str, mesh: str, precision: str = "fp32") -> Cel
         report = verify_plan(captured, make_plan(captured, Mesh.parse(mesh), options, family), model, inputs)
     except AutoparError as error:
         return Cell("refused", f"{type(error).__name__}: {error.message}")
-    errors = {"loss": report.loss_error, **report.gradient_errors, **report.buffer_errors}
-    worst = max(errors, key=errors.get)
-    tolerance = 1e-6 if precision == "fp64" else TOLERANCE[policy]  # transformers takes losses in fp32 of any model
-    right = all(error <= tolerance for error in errors.values())
-    return Cell("right" if right else "wrong", f"{errors[worst]:.0e} {worst}")
+    worst = max(report.errors, key=report.errors.get)
+    right = report.match
+    if precision == "fp64":
+        right = all(error <= 1e-6 for error in report.errors.values())  # transformers takes losses in fp32 of any model
+    return Cell("right" if right else "wrong", f"{report.errors[worst]:.0e} {worst}")
 
 
 @lru_cache(maxsize=1)

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from autopar import api
+from autopar.compare import verify_model
 from autopar.fake_state import forms_of
 from autopar.ops_random import stream_of
+from autopar.oracle import global_values
 from autopar.plan import fingerprint
 from autopar.planner.fold import fold
 from autopar.planner.problem import _vertices
-from autopar.simulated import global_values, plan_and_capture, simulate_step, verify_model
+from autopar.simulated import plan_and_capture, simulate_step
 
 from .runtime import tiny
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.compare import verify_model
 from autopar.errors import CaptureError
-from autopar.simulated import verify_model
 
 
 class TripledGradient(torch.autograd.Function):

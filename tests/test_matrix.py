@@ -1,5 +1,4 @@
-"""Family x strategy x mesh x precision: every pair of values meets in a cell. The whole product is benchmarks/matrix.py; bf16,
-which needs tolerances of its own, is in tests/test_precision.py."""
+"""Family x strategy x mesh x precision: every pair of values meets in a cell. The whole product is benchmarks/matrix.py."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from tests.matrix import FAMILIES, STRATEGIES, check, covering
 
 FACTORS = {
     "family": FAMILIES, "strategy": STRATEGIES, "mesh": ("dp=2", "tp=3", "dp=4", "dp=2,tp=2", "tp=2,dp=2"),
-    "precision": ("fp32", "fp64"),
+    "precision": ("fp32", "fp64", "bf16"),
 }  # fmt: skip
 CELLS = covering(FACTORS)
 ROWS = defaultdict(list)  # cells of one family and precision share a graph

@@ -12,9 +12,10 @@ from autopar import Plan
 from autopar.errors import PlanFormatError, PlanIncompatible, PlanTampered
 from autopar.mesh import Mesh
 from autopar.models import build
+from autopar.oracle import global_values
 from autopar.plan import fingerprint
 from autopar.plan_file import LARGEST_FILE_BYTES, VERSION, content_hash
-from autopar.simulated import global_values, plan_and_capture
+from autopar.simulated import plan_and_capture
 
 from .fuzz import plan_files
 from .planner.planning import captured, make, toy

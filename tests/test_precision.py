@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from autopar import api
+from autopar.compare import verify_model
 from autopar.errors import StrategyError
 from autopar.graph import output_node
+from autopar.oracle import global_values, one_device_step
 from autopar.precision import computing_in, narrowed
-from autopar.simulated import global_values, one_device_step, plan_and_capture, simulate_step, verify_model
+from autopar.simulated import plan_and_capture, simulate_step
 from autopar.verify import collectives
 
 from .runtime import tiny

@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from autopar import simulated
+from autopar.compare import verify_model
 from autopar.models import build
-from autopar.simulated import global_values, plan_and_capture, simulate_step, verify_model
+from autopar.oracle import global_values
+from autopar.simulated import plan_and_capture, simulate_step
 
 MODELS = ["gpt2-tiny:layers=1", "llama-tiny:layers=1", "mlp-tiny:layers=1"]
 AUTO = [(model, mesh, None) for model in MODELS for mesh in ("dp=8", "dp=2,tp=4")] + [("gpt2-tiny:layers=2", "dp=4,tp=4", None)]
@@ -92,3 +94,28 @@ def test_the_first_wrong_node_is_named(monkeypatch):
     assert (report.diverging.node, report.diverging.module) == ("gelu", "blocks.0")
     assert report.diverging.error > 1e-3
     assert "first node that differs: gelu (dp:S(0) tp:S(2))" in str(report)
+
+
+def test_a_mistake_smaller_than_the_rounding_is_seen_without_the_casts(monkeypatch):
+    honest = simulated.lower
+
+    def damaged(captured, plan, rank):
+        """Rank 1 takes 1.01 times the first gelu: less than bf16 is off by, and nothing that rounding does."""
+        program = honest(captured, plan, rank)
+        if rank == 1:
+            graph = program.parts.forward.graph
+            node = next(n for n in graph.nodes if n.name == "gelu")
+            with graph.inserting_after(node):
+                scaled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1.01))
+            node.replace_all_uses_with(scaled, lambda user: user is not scaled)
+        return program
+
+    module, inputs = build("mlp-tiny:layers=2", batch=4, seq=4, device="cpu")
+    honest_report = verify_model(module, inputs, "dp=2,tp=2", strategy="megatron", precision="bf16")
+    assert honest_report.match and "error in fp32" in str(honest_report)
+    assert max(honest_report.in_fp32.errors.values()) <= 1e-5 < min(e for e in honest_report.rounding.values() if e)
+    monkeypatch.setattr(simulated, "lower", damaged)
+    report = verify_model(module, inputs, "dp=2,tp=2", strategy="megatron", precision="bf16")
+    assert not report.match and not report.in_fp32.match
+    assert all(error <= report.tolerance(name) for name, error in report.errors.items())
+    assert "no match: without the casts of bf16, errors above 1e-05" in str(report)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.compare import verify_model
 from autopar.models import build
-from autopar.simulated import verify_model
 
 
 @pytest.mark.parametrize(

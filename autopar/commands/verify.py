@@ -19,7 +19,7 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     common.check(args)
     from .. import models
-    from ..simulated import verify_model
+    from ..compare import verify_model
 
     common.quiet()
     with common.progress() as report:

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from ..simulated import VerifyReport
+from ..compare import TOLERANCE, VerifyReport
 from .units import size, table
 
 
 def verify_text(report: VerifyReport) -> str:
     """A table of relative errors, the traffic, and on the last line `match` or what differs first."""
-    plan, rows = report.plan, []
-    rows.append(["loss" if report.loss is not None else "outputs", _error(report.loss_error)])
-    rows += [[f"gradient of {name}", _error(e)] for name, e in report.gradient_errors.items()]
-    rows += [[f"new value of {name}", _error(e)] for name, e in report.buffer_errors.items()]
+    plan, names = report.plan, _names(report)
     loss = "" if report.loss is None else f", loss {report.loss:.6g}"
     lines = [
         f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}, against eager torch{loss}",
         "",
-        *table(["compared", "relative error", ""], [[name, error, _mark(error, report.tolerance)] for name, error in rows]),
+        *(_errors(report, names) if report.in_fp32 is None else _mixed_errors(report, names)),
         "",
         *_traffic(report),
         "",
     ]
     if report.match:
         return "\n".join([*lines, "match"]) + "\n"
-    return "\n".join([*lines, *_divergence(report), f"no match: errors above {report.tolerance:.0e}"]) + "\n"
+    return "\n".join([*lines, *_divergence(report), f"no match: {_beyond(report)}"]) + "\n"
+
+
+def _names(report: VerifyReport) -> dict[str, str]:
+    """What an error is of, by its key in `report.errors`."""
+    first = {"loss": "loss" if report.loss is not None else "outputs"}
+    gradients = {name: f"gradient of {name}" for name in report.gradient_errors}
+    return first | gradients | {name: f"new value of {name}" for name in report.buffer_errors}
+
+
+def _errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
+    rows = [[names[key], _error(e), _mark(e, report.tolerance(key))] for key, e in report.errors.items()]
+    return table(["compared", "relative error", ""], rows)
+
+
+def _mixed_errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
+    """With what one device itself loses by rounding, and the errors of the step without its casts."""
+    exact, rows = report.in_fp32, []
+    for key, error in report.errors.items():
+        bad = _mark(error, report.tolerance(key)) or _mark(exact.errors[key], exact.tolerance(key))
+        rows.append([names[key], _error(error), _error(report.rounding[key]), _error(exact.errors[key]), bad])
+    return table(["compared", f"error in {report.precision}", "of one device to fp32", "error in fp32", ""], rows)
+
+
+def _beyond(report: VerifyReport) -> str:
+    if report.in_fp32 is not None and not report.in_fp32.match:
+        return f"without the casts of {report.precision}, {_beyond(report.in_fp32)}"
+    return f"errors above {TOLERANCE[report.precision]:.0e}" + (" and what rounding explains" if report.rounding else "")
 
 
 def _error(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def _mark(error: str, tolerance: float) -> str:
-    return "" if float(error) <= tolerance else "<-"
+def _mark(error: float, tolerance: float) -> str:
+    return "" if error <= tolerance else "<-"
 
 
 def _traffic(report: VerifyReport) -> list[str]:

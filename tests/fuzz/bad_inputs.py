@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import hardware
 from autopar.cli import main
+from autopar.compare import verify_model
 from autopar.errors import AutoparError, VerifyError
 from autopar.mesh import Mesh
-from autopar.simulated import verify_model
 
 from . import odd_models
 

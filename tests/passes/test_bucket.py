@@ -10,6 +10,7 @@ import torch
 from autopar import simulated
 from autopar.lower import lower
 from autopar.models import build
+from autopar.oracle import global_values
 from autopar.plan import Plan
 
 SMALL = "gpt:hidden=32,layers=1,heads=2,vocab=64,seq=16"
@@ -41,7 +42,7 @@ def test_buckets_keep_bytes_and_gradients(mesh, strategy):
     count_single, bytes_single = sent(single, captured)
     assert count < count_single / 2
     assert bytes_ == pytest.approx(bytes_single, rel=1e-12)
-    values = simulated.global_values(captured, module, inputs)
+    values = global_values(captured, module, inputs)
     packed, alone = (simulated.simulate_step(captured, p, values) for p in (plan, single))
     for name, gradient in alone.gradients.items():
         assert torch.allclose(packed.gradients[name], gradient, rtol=1e-6, atol=1e-8), name

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.simulated import plan_and_capture, verify_model
+from autopar.compare import verify_model
+from autopar.simulated import plan_and_capture
 
 
 class Net(nn.Module):

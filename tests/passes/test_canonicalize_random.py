@@ -9,7 +9,7 @@ from torch import nn
 from autopar import api
 from autopar.errors import UnsupportedOpError
 from autopar.ops_random import contiguous_strides
-from autopar.simulated import global_values, one_device_step
+from autopar.oracle import global_values, one_device_step
 
 from ..runtime import tiny
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from autopar import simulated
 from autopar._torch import c10d
+from autopar.compare import verify_model
 from autopar.lower import lower
 from autopar.passes.in_place import in_place
 from autopar.passes.localize import localize
@@ -23,7 +23,7 @@ def test_gradients_and_activations_are_reduced_in_their_own_memory():
         module, inputs, plan, captured = planned(model, mesh, strategy)
         found = reductions(lower(captured, plan, 0, check=True).local.graph)
         assert found and set(found) == {"all_reduce_"}, (strategy, found)
-        assert simulated.verify_model(module, inputs, mesh, strategy=strategy).match  # the simulator writes in place too
+        assert verify_model(module, inputs, mesh, strategy=strategy).match  # the simulator writes in place too
 
 
 def test_what_is_read_again_or_shared_is_copied():

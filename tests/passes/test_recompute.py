@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from autopar import simulated
+from autopar.compare import verify_model
 from autopar.lower import lower
 from autopar.models import build
+from autopar.oracle import global_values
 
 
 def blocks_of(captured) -> frozenset[str]:
@@ -36,7 +38,7 @@ def test_gradients_are_equal_and_less_is_saved(model, mesh, strategy):
     again = replace(plan, sharding=replace(plan.sharding, recompute=blocks))
     before, after = (lower(captured, p, 0, check=True).parts for p in (plan, again))
     assert saved_bytes(after) < 0.6 * saved_bytes(before)
-    values = simulated.global_values(captured, module, inputs)
+    values = global_values(captured, module, inputs)
     want, got = (simulated.simulate_step(captured, p, values).gradients for p in (plan, again))
     module(**inputs).loss.backward()
     for name, parameter in module.named_parameters():
@@ -55,5 +57,5 @@ def test_a_small_limit_makes_the_planner_recompute():
     )
     assert plan.recomputed and plan.peak_bytes <= limit
     assert plan.step_seconds > free.step_seconds and plan.recompute_seconds > 0
-    report = simulated.verify_model(module, inputs, "dp=2", hardware="cpu-gloo", strategy="ddp", memory=limit)
+    report = verify_model(module, inputs, "dp=2", hardware="cpu-gloo", strategy="ddp", memory=limit)
     assert report.loss_error < 1e-5 and max(report.gradient_errors.values()) < 1e-5

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autopar import api
+from autopar.compare import verify_model
 from autopar.errors import UnsupportedOpError
-from autopar.simulated import verify_model
 
 
 class Pooled(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 from autopar import simulated
 from autopar.lower import lower
 from autopar.models import registry
+from autopar.oracle import global_values
 from autopar.plan import Plan
 from autopar.planner.restrict import RECIPES
 
@@ -57,7 +58,7 @@ def test_predicted_is_emitted(model, mesh, strategy):
 def test_simulated_ranks_send_what_was_predicted(strategy, mesh):
     plan, graph = make(GPT, mesh, MACHINE, strategy=strategy), captured(GPT)
     model, inputs = registry.build(GPT, batch=8, seq=16, device="cpu")
-    step = simulated.simulate_step(graph, plan, simulated.global_values(graph, model, inputs))
+    step = simulated.simulate_step(graph, plan, global_values(graph, model, inputs))
     for sent in step.bytes_sent:
         assert sent == pytest.approx(sum(c.wire_bytes for c in plan.collectives), abs=64)
 

@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar import api
-from autopar.simulated import global_values, one_device_step
+from autopar.oracle import global_values, one_device_step
 from tests import gloo
 
 from . import tiny

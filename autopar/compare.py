@@ -1,0 +1,206 @@
+"""A simulated step against the unsharded model: what `autopar verify` and many tests stand on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, fx, nn
+
+from .capture import Captured
+from .errors import InputError
+from .graph import is_tensor, output_node, tensor_arguments
+from .layout import Layout, local_part
+from .oracle import (
+    OneDevice,
+    eager_step,
+    global_values,
+    group_errors,
+    in_fp32,
+    interpret,
+    norm,
+    one_device_step,
+    relative_error,
+    worst,
+)
+from .plan import Plan
+from .precision import widened
+from .simulate import Simulator, assemble
+from .simulated import plan_and_capture, simulate_step
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}  # relative: sums in another order differ by some roundings
+# errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
+FLOOR = {"fp32": 1e-4, "bf16": 1e-2}
+ROUNDING_FACTOR = 3.0  # sharded and unsharded bf16 round differently: twice, and a margin
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A node of which the ranks together hold another value than the unsharded graph computes."""
+
+    node: str
+    error: float
+    layout: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """A simulated step against the unsharded model in the same precision. `loss_error` is relative (of all outputs if there is no
+    loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight"), `buffer_errors` that of
+    buffers with new values; bytes are what a rank sends in a step.
+
+    Mixed precision rounds by more than most mistakes are large. So such a step is run once more with its casts left out, where
+    only a mistake can be seen (`in_fp32`), and in its own precision it may be as far from one device as that is from fp32
+    (`rounding`, by the names of the errors and "loss"), times `ROUNDING_FACTOR`."""
+
+    plan: Plan
+    precision: str
+    loss: float | None
+    loss_error: float
+    gradient_errors: dict[str, float]
+    buffer_errors: dict[str, float]
+    predicted_bytes: float
+    sent_bytes: tuple[float, ...]
+    collectives: Counter
+    rounding: dict[str, float] = field(default_factory=dict)
+    in_fp32: VerifyReport | None = None
+    diverging: Divergence | None = None
+
+    @property
+    def errors(self) -> dict[str, float]:
+        return {"loss": self.loss_error, **self.gradient_errors, **self.buffer_errors}
+
+    def tolerance(self, name: str) -> float:
+        """What is allowed of one of `errors`."""
+        least = TOLERANCE[self.precision]
+        return max(least, ROUNDING_FACTOR * self.rounding[name]) if name in self.rounding else least
+
+    @property
+    def match(self) -> bool:
+        mine = all(error <= self.tolerance(name) for name, error in self.errors.items())  # a NaN is no match
+        return mine and (self.in_fp32 is None or self.in_fp32.match)
+
+    def __str__(self) -> str:
+        from .view.verify_text import verify_text
+
+        return verify_text(self)
+
+
+def verify_model(
+    model: nn.Module,
+    example_inputs,
+    mesh: object,
+    *,
+    loss_fn: Callable | None = None,
+    hardware: object = "cpu-gloo",
+    report: Callable[[str], None] = lambda text: None,
+    **options,
+) -> VerifyReport:
+    """Plan a model, simulate one step of all ranks, and compare it with the model itself, which has real weights and is left
+    as it is. Without a loss the gradients are those of the sum of all outputs. `options` (strategy, pin, ...) are those of
+    `autopar.plan`. Raises subclasses of AutoparError."""
+    plan, captured = plan_and_capture(
+        model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
+    )
+    return verify_plan(captured, plan, model, example_inputs, loss_fn, report)
+
+
+def verify_plan(
+    captured: Captured,
+    plan: Plan,
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> VerifyReport:
+    """`verify_model` for a plan that is there already, of the model's call as it was captured."""
+    values = global_values(captured, model, example_inputs)
+    if missing := [name for name, value in values.items() if value.is_meta]:
+        raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    report("running the unsharded model")
+    if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
+        reference = one_device_step(captured, values)
+    else:
+        reference = eager_step(captured, model, values, loss_fn, plan.precision)
+    report("simulating one step")
+    result, programs = _compared(captured, plan, values, reference, plan.precision, buffers)
+    if plan.precision != "fp32":
+        report("simulating one step without its casts")
+        wide, wide_values = in_fp32(captured), {name: widened(value) for name, value in values.items()}
+        exact = one_device_step(wide, wide_values)
+        check, _ = _compared(wide, plan, wide_values, exact, "fp32", buffers)
+        rounding = _errors(captured, exact, reference, plan.precision)
+        result = replace(result, in_fp32=check, rounding={"loss": rounding[0], **rounding[1], **rounding[2]})
+    if result.match:
+        return result
+    report("looking for the first node that differs")
+    return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[plan.precision]))
+
+
+def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
+    """(report, the ranks' programs) of a simulated step. `buffers` of the model have the values from before it."""
+    step = simulate_step(captured, plan, values)
+    mine = OneDevice(step.outputs, step.gradients, buffers | step.buffers)
+    loss = None if step.loss is None else step.loss.item()
+    report = VerifyReport(
+        plan, precision, loss, *_errors(captured, reference, mine, precision),
+        sum(c.wire_bytes for c in plan.collectives), step.bytes_sent, step.collectives,
+    )  # fmt: skip
+    return report, step.programs
+
+
+def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision: str):
+    """(loss error, gradient errors, buffer errors) of one step against another."""
+    loss = captured.returns.loss
+    pairs = zip(reference.outputs, mine.outputs) if loss is None else [(reference.outputs[loss], mine.outputs[loss])]
+    return (
+        worst(*(relative_error(got, whole) for whole, got in pairs)),
+        group_errors(reference.gradients, mine.gradients, FLOOR[precision]),
+        group_errors(reference.buffers, mine.buffers, FLOOR[precision]),
+    )
+
+
+def first_divergence(
+    captured: Captured, programs, values: Mapping[str, Tensor], tolerance: float = TOLERANCE["fp32"]
+) -> Divergence | None:
+    """The first node in graph order whose assembled local values are not the global value. Local nodes keep the names of the
+    global nodes that they are parts of, so every node of the joint graph that is left after lowering is compared."""
+    reference = interpret(captured.graph_module, values)
+    graphs = [_returning_everything(p.local, reference) for p in programs]
+    mesh = programs[0].local.meta["mesh"]
+    inputs = [
+        [local_part(values[n.name], n.meta["layout"], mesh, mesh.coordinate(p.rank)) for n in p.local.graph.nodes
+         if n.op == "placeholder"]
+        for p in programs
+    ]  # fmt: skip
+    results = Simulator(mesh).run(graphs, inputs)
+    position = {node.name: i for i, node in enumerate(output_node(graphs[0].graph).args[0])}
+    local = {node.name: node for node in programs[0].local.graph.nodes}
+    for node in captured.graph.nodes:
+        if node.name not in position:
+            continue
+        value, layout = reference[node.name], local[node.name].meta["layout"]
+        mine = assemble([r[position[node.name]] for r in results], layout, mesh, value.shape)
+        terms = max((norm(reference[a.name]) for a in tensor_arguments(node)), default=0.0)
+        error = relative_error(mine, value, FLOOR["fp32"] * terms)  # what cancels out is no more exact than its terms
+        if not error <= tolerance:
+            return Divergence(
+                node.name, error, str(layout), node.meta.get("module", ""), node.meta.get("source", "")
+            )  # fmt: skip
+    return None
+
+
+def _returning_everything(local: fx.GraphModule, names: Mapping[str, object]) -> fx.GraphModule:
+    """A copy of one rank's graph that returns every value which is a part of one of the global nodes `names`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(local.graph, copies)
+    wanted = [n for n in local.graph.nodes if n.name in names and is_tensor(n) and isinstance(n.meta.get("layout"), Layout)]
+    for node in wanted:
+        copies[node].name = node.name
+    graph.output(tuple(copies[n] for n in wanted))
+    return fx.GraphModule(local, graph)

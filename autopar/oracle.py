@@ -1,0 +1,149 @@
+"""The unsharded model: what a sharded step is compared with, and how far apart the two are.
+
+`eager_step` runs the model itself in plain eager torch; `one_device_step` runs its joint graph, which draws the same random numbers
+as the ranks (torch's own generator draws others). `in_fp32` is a bf16 capture with its casts left out: between its steps, sharded
+and not, there is nothing but the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ._torch import tree_map
+from .calls import CallSignature, Returns, split_example
+from .capture import Captured, FlatCall
+from .errors import InputError
+from .graph import output_node
+from .precision import compute_dtype, widened
+from .runtime.random_state import RandomState
+
+
+class OneDevice(NamedTuple):
+    """What a step gives: outputs in order, gradients by parameter name, new values of buffers by name; all global."""
+
+    outputs: Sequence[Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[str, Tensor]:
+    """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones, and the random
+    state is the first that a run from torch's present seed takes."""
+    args, kwargs = split_example(example_inputs)
+    inputs = dict(zip(captured.signature.tensor_names, CallSignature.of(args, kwargs)[1], strict=True))
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    values = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            role, like = node.meta["role"], node.meta["val"]
+            if role.kind == "tangent":
+                values[node.name] = torch.ones(tuple(like.shape), dtype=like.dtype)
+            elif role.kind == "random":
+                values[node.name] = RandomState(torch.initial_seed()).next()
+            else:
+                values[node.name] = (inputs if role.kind == "input" else state)[role.name].detach().clone()
+    return values
+
+
+def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable | None, precision: str) -> OneDevice:
+    """A step of the model itself, in a precision. Buffers get their old values back."""
+    inputs = {n.meta["role"].name: values[n.name] for n in captured.graph.nodes if _is_input(n)}
+    returns = Returns()
+    call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision))
+    old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    try:
+        outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
+    except RuntimeError as error:  # tracing looks at shapes only
+        raise InputError(f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs") from error
+    wanted = outputs if returns.loss is None else [outputs[returns.loss]]
+    sums = [o.sum() for o in wanted if o.requires_grad]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True) if sums and parameters else ()
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(old[name])
+    return OneDevice(outputs, {name: g for name, g in zip(parameters, gradients) if g is not None}, buffers)
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["role"].kind == "input"
+
+
+def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevice:
+    """A step of the unsharded joint graph."""
+    known, output = interpret(captured.graph_module, values), output_node(captured.graph)
+    found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "mutation": {}}
+    for node, role in zip(output.args[0], output.meta["roles"]):
+        found.setdefault(role.kind, {})[role.name] = known[node.name]
+    outputs = [found["output"][name] for name in sorted(found["output"], key=int)]
+    return OneDevice(outputs, found["gradient"], found["mutation"])
+
+
+def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
+    """The value of every node of the joint graph, by name."""
+    result: dict[str, object] = {}
+    for node in module.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: result[n.name])
+        if node.op == "placeholder":
+            result[node.name] = values[node.name]
+        elif node.op == "get_attr":
+            result[node.name] = operator.attrgetter(node.target)(module)
+        elif node.op == "call_function":
+            result[node.name] = node.target(*args, **kwargs)
+    return result
+
+
+def in_fp32(captured: Captured) -> Captured:
+    """A copy of a capture whose graph has float32 wherever it had bfloat16."""
+    graph, copies = fx.Graph(), {}
+    output = graph.output(graph.graph_copy(captured.graph, copies))
+    output.meta = dict(output_node(captured.graph).meta)
+    module = fx.GraphModule(captured.graph_module, graph)
+    for node in copies.values():
+        node.args, node.kwargs = tree_map(_wide_type, (node.args, node.kwargs))
+        node.meta["val"] = tree_map(widened, node.meta["val"])
+        if node.op == "get_attr":
+            setattr(module, node.target, widened(getattr(module, node.target)))
+    module.recompile()
+    return replace(captured, graph_module=module)
+
+
+def _wide_type(value: object):
+    return torch.float32 if value is torch.bfloat16 else value
+
+
+# errors ---------------------------------------------------------------------------------------------------------------
+
+
+def group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor], share: float) -> dict[str, float]:
+    """The largest relative error of each group of tensors whose names differ only in the numbers of their modules; infinite
+    where one is missing."""
+    floor = share * max(map(norm, reference.values()), default=0.0)
+    errors: dict[str, float] = {}
+    for name, value in reference.items():
+        group = ".".join("*" if word.isdigit() else word for word in name.split("."))
+        error = relative_error(mine[name], value, floor) if name in mine else math.inf
+        errors[group] = worst(errors.get(group, 0.0), error)
+    return errors
+
+
+def worst(*errors: float) -> float:
+    """The largest, or the first that is not a number."""
+    return next((e for e in errors if e != e), max(errors))
+
+
+def relative_error(mine: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    difference = norm(mine.double() - reference.double())
+    return difference / max(norm(reference), floor) if difference else 0.0
+
+
+def norm(value: object) -> float:
+    return value.detach().double().norm().item() if isinstance(value, Tensor) else 0.0
