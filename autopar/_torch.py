@@ -27,6 +27,30 @@ def fake_mode():
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Tensor | None = None) -> torch.Tensor:
+    """A fake tensor of a mode, made without asking any op; a view of `base`, or in memory of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    if base is None:
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+    with in_kernel_invocation_manager(mode):
+        value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        value.set_(base.untyped_storage(), offset, shape, stride)
+    return FakeTensor(mode, value, device)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors in the same memory, while they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def graph_module(root, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """A GraphModule whose Python is compiled when it is first called: most are only rewritten."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, name)
+
+
 @contextlib.contextmanager
 def as_if_eager(active: bool = True):
     """Inside, if `active`, `torch.compiler.is_compiling()` is False even while exporting."""

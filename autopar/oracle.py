@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import tree_map
+from ._torch import graph_module, tree_map
 from .calls import CallSignature, Returns, split_example
 from .capture import Captured, FlatCall
 from .errors import InputError
@@ -106,7 +106,7 @@ def in_fp32(captured: Captured) -> Captured:
     graph, copies = fx.Graph(), {}
     output = graph.output(graph.graph_copy(captured.graph, copies))
     output.meta = dict(output_node(captured.graph).meta)
-    module = fx.GraphModule(captured.graph_module, graph)
+    module = graph_module(captured.graph_module, graph)
     for node in copies.values():
         node.args, node.kwargs = tree_map(_wide_type, (node.args, node.kwargs))
         node.meta["val"] = tree_map(widened, node.meta["val"])

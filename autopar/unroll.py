@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import fx, nn
 
+from ._torch import graph_module
 from .capture import Captured
 from .errors import CaptureError
 from .graph import leaf_name, mark_phases, op_base_name, values_of
@@ -111,7 +112,7 @@ def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured:
     if zones is None or not zones.are_shifted():
         raise CaptureError(f"the blocks of {tower.name} are not alike", fix="trace all of them")
     graph = _Unrolled(captured.graph, zones, tower.count - TRACED).build()
-    module = fx.GraphModule(captured.graph_module, graph)
+    module = graph_module(captured.graph_module, graph)
     mark_phases(graph)
     graph.lint()
     return replace(captured, graph_module=module, ties=ties)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from .._torch import graph_module
 from ..graph import OutputRole, Role, output_node, tensor_of, values_of
 from ..layout import Layout
 from ..mesh import Mesh
@@ -71,4 +72,4 @@ def reductions(graph: fx.Graph, sharding: Sharding) -> tuple[fx.GraphModule, Sha
     decisions = replace(
         sharding, nodes={}, leaves=leaves, outputs=tuple(targets.values()), kept=frozenset(), recompute=frozenset()
     )
-    return fx.GraphModule(torch.nn.Module(), new), decisions
+    return graph_module(torch.nn.Module(), new), decisions

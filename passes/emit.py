@@ -24,6 +24,7 @@ from ..cost.redistribute import Move, Step
 from ..graph import bytes_of
 from ..layout import chunk, local_shape
 from ..mesh import Mesh
+from .local_values import local_value
 
 aten = torch.ops.aten
 
@@ -52,8 +53,7 @@ class Builder:
 
     def call(self, target, *args, name: str | None = None, **kwargs) -> fx.Node:
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode:
-            value = target(*fake_args, **fake_kwargs)
+        value = local_value(target, fake_args, fake_kwargs, self.mode)
         if name is None and "tensor" in self.meta:
             name = f"{self.meta['tensor']}_{target.overloadpacket.__name__}"
         node = self.graph.create_node("call_function", target, args, kwargs, name)

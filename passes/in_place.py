@@ -10,13 +10,13 @@ from collections import Counter
 
 from torch import fx
 
-from .._torch import c10d
+from .._torch import c10d, storage_key
 from ..graph import values_of
 
 
 def in_place(local: fx.GraphModule) -> fx.GraphModule:
     """Rewrites in place and returns the same module."""
-    holders = Counter(_storage(value) for node in local.graph.nodes for value in values_of(node))
+    holders = Counter(storage_key(value) for node in local.graph.nodes for value in values_of(node))
     for node in local.graph.nodes:
         if node.target is c10d.all_reduce.default and _is_spare(node.args[0], holders):
             node.target = c10d.all_reduce_.default
@@ -29,9 +29,5 @@ def _is_spare(node: fx.Node, holders: Counter) -> bool:
     values = values_of(node)
     return (
         node.op == "call_function" and len(node.users) == 1 and len(values) == 1
-        and values[0].is_contiguous() and holders[_storage(values[0])] == 1
+        and values[0].is_contiguous() and holders[storage_key(values[0])] == 1
     )  # fmt: skip
-
-
-def _storage(value) -> int:
-    return value.untyped_storage()._cdata

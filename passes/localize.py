@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from .. import rules
-from .._torch import tree_flatten, tree_unflatten
+from .._torch import graph_module, tree_flatten, tree_unflatten
 from ..errors import VerifyError
 from ..graph import describe, is_tensor, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, local_part, local_shape
@@ -184,7 +184,7 @@ class _Localizer:
     def finish(self) -> fx.GraphModule:
         self.builder.graph.eliminate_dead_code()
         self.builder.graph.lint()
-        local = fx.GraphModule(self.root, self.builder.graph, "Local")
+        local = graph_module(self.root, self.builder.graph, "Local")
         local.meta |= {"rank": self.rank, "mesh": self.mesh}
         return local
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch import graph_module, storage_key
 from ..errors import VerifyError
 from ..graph import bytes_of, describe, is_tensor, output_node
 
@@ -77,8 +77,8 @@ def view_base(node: fx.Node) -> fx.Node | None:
     return next((a for a in op.all_input_nodes if is_tensor(a) and _storage(a) == storage), None)
 
 
-def _storage(node: fx.Node) -> StorageWeakRef:
-    return StorageWeakRef(node.meta["val"].untyped_storage())
+def _storage(node: fx.Node) -> int:
+    return storage_key(node.meta["val"])
 
 
 def _check_phases(graph: fx.Graph, outputs: Iterable[fx.Node]) -> None:
@@ -120,7 +120,7 @@ def _is_overwritten(node: fx.Node, mutated: set[str]) -> bool:
 
 def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
     """Saved views that together cover less than half of the memory that they keep alive."""
-    groups: dict[StorageWeakRef, list[fx.Node]] = {}
+    groups: dict[int, list[fx.Node]] = {}
     for node in saved:
         if node.op == "call_function":
             groups.setdefault(_storage(node), []).append(node)
@@ -156,6 +156,6 @@ def _extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequenc
     output = graph.output(tuple(results.get(n) if isinstance(n, fx.Node) else n for n in outputs))
     output.meta["roles"] = list(roles)
     graph.lint()
-    part = fx.GraphModule(local, graph, local.__class__.__name__)
+    part = graph_module(local, graph, local.__class__.__name__)
     part.meta |= {k: local.meta[k] for k in ("rank", "mesh") if k in local.meta}
     return part
