@@ -51,6 +51,13 @@ def graph_module(root, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphMo
     return _LazyGraphModule(root, graph, name)
 
 
+def compile_code(module: fx.GraphModule) -> None:
+    """Compile the Python of a module that `graph_module` made now, so that its `forward` is its own."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    _LazyGraphModule.force_recompile(module)
+
+
 @contextlib.contextmanager
 def as_if_eager(active: bool = True):
     """Inside, if `active`, `torch.compiler.is_compiling()` is False even while exporting."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from ._torch import compile_code
 from .errors import MeshError
 from .graph import values_of
 from .layout import Layout
@@ -57,6 +58,7 @@ def boxed(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph behind `forward(values)`, in place."""
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
+    compile_code(module)
     return module
 
 

@@ -86,12 +86,12 @@ def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list
 
 
 def _way_in(node: fx.Node) -> Iterator[fx.Node]:
-    """A value and the values it is made from, as long as each is made from one alone."""
+    """A value and the values it is made from, as long as each is made from one alone; a bucket's wait is the end."""
     yield node
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
         yield node
-        if node.target is c10d.wait_tensor.default and len(node.args[0].args[0].all_input_nodes) > 1:
+        if node.target is c10d.wait_tensor.default and node.args[0].meta.get("is_bucket"):
             return
 
 
@@ -132,6 +132,7 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         if target is c10d.all_to_all_single.default:
             args = ([1] * devices, [1] * devices, args[-1])
         started = builder.call(target, packed, *args, name=f"bucket_{starts[0].name}")
+        started.meta["is_bucket"] = True
         first = starts[0].meta["collective"]
         started.meta["collective"] = replace(
             first,

@@ -12,6 +12,7 @@ from autopar.lower import lower
 from autopar.models import build
 from autopar.oracle import global_values
 from autopar.plan import Plan
+from tests.families import FAMILIES
 
 SMALL = "gpt:hidden=32,layers=1,heads=2,vocab=64,seq=16"
 
@@ -75,3 +76,14 @@ def test_passes_run_in_order():
 
     _, _, plan, _ = planned("mlp-tiny", "dp=2", "ddp")
     assert [name for name, _ in passes_of(plan, 0)] == ["localize", "recompute", "lower_ops", "bucket", "in_place"]
+
+
+def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
+    """The router's gradient is scattered over tp and then summed over dp: a bucket of sums over dp has to wait for the first."""
+    module, inputs = FAMILIES["mixtral"](4, 16)
+    plan, captured = simulated.plan_and_capture(
+        module, "dp=2,tp=4", inputs, hardware="cpu-gloo", strategy="hsdp", baselines=False
+    )
+    found = [n.meta["collective"] for n in lower(captured, plan, 0, check=True).local.graph.nodes if n.meta.get("collective")]
+    kinds = [c.kind for c in found if c.phase == "backward" and "linear_dw" in c.tensor]
+    assert kinds.index("reduce_scatter") < kinds.index("all_reduce")
