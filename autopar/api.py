@@ -228,7 +228,7 @@ class _Compiler:
 
 
 def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:
-    for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", strategy or "")):
+    for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", "" if strategy is None else strategy)):
         if not isinstance(value, str):
             raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
     if pin is not None and not (isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, fx, nn
 
 from .capture import Captured
@@ -17,22 +18,25 @@ from .oracle import (
     eager_step,
     global_values,
     group_errors,
-    in_fp32,
     interpret,
     norm,
     one_device_step,
     relative_error,
+    widened_capture,
+    widened_value,
     worst,
 )
 from .plan import Plan
-from .precision import widened
 from .simulate import Simulator, assemble
 from .simulated import plan_and_capture, simulate_step
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}  # relative: sums in another order differ by some roundings
+# relative: sums in another order differ by some roundings
+TOLERANCE = {"fp64": 1e-7, "fp32": 1e-5, "bf16": 3e-2}
 # errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
-FLOOR = {"fp32": 1e-4, "bf16": 1e-2}
-ROUNDING_FACTOR = 3.0  # sharded and unsharded bf16 round differently: twice, and a margin
+FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2}
+ROUNDING_FACTOR = 3.0  # a sharded and an unsharded step round differently: twice, and a margin
+NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIDE = {"fp32": "fp64", "bf16": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,10 @@ class VerifyReport:
     loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight"), `buffer_errors` that of
     buffers with new values; bytes are what a rank sends in a step.
 
-    Mixed precision rounds by more than most mistakes are large. So such a step is run once more with its casts left out, where
-    only a mistake can be seen (`in_fp32`), and in its own precision it may be as far from one device as that is from fp32
-    (`rounding`, by the names of the errors and "loss"), times `ROUNDING_FACTOR`."""
+    Rounding may hide a mistake or look like one: mixed precision rounds by more than most mistakes are large, and what cancels
+    out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake can be seen (`wide`;
+    in fp32 only if the step misses the tolerance), and in its own precision it may be as far from one device as that is from the
+    wider type (`rounding`, by the names of the errors and "loss"), times `ROUNDING_FACTOR`."""
 
     plan: Plan
     precision: str
@@ -66,7 +71,7 @@ class VerifyReport:
     sent_bytes: tuple[float, ...]
     collectives: Counter
     rounding: dict[str, float] = field(default_factory=dict)
-    in_fp32: VerifyReport | None = None
+    wide: VerifyReport | None = None
     diverging: Divergence | None = None
 
     @property
@@ -81,7 +86,7 @@ class VerifyReport:
     @property
     def match(self) -> bool:
         mine = all(error <= self.tolerance(name) for name, error in self.errors.items())  # a NaN is no match
-        return mine and (self.in_fp32 is None or self.in_fp32.match)
+        return mine and (self.wide is None or self.wide.match)
 
     def __str__(self) -> str:
         from .view.verify_text import verify_text
@@ -128,17 +133,27 @@ def verify_plan(
         reference = eager_step(captured, model, values, loss_fn, plan.precision)
     report("simulating one step")
     result, programs = _compared(captured, plan, values, reference, plan.precision, buffers)
-    if plan.precision != "fp32":
-        report("simulating one step without its casts")
-        wide, wide_values = in_fp32(captured), {name: widened(value) for name, value in values.items()}
-        exact = one_device_step(wide, wide_values)
-        check, _ = _compared(wide, plan, wide_values, exact, "fp32", buffers)
-        rounding = _errors(captured, exact, reference, plan.precision)
-        result = replace(result, in_fp32=check, rounding={"loss": rounding[0], **rounding[1], **rounding[2]})
+    if plan.precision != "fp32" or not result.match:
+        report(f"simulating one step in {WIDE[plan.precision]}")
+        result = _with_rounding(result, captured, plan, values, reference, buffers)
     if result.match:
         return result
     report("looking for the first node that differs")
     return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[plan.precision]))
+
+
+def _with_rounding(result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers) -> VerifyReport:
+    """The report with what one device loses by rounding, and the step in the wider type."""
+    narrow, precision = NARROW[plan.precision], WIDE[plan.precision]
+    wide, values = widened_capture(captured, narrow), {n: widened_value(v, narrow) for n, v in values.items()}
+    buffers = {n: widened_value(b, narrow) for n, b in buffers.items()}
+    try:
+        exact = one_device_step(wide, values)
+        check, _ = _compared(wide, plan, values, exact, precision, buffers)
+    except (RuntimeError, NotImplementedError):  # some kernels know no float64: the report stays as it is
+        return result
+    loss, gradients, others = _errors(captured, exact, reference, plan.precision)
+    return replace(result, wide=check, rounding={"loss": loss, **gradients, **others})
 
 
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):

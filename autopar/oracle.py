@@ -1,8 +1,8 @@
 """The unsharded model: what a sharded step is compared with, and how far apart the two are.
 
 `eager_step` runs the model itself in plain eager torch; `one_device_step` runs its joint graph, which draws the same random numbers
-as the ranks (torch's own generator draws others). `in_fp32` is a bf16 capture with its casts left out: between its steps, sharded
-and not, there is nothing but the order of sums.
+as the ranks (torch's own generator draws others). `widened_capture` is a capture in the next wider type: what is still different
+there between a sharded and an unsharded step is a mistake, and what the narrower type is off by on one device is rounding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .calls import CallSignature, Returns, split_example
 from .capture import Captured, FlatCall
 from .errors import InputError
 from .graph import output_node
-from .precision import compute_dtype, widened
+from .precision import compute_dtype
 from .runtime.random_state import RandomState
 
 
@@ -101,23 +102,31 @@ def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str,
     return result
 
 
-def in_fp32(captured: Captured) -> Captured:
-    """A copy of a capture whose graph has float32 wherever it had bfloat16."""
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
+    """A copy of a capture whose graph has the type WIDER[narrow] wherever it had `narrow`."""
+
+    def type_of(value: object):
+        return WIDER[narrow] if value is narrow else value
+
     graph, copies = fx.Graph(), {}
     output = graph.output(graph.graph_copy(captured.graph, copies))
     output.meta = dict(output_node(captured.graph).meta)
     module = graph_module(captured.graph_module, graph)
     for node in copies.values():
-        node.args, node.kwargs = tree_map(_wide_type, (node.args, node.kwargs))
-        node.meta["val"] = tree_map(widened, node.meta["val"])
+        node.args, node.kwargs = tree_map(type_of, (node.args, node.kwargs))
+        node.meta["val"] = tree_map(partial(widened_value, narrow=narrow), node.meta["val"])
         if node.op == "get_attr":
-            setattr(module, node.target, widened(getattr(module, node.target)))
+            setattr(module, node.target, widened_value(getattr(module, node.target), narrow))
     module.recompile()
     return replace(captured, graph_module=module)
 
 
-def _wide_type(value: object):
-    return torch.float32 if value is torch.bfloat16 else value
+def widened_value(value: object, narrow: torch.dtype):
+    """A tensor of the type `narrow` in WIDER[narrow]; anything else as it is."""
+    return value.to(WIDER[narrow]) if isinstance(value, Tensor) and value.dtype is narrow else value
 
 
 # errors ---------------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_verify(capsys):
 
 
 def test_verify_that_does_not_match(capsys, monkeypatch):
-    monkeypatch.setattr("autopar.compare.TOLERANCE", {"fp32": -1.0})
+    monkeypatch.setattr("autopar.compare.TOLERANCE", {"fp32": -1.0, "fp64": -1.0})
     assert main(["verify", *MLP]) == 1
     assert "no match" in capsys.readouterr().out.splitlines()[-1]
 

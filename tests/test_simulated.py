@@ -113,9 +113,27 @@ def test_a_mistake_smaller_than_the_rounding_is_seen_without_the_casts(monkeypat
     module, inputs = build("mlp-tiny:layers=2", batch=4, seq=4, device="cpu")
     honest_report = verify_model(module, inputs, "dp=2,tp=2", strategy="megatron", precision="bf16")
     assert honest_report.match and "error in fp32" in str(honest_report)
-    assert max(honest_report.in_fp32.errors.values()) <= 1e-5 < min(e for e in honest_report.rounding.values() if e)
+    assert max(honest_report.wide.errors.values()) <= 1e-5 < min(e for e in honest_report.rounding.values() if e)
     monkeypatch.setattr(simulated, "lower", damaged)
     report = verify_model(module, inputs, "dp=2,tp=2", strategy="megatron", precision="bf16")
-    assert not report.match and not report.in_fp32.match
+    assert not report.match and not report.wide.match
     assert all(error <= report.tolerance(name) for name, error in report.errors.items())
-    assert "no match: without the casts of bf16, errors above 1e-05" in str(report)
+    assert "no match: in fp32, errors above 1e-05" in str(report)
+
+
+class BiasBeforeNorm(nn.Module):
+    """The bias has no effect: its gradient is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).pow(3).sum()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
+def test_rounding_is_no_mistake(mesh):
+    torch.manual_seed(0)
+    report = verify_model(BiasBeforeNorm(), (torch.randn(6, 8) * 1e-2,), mesh, strategy="ddp")
+    assert report.match, str(report)

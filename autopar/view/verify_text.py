@@ -13,7 +13,7 @@ def verify_text(report: VerifyReport) -> str:
     lines = [
         f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}, against eager torch{loss}",
         "",
-        *(_errors(report, names) if report.in_fp32 is None else _mixed_errors(report, names)),
+        *(_errors(report, names) if report.wide is None else _mixed_errors(report, names)),
         "",
         *_traffic(report),
         "",
@@ -36,17 +36,18 @@ def _errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
 
 
 def _mixed_errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
-    """With what one device itself loses by rounding, and the errors of the step without its casts."""
-    exact, rows = report.in_fp32, []
+    """With what one device itself loses by rounding, and the errors of the step in the wider type."""
+    exact, rows = report.wide, []
     for key, error in report.errors.items():
         bad = _mark(error, report.tolerance(key)) or _mark(exact.errors[key], exact.tolerance(key))
         rows.append([names[key], _error(error), _error(report.rounding[key]), _error(exact.errors[key]), bad])
-    return table(["compared", f"error in {report.precision}", "of one device to fp32", "error in fp32", ""], rows)
+    mine, wide = report.precision, exact.precision
+    return table(["compared", f"error in {mine}", f"of one device to {wide}", f"error in {wide}", ""], rows)
 
 
 def _beyond(report: VerifyReport) -> str:
-    if report.in_fp32 is not None and not report.in_fp32.match:
-        return f"without the casts of {report.precision}, {_beyond(report.in_fp32)}"
+    if report.wide is not None and not report.wide.match:
+        return f"in {report.wide.precision}, {_beyond(report.wide)}"
     return f"errors above {TOLERANCE[report.precision]:.0e}" + (" and what rounding explains" if report.rounding else "")
 
 

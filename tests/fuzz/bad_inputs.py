@@ -134,7 +134,8 @@ def simulated_model(rng: random.Random, folder: Path, mesh) -> Case:
 
 def compiled_model(rng: random.Random, folder: Path, mesh) -> Case:
     """Any model compiled in a world of one, called as compiled or otherwise."""
-    name, batch, change = rng.choice(list(odd_models.MODELS)), rng.choice((1, 3, 4)), rng.choice(list(odd_models.CHANGES))
+    names = [name for name in odd_models.MODELS if name not in ("noise", "dropout")]  # eager torch draws other numbers
+    name, batch, change = rng.choice(names), rng.choice((1, 3, 4)), rng.choice(list(odd_models.CHANGES))
 
     def call() -> str:
         model, inputs = odd_models.build(name, batch)
