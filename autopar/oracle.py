@@ -117,11 +117,22 @@ def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
     module = graph_module(captured.graph_module, graph)
     for node in copies.values():
         node.args, node.kwargs = tree_map(type_of, (node.args, node.kwargs))
+        if _makes(node, narrow):  # in torch's default type
+            node.kwargs = {**node.kwargs, "dtype": WIDER[narrow]}
         node.meta["val"] = tree_map(partial(widened_value, narrow=narrow), node.meta["val"])
         if node.op == "get_attr":
             setattr(module, node.target, widened_value(getattr(module, node.target), narrow))
     module.recompile()
     return replace(captured, graph_module=module)
+
+
+def _makes(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether an op makes a tensor of `dtype` from none and without being told the type."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.all_input_nodes or node.kwargs.get("dtype") is not None:
+        return False
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dtype is dtype and any(a.name == "dtype" for a in schema.arguments)
 
 
 def widened_value(value: object, narrow: torch.dtype):
