@@ -11,7 +11,7 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,19 @@ class FlatCall(nn.Module):
         if self.returns.loss is not None:
             wide = outputs[self.returns.loss] if self.dtype is None else widened(outputs[self.returns.loss])
             outputs = [wide if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
-        return tuple(outputs)
+        return tuple(_apart(outputs, model.parameters()))
+
+
+def _apart(outputs: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a view of
+    a parameter or of another output."""
+    taken, result = {_torch.storage_key(p) for p in parameters}, []
+    for output in outputs:
+        if output.requires_grad and _torch.storage_key(output) in taken:
+            output = output.clone()
+        taken.add(_torch.storage_key(output))
+        result.append(output)
+    return result
 
 
 def _keeps_cache(model: nn.Module) -> bool:

@@ -6,9 +6,12 @@ becomes the same `autopar::linear` as `aten.linear`. Runs before differentiation
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
+from .._torch import schema_names
 from .canonicalize_attention import attention
 from .canonicalize_batch_norm import batch_norm
 from .canonicalize_loss import cross_entropy
@@ -30,7 +33,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function" and node.target in ASSERTIONS:
             graph.erase_node(node)
     for node in list(graph.nodes):
-        rewrite = random_op if has_formula(node) else REWRITES.get(node.target) if node.op == "call_function" else None
+        rewrite = random_op if has_formula(node) else _rewrite_of(node)
         if rewrite is None:
             continue
         with graph.inserting_before(node), fx.traceback.preserve_node_meta(), fx.traceback.set_current_meta(node):
@@ -45,6 +48,13 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.lint()
     graph_module.recompile()
     return graph_module
+
+
+def _rewrite_of(node: fx.Node) -> Callable | None:
+    """By the op, or by its name if it is of a library that may not be there."""
+    if node.op != "call_function":
+        return None
+    return REWRITES.get(node.target) or REWRITES.get(str(node.target))
 
 
 def call(node: fx.Node, target, *args) -> fx.Node:
@@ -98,12 +108,22 @@ def _embedding(graph_module, node: fx.Node) -> fx.Node | None:
     return call(node, autopar.embedding.default, weight, index, padding_idx, 0)
 
 
+def _grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:
+    names = schema_names(node.target)
+    given = dict(zip(names, node.args)) | dict(node.kwargs)
+    x, weight, ends, *rest = map(given.get, names)
+    is_plain = x.meta["val"].dim() == 2 and weight.meta["val"].dim() == 3 and ends is not None and not any(rest)
+    return call(node, autopar.grouped_mm.default, x, weight, ends) if is_plain else None
+
+
 REWRITES = {
     aten.batch_norm.default: batch_norm,
     aten.linear.default: _linear,
     aten.addmm.default: _conv1d,
     aten.embedding.default: _embedding,
     aten.matmul.default: _matmul,
+    aten._grouped_mm.default: _grouped_mm,
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
     aten.scaled_dot_product_attention.default: attention,
     aten.cross_entropy_loss.default: cross_entropy,
 }

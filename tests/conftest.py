@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
+logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
 FOLDER = Path(__file__).parent / "golden"
 
 

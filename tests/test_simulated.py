@@ -68,6 +68,26 @@ def test_buffers_are_compared_and_left_as_they_were():
     assert not module.steps.any()
 
 
+class ReturnsWhatItHas(nn.Module):
+    """Outputs that are parameters, views of them and views of each other; without a loss each of them has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.register_buffer("fixed", torch.ones(3))
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, y.t(), self.linear.weight, self.linear.weight.t(), self.linear.bias[2:], self.fixed, x, y, y.detach()
+
+
+@pytest.mark.parametrize("mesh, strategy", [("dp=2", "ddp"), ("dp=3", "fsdp"), ("tp=3", "megatron"), ("dp=2,tp=2", None)])
+def test_parameters_and_views_as_outputs(mesh, strategy):
+    torch.manual_seed(0)
+    report = verify_model(ReturnsWhatItHas(), {"x": torch.randn(4, 6)}, mesh, strategy=strategy)
+    assert report.match and set(report.gradient_errors) == {"linear.weight", "linear.bias"}, str(report)
+
+
 def test_loss_fn():
     torch.manual_seed(0)
     module, batch = nn.Linear(8, 8), dict(input=torch.randn(8, 8), target=torch.randn(8, 8))

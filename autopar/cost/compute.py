@@ -55,6 +55,10 @@ def flops_of(node: fx.Node) -> float:
         return 2.0 * outputs[0].numel() * (arguments[0].numel() // arguments[0].shape[-1])
     if target in (aten.mm.default, aten.bmm.default, autopar.matmul.default):
         return 2.0 * outputs[0].numel() * arguments[0].shape[-1]
+    if target is autopar.grouped_mm.default:
+        return 2.0 * outputs[0].numel() * arguments[0].shape[1]
+    if target is autopar.grouped_mm_dw.default:
+        return 2.0 * arguments[0].numel() * arguments[1].shape[1]
     if target in (aten.addmm.default, aten.baddbmm.default):
         return 2.0 * outputs[0].numel() * arguments[1].shape[-1]
     if target in (autopar.attention.default, autopar.attention_bw.default):

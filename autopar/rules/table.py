@@ -108,8 +108,8 @@ enter("autopar.linear_dx.default", einsum("... o, o i -> ... i", [0], [1]))
 enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 
 # products of rows, sorted by group, with their group's matrix: which rows are whose no shard of the rows would know
-enter("transformers.grouped_mm_fallback.default", einsum("_ k, _ k n, _ -> _ n", [0], [1]))
-enter("transformers.grouped_mm_fallback_backward.default", einsum("_ k, _ k n, _, _ n -> _ k, _ k n"))
+enter("autopar.grouped_mm.default", einsum("_ k, _ k n, _ -> _ n", [0], [1]))
+enter("autopar.grouped_mm_dw.default", einsum("_ k, _ n, _ -> _ k n", [0], [1]))
 
 # the vocabulary: sharded ops take the offset of their rows, so a device holds one range of them
 enter("autopar.embedding.default", einsum("v h, ... -> ... h", [0], contiguous="v"))

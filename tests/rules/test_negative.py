@@ -7,8 +7,8 @@ import torch
 
 from autopar.rules.rule import Inner, Rule, rule
 
+from .instances import real, whole
 from .rule_check import MESHES, check, make_node
-from .rule_instances import real, whole
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .rule_instances import INSTANCES, overload
+from .instances import overload
+from .rule_instances import INSTANCES
 
 NAMES = [name for name in INSTANCES if name.startswith("autopar.")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
-    differentiable = name.split(".")[1] in ("linear", "attention", "embedding", "vocab_loss")
+    differentiable = name.split(".")[1] in ("linear", "attention", "embedding", "vocab_loss", "grouped_mm")
     for args, kwargs in INSTANCES[name][:3]:
         if differentiable:
             args = tuple(

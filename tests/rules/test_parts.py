@@ -9,9 +9,9 @@ from autopar.graph import tensor_arguments, values_of
 from autopar.mesh import Mesh
 from autopar.rules import factor_parts, propagate_parts, rule_of, strategies
 
+from .instances import real, whole
 from .joint_graphs import joint_graph
 from .rule_check import make_node
-from .rule_instances import real, whole
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from autopar.mesh import Mesh
 from autopar.rules import local_call, rule_of, strategies
 from autopar.rules.rule import rule
 
+from .instances import mask, real, whole
 from .rule_check import make_node, zeros_node
-from .rule_instances import mask, real, whole
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 

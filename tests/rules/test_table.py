@@ -9,8 +9,9 @@ from autopar.rules import factor_parts
 from autopar.rules.reading import output_indices
 from autopar.rules.table import TABLE, rule_of
 
+from .instances import overload
 from .rule_check import MESHES, assert_right, check, make_node
-from .rule_instances import INSTANCES, overload
+from .rule_instances import INSTANCES
 
 WIDE = ["aten.mm.default", "aten.view.default", "aten.split.Tensor", *(n for n in TABLE if n.startswith("autopar."))]
 
