@@ -9,6 +9,7 @@ import copy
 import json
 import random
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ class Report:
     outcomes: Counter = field(default_factory=Counter)
     simulated: int = 0
     wrong: list[str] = field(default_factory=list)
+    slowest_seconds: float = 0.0
+    slowest: str = ""
 
     @property
     def refused(self) -> int:
@@ -67,6 +70,7 @@ def run(plan: Plan, captured: Captured, values: dict, count: int, path: Path, se
     content = path.read_bytes()
     wanted = whole_step(captured, values)
     for case in range(count):
+        start = time.perf_counter()
         kind = rng.choice((damaged_bytes, damaged_bytes, other_fields, other_fields, other_decisions, other_decisions))
         path.write_bytes(kind(content, rng))
         with Audit() as events:
@@ -93,6 +97,8 @@ def run(plan: Plan, captured: Captured, values: dict, count: int, path: Path, se
         if " " in outcome:
             report.wrong.append(f"case {case} of seed {seed}: {kind.__name__} gives {outcome}")
         report.outcomes[outcome] += 1
+        if (seconds := time.perf_counter() - start) > report.slowest_seconds:
+            report.slowest_seconds, report.slowest = seconds, f"case {case} of seed {seed}: {kind.__name__}"
     return report
 
 
