@@ -75,11 +75,18 @@ def on_gloo(rank: int, family: str, strategies: list[str], mesh_text: str) -> di
 
 def run(family: str, mesh: str, strategies: list[str]) -> dict[str, Cell]:
     if mesh in SIMULATED_MESHES:
-        return {strategy: check(family, strategy, mesh) for strategy in strategies}
+        return {strategy: _checked(family, strategy, mesh) for strategy in strategies}
     try:
         return gloo.run(Mesh.parse(mesh).devices, on_gloo, family, strategies, mesh, seconds=1200)[0]
     except (gloo.RemoteError, TimeoutError) as error:
         return dict.fromkeys(strategies, Cell("wrong", str(error).strip().splitlines()[-1]))
+
+
+def _checked(family: str, strategy: str, mesh: str) -> Cell:
+    try:
+        return check(family, strategy, mesh)
+    except Exception as error:  # a crash is a wrong cell too, and the others are still to be run
+        return Cell("wrong", f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
 def table(kept: dict[str, list[str]]) -> str:

@@ -8,7 +8,7 @@ ranks pack alike, uneven shards or not. Li et al., "PyTorch Distributed", VLDB 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,12 +26,13 @@ def bucket(local: fx.GraphModule, bucket_bytes: float) -> fx.GraphModule:
     graph = local.graph
     # a tensor that moves over two axes is in two buckets: the first gather, or the first reduction, is packed first
     done: set[fx.Node] = set()
-    while rounds := [s for s in map(lambda n: _Start.of(n, done), graph.nodes) if s is not None]:
-        for buckets in _grouped([s for s in rounds if s.is_next], bucket_bytes).values():
-            for starts in buckets:
-                done |= {s.node for s in starts}
-                if len(starts) > 1:
-                    done.add(_pack(graph, starts[0].kind, [s.node for s in starts]))
+    while starts := [s for s in map(lambda n: _Start.of(n, done), graph.nodes) if s is not None]:
+        waiting = {s.node for s in starts}
+        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes).values():
+            for members in buckets:
+                done |= {s.node for s in members}
+                if len(members) > 1:
+                    done.add(_pack(graph, members[0].kind, [s.node for s in members]))
     graph.eliminate_dead_code()
     graph.lint()
     local.recompile()
@@ -41,30 +42,25 @@ def bucket(local: fx.GraphModule, bucket_bytes: float) -> fx.GraphModule:
 @dataclass(frozen=True)
 class _Start:
     """A collective that can be packed. kind "gather": of a leaf, so it can be made earlier; "reduce": it only leads out of the
-    graph, so it can wait. `is_next`: no other one that is still to be packed comes before it in its tensor's way."""
+    graph, so it can wait. `way`: the nodes that its value comes through; one of them may have to be packed first."""
 
     node: fx.Node
     kind: str
-    is_next: bool
+    way: list[fx.Node]
 
     @staticmethod
     def of(node: fx.Node, done: set[fx.Node]) -> _Start | None:
         if not node.meta.get("collective") or node in done or not node.args[0].meta["val"].dim():
             return None
+        way = list(_way_in(node.args[0]))
         if node.target is c10d.all_gather_into_tensor.default:
-            way = list(_way_in(node.args[0]))
             is_leaf = way[-1].op == "placeholder" and way[-1].meta["role"].kind == "parameter"
-            before = [n for n in way if n.meta.get("collective")]
             # the way in ends at a bucket if that is where the value comes from
-            from_bucket = way[-1].target is c10d.wait_tensor.default and way[-1].args[0] in done
-            if not (is_leaf or from_bucket):
-                return None
-            return _Start(node, "gather", all(n in done for n in before))
+            from_bucket = _is_wait_of_bucket(way[-1], "gather")
+            return _Start(node, "gather", way) if is_leaf or from_bucket else None
         is_sum = node.target is c10d.all_reduce.default and node.args[1] == "sum"
         if is_sum or node.target in (c10d.all_to_all_single.default, c10d.reduce_scatter_tensor.default):
-            upstream = [n for n in _way_in(node.args[0]) if n.meta.get("collective") and _leads_out(n)]
-            if _leads_out(node):
-                return _Start(node, "reduce", all(n in done for n in upstream))
+            return _Start(node, "reduce", way) if _leads_out(node) else None
         return None
 
 
@@ -91,8 +87,24 @@ def _way_in(node: fx.Node) -> Iterator[fx.Node]:
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
         yield node
-        if node.target is c10d.wait_tensor.default and node.args[0].meta.get("is_bucket"):
+        if _is_wait_of_bucket(node, "gather", "reduce"):
             return
+
+
+def _is_wait_of_bucket(node: fx.Node, *kinds: str) -> bool:
+    return node.target is c10d.wait_tensor.default and node.args[0].meta.get("bucket") in kinds
+
+
+def _made_after(place: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
+    """These values and what they are computed from, as far as it stands behind `place`, in order."""
+    order = {node: i for i, node in enumerate(place.graph.nodes)}
+    found, left = set(), list(values)
+    while left:
+        node = left.pop()
+        if order[node] > order[place] and node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return sorted(found, key=order.get)
 
 
 def _way_out(node: fx.Node) -> Iterator[fx.Node]:
@@ -116,11 +128,8 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
     builder = Builder(graph)
     place = starts[0] if kind == "gather" else starts[-1]
     if kind == "gather":
-        order = {node: i for i, node in enumerate(graph.nodes)}
-        for start in starts[1:]:
-            late = [n for n in _way_in(start.args[0]) if order[n] > order[place]]
-            for node in reversed(late):
-                place.prepend(node)
+        for node in _made_after(place, [s.args[0] for s in starts]):
+            place.prepend(node)
     waits = [next(iter(start.users)) for start in starts]
     devices = 1 if starts[0].target in (c10d.all_reduce.default, c10d.all_gather_into_tensor.default) else _devices(starts[0])
     with graph.inserting_before(place):
@@ -132,7 +141,7 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         if target is c10d.all_to_all_single.default:
             args = ([1] * devices, [1] * devices, args[-1])
         started = builder.call(target, packed, *args, name=f"bucket_{starts[0].name}")
-        started.meta["is_bucket"] = True
+        started.meta["bucket"] = kind
         first = starts[0].meta["collective"]
         started.meta["collective"] = replace(
             first,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
-from autopar import simulated
+from autopar import Mesh, api, simulated
+from autopar.compare import verify_model
+from autopar.errors import StrategyError
+from autopar.hardware import load
 from autopar.lower import lower
 from autopar.models import build
 from autopar.oracle import global_values
 from autopar.plan import Plan
+from autopar.planner.make import PlanOptions, make_plan
 from tests.families import FAMILIES
 
 SMALL = "gpt:hidden=32,layers=1,heads=2,vocab=64,seq=16"
@@ -87,3 +93,46 @@ def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
     found = [n.meta["collective"] for n in lower(captured, plan, 0, check=True).local.graph.nodes if n.meta.get("collective")]
     kinds = [c.kind for c in found if c.phase == "backward" and "linear_dw" in c.tensor]
     assert kinds.index("reduce_scatter") < kinds.index("all_reduce")
+
+
+MESHES = ("dp=3", "dp=2,tp=2", "dp=2,tp=3", "dp=2,cp=2,tp=2")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parameters_in_any_layout(seed):
+    """Moves over several axes in any order: a bucket may need what other buckets bring, and takes it along."""
+    print(f"seed {seed}")
+    random = Random(seed)
+    module, inputs = build("mlp:hidden=16,layers=2", batch=8, seq=4, device="cpu")
+    captured = api.trace(module, inputs)
+    plan = _pinned(random, captured, module)
+    assert len({tuple((g, t) for g, t, _ in lower(captured, plan, r).collectives()) for r in range(plan.mesh.devices)}) == 1
+    values = global_values(captured, module, inputs)
+    single = replace(plan, bucket_bytes=0.0)
+    wanted, bytes_ = simulated.simulate_step(captured, single, values), sent(single, captured)[1]
+    for packed in (plan, replace(plan, bucket_bytes=2000.0)):
+        assert sent(packed, captured)[1] == pytest.approx(bytes_, rel=1e-12)
+        gradients = simulated.simulate_step(captured, packed, values).gradients
+        assert all(torch.allclose(gradients[name], g, rtol=1e-6, atol=1e-8) for name, g in wanted.gradients.items())
+
+
+def _pinned(random: Random, captured, module) -> Plan:
+    """A plan that follows random pins of all parameters; pins that no layout follows are drawn again."""
+    while True:
+        mesh = Mesh.parse(random.choice(MESHES))
+        pins = {}
+        for name, parameter in module.named_parameters():
+            dims = {axis: random.randrange(-1, parameter.dim()) for axis in random.sample(mesh.names, len(mesh.names))}
+            pins[name] = " ".join(f"{axis}:S({dim})" for axis, dim in dims.items() if dim >= 0) or "R"
+        strategy = random.choice((None, "ddp", "fsdp"))
+        options = PlanOptions(load("cpu-gloo"), pin=pins, strategy=strategy, baselines=False)
+        with contextlib.suppress(StrategyError):
+            return make_plan(captured, mesh, options, "mlp")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_small_tensor_over_three_axes(strategy):
+    """BERT's two token types on eight devices: the bucket of the second gather takes results of two first ones."""
+    module, inputs = FAMILIES["bert"](8, 16)
+    report = verify_model(module, inputs, "dp=2,cp=2,tp=2", strategy=strategy)
+    assert report.match, str(report)
