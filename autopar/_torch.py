@@ -6,6 +6,7 @@ Written for torch >= 2.11, < 2.14.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -208,6 +209,19 @@ def release_saved(ctx) -> None:
     """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is retained."""
     if hasattr(ctx, "maybe_clear_saved_tensors"):
         ctx.maybe_clear_saved_tensors()
+
+
+@functools.cache
+def outside_dynamo(function: Callable) -> Callable:
+    """A function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
+    return torch._disable_dynamo(function)
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What torch.compile raises of a graph that it cannot compile."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
 
 
 def set_group_timeout(group, seconds: float) -> None:

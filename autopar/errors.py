@@ -103,6 +103,10 @@ class DesyncError(AutoparError):
     """Ranks disagree about the plan or about the collectives that they are going to run."""
 
 
+class CompilerError(AutoparError):
+    """torch.compile, where it was asked for, could not compile a graph."""
+
+
 class RankFailure(AutoparError):
     """Another process died or failed. `rank`: the first one (None if unknown); `step`: the one this rank was in, counted from
     1, 0 before the first; `collective`: what it was waiting for."""

@@ -49,13 +49,16 @@ def inputs() -> tuple:
     return models.build(MODEL, batch=4, seq=2, device="cpu", seed=0)
 
 
-def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: float = 60) -> Outcome:
-    """Starts a process a device, waits until all train, `after` seconds later lets `victim` fail, and collects the others."""
+def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: float = 60,
+        backend: str | None = None) -> Outcome:  # fmt: skip
+    """Starts a process a device, waits until all train, `after` seconds later lets `victim` fail, and collects the others.
+    `backend`: of torch.compile, if the graphs go through it."""
     world, context = Mesh.parse(mesh).devices, multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(rank, world, folder, fault if rank == victim else "", mesh, plan), daemon=True)
+            context.Process(target=_main, args=(rank, world, folder, fault if rank == victim else "", mesh, plan, backend),
+                            daemon=True)  # fmt: skip
             for rank in range(world)
         ]
         try:
@@ -92,7 +95,7 @@ def _wait(condition, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan) -> None:
+def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan, backend: str | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     import autopar
@@ -106,6 +109,8 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan)
     axes = Mesh.parse(mesh)
     model, batch = inputs()
     model = autopar.compile(model, init_device_mesh("cpu", axes.sizes, mesh_dim_names=axes.names), batch, plan=plan)
+    if backend is not None:
+        model.compile(backend=backend)
     step = 0
     try:
         while True:

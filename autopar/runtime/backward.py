@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..capture import Captured
-from ..codegen import bind_groups, boxed, group_names
 from ..graph import output_node
 from ..layout import local_shape
 from ..lower import DeferredProgram
 from ..plan import Plan
-from . import watch
 from .accumulation import Accumulation, is_unreduced
 from .dtensors import redistributed, spec_of
+from .loaded import LoadedGraph
 from .process_groups import ProcessGroups
 
 
@@ -27,7 +26,7 @@ class Backward:
                  accumulation: Accumulation):  # fmt: skip
         self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
         self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
-        self.reduced = _Loaded(graph, groups, self.device)
+        self.reduced = _Gradients(graph, groups, self.device)
         output = output_node(captured.graph)
         roles = output.meta["roles"]
         gradients = [r for r in roles if r.kind not in ("output", "mutation")]
@@ -39,15 +38,22 @@ class Backward:
         self.tangents = [
             (at, plan.sharding.leaves[n.name], outputs[at]) for n in tangents for at in [int(n.meta["role"].name)]
         ]
-        self.unreduced: _Loaded | None = None
+        self.unreduced: _Gradients | None = None
         self.deferred: dict[int, object] = {}
 
     def load_deferred(self, program: DeferredProgram) -> None:
         """What gradients that wait for their reduction need."""
-        self.reduce = _Loaded(program.reduce, self.groups, self.device)
+        self.reduce = _Gradients(program.reduce, self.groups, self.device)
         self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype, self.mesh,
                          self.device_mesh) for name, layout in program.layouts.items()}  # fmt: skip
-        self.unreduced = _Loaded(program.backward, self.groups, self.device)
+        self.unreduced = _Gradients(program.backward, self.groups, self.device)
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        """All graphs through torch.compile, with these options of it."""
+        self.reduced.compile(options)
+        if self.unreduced is not None:
+            self.unreduced.compile(options)
+            self.reduce.compile(options)
 
     def __call__(self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
         """Gradients of the parameters from those of the outputs (None: zero). `nodes` are what autograd does with them next.
@@ -107,13 +113,16 @@ def _has_spec(gradient: torch.Tensor | None, spec) -> bool:
     return isinstance(gradient, DTensor) and gradient._spec == spec
 
 
-class _Loaded:
-    """A graph that takes a list, which it empties, and returns gradients, each in memory of its own: optimizers and accumulation
-    write into gradients."""
+class _Gradients(LoadedGraph):
+    """A graph that returns gradients, each in memory of its own: optimizers and accumulation write into gradients."""
 
     def __init__(self, module, groups: ProcessGroups, device: torch.device):
-        self.run = watch.guarded(boxed(bind_groups(module, groups.bind(group_names(module)))).to(device), "backward")
+        super().__init__(module, groups, device, "backward")
         self.to_copy: list[bool] | None = None  # a result each; known after the first run
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        super().compile(options)
+        self.to_copy = None
 
     def __call__(self, values: list) -> Sequence[torch.Tensor]:
         if self.to_copy is None:  # what is still alive shares no memory by chance

@@ -94,6 +94,13 @@ class Captures:
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
+        self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        """The graphs of all captures, and of those to come, through torch.compile."""
+        self.compile_options = options
+        for capture in self.table:
+            capture.step.compile(options)
 
     def add(self, traced: Traced, plan: Plan, program: RankProgram) -> None:
         """The first capture, for the modes that the module is in."""
@@ -167,6 +174,8 @@ class Captures:
         step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
         if self.accumulation.is_deferring:
             self._load_deferred(traced, plan, step)
+        if self.compile_options is not None:
+            step.compile(self.compile_options)
         return step
 
     def prepare_no_sync(self) -> None:
@@ -180,6 +189,8 @@ class Captures:
             program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
             agree.check_programs(plan.hash, program.collectives(), plan.mesh)
             step.backward.load_deferred(program)
+            if self.compile_options is not None:
+                step.backward.compile(self.compile_options)
 
     def unreduced_bytes(self) -> int:
         """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial then."""

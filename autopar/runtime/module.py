@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .. import _torch
 from ..errors import SourceMethodError, StrategyError
 from ..mesh import Mesh
 from ..plan import Plan
@@ -47,6 +48,8 @@ class ParallelModule(nn.Module):
         self._captures.add(traced, self.plan, program)
 
     def forward(self, *args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            return _torch.outside_dynamo(ParallelModule.forward)(self, *args, **kwargs)
         step, inputs = self._captures.find(args, kwargs)
         return step(inputs)
 
@@ -71,6 +74,12 @@ class ParallelModule(nn.Module):
     def unreduced_gradient_bytes(self) -> int:
         """Bytes that this rank holds of unreduced gradients inside of no_sync."""
         return self._captures.unreduced_bytes()
+
+    def compile(self, **options) -> None:
+        """Run this rank's graphs through torch.compile with these options of it (`backend`, `mode`, ...), from the next call of
+        each on; that call compiles, which takes minutes for a large model. What is around the graphs stays as it is, so
+        `torch.compile(model)` changes nothing."""
+        self._captures.compile(options)
 
     def shard_inputs(self, *args, **kwargs):
         """The batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the call: a dict of

@@ -7,6 +7,7 @@ clipping work as for any module.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,15 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..capture import Captured
-from ..codegen import bind_groups, boxed, group_names
 from ..errors import InputError
 from ..graph import output_node
 from ..lower import RankProgram
 from ..plan import Plan
-from . import watch
 from .accumulation import Accumulation
 from .backward import Backward
 from .dtensors import spec_of
+from .loaded import LoadedGraph
 from .parameters import table_of
 from .process_groups import ProcessGroups
 
@@ -44,9 +44,7 @@ class Step:
         self.buffer_tables = [table_of(module, r.name, "_buffers") for r in leaves if r.kind == "buffer"]
         self._read_outputs(captured, plan, module, device_mesh)
         parts = program.parts
-        bound = groups.bind(group_names(parts.forward))
-        forward = boxed(bind_groups(parts.forward, bound)).to(torch.device(device_mesh.device_type))
-        self.forward_graph = watch.guarded(forward, "forward")
+        self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), "forward")
         self.backward = None
         if parts.backward is not None:
             self.backward = Backward(
@@ -66,6 +64,12 @@ class Step:
         self.output_specs = [
             spec_of(layout, v.shape, v.dtype, plan.mesh, device_mesh) if v.dim() else None for v, layout in outputs
         ]
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        """Both graphs through torch.compile, with these options of it."""
+        self.forward_graph.compile(options)
+        if self.backward is not None:
+            self.backward.compile(options)
 
     def __call__(self, inputs: list[torch.Tensor]):
         """The model's output for this rank's part of the batch."""
@@ -106,7 +110,7 @@ class Step:
             "buffer": (table[leaf] for table, leaf in self.buffer_tables),
             "random": (self.random.next() for _ in self.kinds),  # asked once, by a graph that draws
         }
-        results = self.forward_graph([next(values[kind]) for kind in self.kinds])
+        results = self.forward_graph.run([next(values[kind]) for kind in self.kinds])
         for at, (table, leaf) in self.mutated:
             table[leaf].copy_(results[at])
         # a number is given as an object of its own: the graph may return one tensor as two outputs

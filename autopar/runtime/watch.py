@@ -158,7 +158,7 @@ class Watch:
             return Place(self.calls, 1, self.step, running)
         outside = ""
         while frame is not None:
-            if running is not None and frame.f_code is running.code:
+            if running is not None and running.code in (None, frame.f_code):
                 position, what = running.at(frame.f_lineno)[:2]
                 return Place(self.calls, position, self.step, what)
             path = frame.f_code.co_filename
@@ -173,9 +173,9 @@ class Watch:
 class Guarded:
     """A graph whose failing collectives are explained."""
 
-    def __init__(self, watch: Watch, module: fx.GraphModule, phase: str):
-        self.watch, self.module, self.phase, self.run = watch, module, phase, module.forward
-        self.code = getattr(self.run, "__code__", None)
+    def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
+        self.watch, self.module, self.phase, self.run = watch, module, phase, run
+        self.code = module.forward.__code__ if run == module.forward else None  # None: compiled, lines say nothing
 
     def __call__(self, *values):
         watch = self.watch
@@ -187,7 +187,7 @@ class Guarded:
             return self.run(*values)
         except RuntimeError as error:
             position, what, node = self.at(_line_in(self.code, error))
-            if node is None:
+            if node is None and (self.code is not None or isinstance(error, torch.OutOfMemoryError)):
                 raise
             raise watch.verdict(error, Place(watch.calls, position, watch.step, what), node) from error
         finally:
@@ -195,6 +195,8 @@ class Guarded:
 
     def at(self, line: int) -> tuple[int, str, fx.Node | None]:
         """(position, text, collective node if there is one) of a line of the graph's code."""
+        if self.code is None:
+            return 1, f"the compiled {self.phase} graph", None
         nodes = {node.name: node for node in self.module.graph.nodes}
         passed = 0  # collectives
         for number in range(1, line + 1):
@@ -219,9 +221,10 @@ def start() -> None:
         _current = Watch()
 
 
-def guarded(module: fx.GraphModule, phase: str) -> Callable:
-    """The forward of a graph module; a collective in it that fails raises RankFailure or CollectiveTimeout."""
-    return module.forward if _current is None else Guarded(_current, module, phase)
+def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
+    """`run`, the forward of a graph module or what it was compiled to; a collective in it that fails raises RankFailure or
+    CollectiveTimeout."""
+    return run if _current is None else Guarded(_current, module, phase, run)
 
 
 def meeting(what: str):

@@ -39,3 +39,13 @@ def test_survivors_name_the_rank(fault, plan):
         assert "all_" in text or "reduce_scatter" in text, text
         assert "node: " in text and "source: mlp.py:" in text and "fix: " in text, text
     assert outcome.seconds < (faults.TIMEOUT_SECONDS if fault in faults.HANGS else 0) + 5, outcome
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_graphs_through_torch_compile(fault, plan):
+    """They have no lines that tell which collective it was."""
+    outcome = faults.run(fault, MESH, plan, VICTIM, after=0.1, seconds=120, backend="aot_eager")
+    assert outcome.named_right(fault, VICTIM) and not outcome.silent, outcome
+    for *_, text in outcome.errors.values():
+        assert re.search(WORDS[fault], text) and re.search("the compiled (forward|backward) graph, step", text), text

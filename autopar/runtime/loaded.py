@@ -1,0 +1,68 @@
+"""A rank's graph, ready to run: with process groups for the logical ones, on its device, watched; through torch.compile on demand.
+
+torch.compile takes a graph as it is, collectives and all: Inductor fuses what lies between them and keeps them in their order. It
+wants functional graphs (https://docs.pytorch.org/docs/stable/torch.compiler_faq.html), so an all-reduce in place becomes one that
+copies, which Inductor turns into one in place again where it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from .. import _torch
+from .._torch import c10d
+from ..codegen import bind_groups, boxed, group_names
+from ..errors import CompilerError
+from . import watch
+from .process_groups import ProcessGroups
+
+
+class LoadedGraph:
+    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: forward or backward."""
+
+    def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
+        self.module = boxed(bind_groups(module, groups.bind(group_names(module)))).to(device)
+        self.phase = phase
+        self.run = watch.guarded(self.module, phase, self.module.forward)
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        """Run through torch.compile, with these options of it, from the next call on, which compiles."""
+        self.run = watch.guarded(self.module, self.phase, _compiled(self.module, self.phase, options))
+
+
+def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
+    """The graph of a module behind torch.compile, called like that of codegen.boxed."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if node.target is c10d.all_reduce_.default:
+            node.target = c10d.all_reduce.default
+    with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
+        run = torch.compile(fx.GraphModule(module, graph), **{"dynamic": False, **options})
+
+    def run_boxed(values: list):
+        arguments = tuple(values)
+        values.clear()
+        with _explained(phase):
+            return run(*arguments)
+
+    return run_boxed
+
+
+@contextlib.contextmanager
+def _explained(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except _torch.compiler_errors() as error:
+        raise CompilerError(
+            f"torch.compile failed on the {phase} graph: {type(error).__name__}: {_first_words(error)}",
+            fix="leave out compile(), or choose another backend: compile(backend='aot_eager')",
+        ) from error
+
+
+def _first_words(error: BaseException) -> str:
+    return " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
