@@ -1,11 +1,11 @@
 """One training step of the same model by autopar and by torch's own DDP, ZeRO-1, FSDP2, TP and TP+SP, in the same gloo processes,
 the two taking turns step by step.
 
-    OMP_NUM_THREADS=1 python benchmarks/peers.py [--devices 2,4] [--pairs ddp,fsdp] [--steps 12]
+    OMP_NUM_THREADS=1 python benchmarks/peers.py [--devices 2,4] [--pairs ddp,fsdp] [--steps 12] [--compile]
 
 A row is a median of the steps: CPU time of all processes (of forward and backward, and of the optimizer; wall time says little on
 cores that are shared), bytes on the loopback interface, the largest sum of live tensors on any process, and the loss after the
-last step.
+last step. `--compile` adds autopar's graphs through torch.compile (`model.compile()`), which takes minutes to compile.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def ours(strategy: str, n: int) -> Side:
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(axis,))
     parallel = autopar.compile(model, mesh, inputs, strategy=None if strategy == "auto" else strategy)
     return Side(parallel, torch.optim.AdamW(parallel.parameters(), lr=LR), inputs)
+
+
+def ours_compiled(strategy: str, n: int) -> Side:
+    side = ours(strategy, n)
+    side.module.compile()
+    return side
 
 
 def peer(strategy: str, rank: int, n: int) -> Side:
@@ -141,12 +148,18 @@ class Row:
     losses: list[float]
 
 
-def race(rank: int, n: int, strategy: str, steps: int) -> dict[str, Row]:
+def makers(rank: int, n: int, strategy: str, compiled: bool) -> dict[str, Callable[[], Side]]:
+    make = {"autopar": lambda: ours(strategy, n)}
+    if compiled:
+        make["compiled"] = lambda: ours_compiled(strategy, n)
+    if strategy in PAIRS:
+        make["peer"] = lambda: peer(strategy, rank, n)
+    return make
+
+
+def race(rank: int, n: int, strategy: str, steps: int, compiled: bool) -> dict[str, Row]:
     """The sides' rows on this process."""
-    make = {"autopar": lambda: ours(strategy, n), "peer": lambda: peer(strategy, rank, n)}
-    if strategy == "auto":
-        del make["peer"]
-    sides = {name: made() for name, made in make.items()}
+    sides = {name: made() for name, made in makers(rank, n, strategy, compiled).items()}
     times: dict[str, list] = {name: [] for name in sides}
     losses: dict[str, list] = {name: [] for name in sides}
     for _ in range(steps + 2):
@@ -170,7 +183,7 @@ def race(rank: int, n: int, strategy: str, steps: int) -> dict[str, Row]:
     return rows
 
 
-def peaks(rank: int, n: int, strategy: str) -> dict[str, int]:
+def peaks(rank: int, n: int, strategy: str, compiled: bool) -> dict[str, int]:
     """The largest sum of live tensor bytes in a step on this process, by side.
 
     What stays between steps (parameters, optimizer state, and the gradient buckets that DDP never frees) is added up; what a
@@ -178,8 +191,8 @@ def peaks(rank: int, n: int, strategy: str) -> dict[str, int]:
     the kernel's high-water mark follows the tensors."""
     ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # M_MMAP_THRESHOLD
     found = {}
-    for name in ("autopar",) if strategy == "auto" else ("autopar", "peer"):
-        side = ours(strategy, n) if name == "autopar" else peer(strategy, rank, n)
+    for name, made in makers(rank, n, strategy, compiled).items():
+        side = made()
         for _ in range(2):
             side.forward_backward()
             side.update()
@@ -217,6 +230,7 @@ def main() -> int:
     parser.add_argument("--devices", default="2,4")
     parser.add_argument("--pairs", default=",".join(PAIRS))
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--compile", action="store_true")
     a = parser.parse_args()
     warnings.filterwarnings("ignore")
     print(f"{MODEL}, batch {BATCH} x {SEQ}, fp32, AdamW; sums over the processes, medians of {a.steps} steps")
@@ -224,8 +238,8 @@ def main() -> int:
     for n in map(int, a.devices.split(",")):
         print(f"{n} processes")
         for strategy in a.pairs.split(","):
-            ranks = gloo.run(n, race, n, strategy, a.steps, seconds=900)
-            most = gloo.run(n, peaks, n, strategy, seconds=900)
+            ranks = gloo.run(n, race, n, strategy, a.steps, a.compile, seconds=1800)
+            most = gloo.run(n, peaks, n, strategy, a.compile, seconds=1800)
             total = {}
             for name in ranks[0]:
                 rows = [r[name] for r in ranks]
@@ -233,7 +247,7 @@ def main() -> int:
                     sum(r.seconds for r in rows), sum(r.optimizer_seconds for r in rows), rows[0].bytes_,
                     rows[0].losses,
                 )  # fmt: skip
-                label = "autopar" if name == "autopar" else f"torch {PAIRS[strategy]}"
+                label = {"autopar": "autopar", "compiled": "  torch.compile"}.get(name, f"torch {PAIRS.get(strategy)}")
                 peak = f"{max(m[name] for m in most) / 2**20:17.1f}" if name in most[0] else f"{'':17}"
                 ratio = f"{row.seconds / total['autopar'].seconds:8.2f}x" if name != "autopar" else ""
                 print(
