@@ -1,0 +1,50 @@
+"""Cleaning leaves less work and the same numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import capture
+from autopar.oracle import global_values, one_device_step
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.clean import clean
+
+aten = torch.ops.aten
+
+
+class Normed(nn.Module):
+    def __init__(self, power: float):
+        super().__init__()
+        self.weight, self.power = nn.Parameter(torch.rand(5)), power
+
+    def forward(self, x):
+        y = x * self.weight
+        scale = (y.pow(self.power).mean(-1, keepdim=True) + 0.1).rsqrt()
+        return (y * scale).mean((0, 1)).square().sum() + y.mean()
+
+
+@pytest.mark.parametrize("power", [1, 2, 2.0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_powers_and_scalings(power, dtype):
+    torch.manual_seed(0)
+    model, x = Normed(power).to(dtype), torch.rand(3, 4, 5).to(dtype)
+
+    def step(passes):
+        exported = capture.export(model, (x,))
+        canonicalize(exported.graph_module)
+        captured = capture.differentiate(exported)
+        for run in passes:
+            run(captured.graph_module)
+        captured.graph_module.recompile()
+        return captured, one_device_step(captured, global_values(captured, model, (x,)))
+
+    (_, whole), (captured, mine) = step([]), step([clean])
+    for name, gradient in whole.gradients.items():
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(mine.gradients[name], gradient, rtol=tolerance, atol=tolerance)
+    for node in captured.graph.nodes:
+        assert node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1
+        if node.target in (aten.div.Scalar, aten.mul.Scalar):
+            assert node.args[0].target is not aten.expand.default, "scaled after it was expanded"
+        value = node.meta.get("val")
+        assert not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.float32), node
