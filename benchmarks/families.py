@@ -55,6 +55,9 @@ def check(name: str, meshes: list[str], strategies: list[str], batch: int = BATC
             except AutoparError as error:
                 result["refused"][run] = f"{type(error).__name__}: {error.message}"
                 continue
+            except Exception as error:  # a crash is a fault of autopar too, and other families are still to be run
+                result["wrong"].append(f"{run}: {type(error).__name__}: {error}".splitlines()[0][:200])
+                continue
             errors = report.errors
             worst = max(errors, key=errors.get)
             if report.match:

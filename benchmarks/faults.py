@@ -1,6 +1,6 @@
 """Processes that die, fail or stand still at random moments of training: how long until all others ended, and what they said.
 
-    OMP_NUM_THREADS=1 python benchmarks/faults.py [--runs 200] [--devices 2,4] [--faults kill,exit,raise,stop,sleep] [--seed 0]
+    OMP_NUM_THREADS=1 python benchmarks/faults.py [--runs 200] [--devices 2,4,8] [--faults kill,exit,raise,stop,sleep] [--seed 0]
 
 "named right": every survivor raised RankFailure (of a hang CollectiveTimeout) with the rank that failed. Hangs count from the
 moment that a rank stands still; the timeout is 3 s.
@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from tests import faults
 
-MESHES = {2: ("dp=2", "fsdp"), 4: ("dp=2,tp=2", "megatron_sp")}
+MESHES = {2: ("dp=2", "fsdp"), 4: ("dp=2,tp=2", "megatron_sp"), 8: ("dp=4,tp=2", "megatron_sp")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--devices", default="2,4")
+    parser.add_argument("--devices", default="2,4,8")
     parser.add_argument("--faults", default=",".join(faults.FAULTS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

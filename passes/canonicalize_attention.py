@@ -114,11 +114,13 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
     ):
         return None, True
     small = value[:1] if value.dim() == 4 and bool((value == value[:1]).all()) else value
-    name = f"constant_mask_{sum(1 for n in graph_module.graph.nodes if n.op == 'get_attr')}"
-    graph_module.register_buffer(name, small.contiguous(), persistent=False)
-    constant = graph_module.graph.get_attr(name)
-    constant.meta["val"] = small
-    return constant, causal
+    constants = graph_module.__dict__.setdefault("_autopar_mask_constants", {})
+    if mask not in constants:  # the first attention that reads it comes first
+        name = f"constant_mask_{len(constants)}"
+        setattr(graph_module, name, small.contiguous())  # not as a buffer: those are the model's
+        constants[mask] = graph_module.graph.create_node("get_attr", name)
+        constants[mask].meta["val"] = small
+    return constants[mask], causal
 
 
 def _constant_value(graph_module: fx.GraphModule, mask: fx.Node) -> torch.Tensor | None:

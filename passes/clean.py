@@ -115,9 +115,10 @@ def _scale_before_expand(node: fx.Node) -> None:
 def _merge_equal(graph: fx.Graph) -> None:
     seen: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function":
+        if node.op not in ("call_function", "get_attr"):
             continue
-        key = (node.target, str(node.args), str(node.kwargs), node.meta["phase"])
+        phase = node.meta["phase"] if node.op == "call_function" else ""  # a constant is no value to save for the backward
+        key = (node.target, str(node.args), str(node.kwargs), phase)
         if key in seen:
             node.replace_all_uses_with(seen[key])
             graph.erase_node(node)

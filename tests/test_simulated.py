@@ -1,8 +1,9 @@
 import pytest
 import torch
 from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
 
-from autopar import simulated
+from autopar import api, simulated
 from autopar.compare import verify_model
 from autopar.models import build
 from autopar.oracle import global_values
@@ -66,6 +67,21 @@ def test_buffers_are_compared_and_left_as_they_were():
     assert report.match and report.loss is None, str(report)
     assert set(report.buffer_errors) == {"steps"}
     assert not module.steps.any()
+
+
+@pytest.mark.parametrize("mesh, strategy", [("dp=2,tp=2", "megatron_sp"), ("tp=3", "megatron"), ("dp=4", None)])
+def test_a_window_of_attention(mesh, strategy):
+    """The mask depends on no input and is a constant of the graph, one for all layers."""
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    inputs = dict(input_ids=ids, labels=ids)
+    module = MistralForCausalLM(MistralConfig(
+        vocab_size=64, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3,
+        sliding_window=5,
+    ))  # fmt: skip
+    report = verify_model(module, inputs, mesh, strategy=strategy)
+    assert report.match and module.config.sliding_window < ids.shape[1], str(report)
+    constants = [n for n in api.trace(module, inputs).graph.nodes if n.op == "get_attr"]
+    assert len({n.target for n in constants}) == 1 and constants[0].meta["val"].shape == (1, 1, 16, 16)
 
 
 class ReturnsWhatItHas(nn.Module):

@@ -31,6 +31,9 @@ def huggingface(name: str):
     if name == "bert":
         config = transformers.BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         return transformers.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+    if name == "mistral":  # a window shorter than the sequence: a mask that is a constant of all blocks
+        config = transformers.MistralConfig(**small, num_key_value_heads=2, sliding_window=4)
+        return transformers.MistralForCausalLM(config), {"input_ids": ids, "labels": ids}
     config = transformers.LlamaConfig(**small, num_key_value_heads=2, tie_word_embeddings=name == "tied llama")
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
@@ -42,7 +45,7 @@ def build(name: str):
 
 
 @pytest.mark.parametrize("name", [
-    "gpt2", "llama", "tied llama", "bert", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
+    "gpt2", "llama", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
     f"gpt:hidden=32,layers={DEPTH},heads=4,vocab=64,seq=16", "mlp:hidden=16,layers=12",
 ])  # fmt: skip
 def test_unrolled_is_whole(name, monkeypatch):
