@@ -27,11 +27,11 @@ def regressor(mesh, hidden: int = 16, plan=None):
     return autopar.compile(tiny.Regressor(hidden=hidden, loss=True), mesh, dict(x=x, target=y), plan=plan)
 
 
-def take_steps(model, optimizer, count: int = 2) -> list[float]:
+def take_steps(model, optimizer, count: int = 2, call=None) -> list[float]:
     x, y = tiny.Regressor.batch()
     losses = []
     for _ in range(count):
-        loss = model(x=x, target=y).loss
+        loss = model(x=x, target=y).loss if call is None else call()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -269,3 +269,36 @@ def test_any_mesh_loads_any_checkpoint(tmp_path):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     gloo.run(4, _to_all, plans, str(tmp_path), seed)
+
+
+def _with_dropout(rank, plans, root, tolerance):
+    """Dropout goes on where it stood: the same masks on the same mesh and on another one."""
+    _, inputs = tiny.bert(dropout=0.1, layers=1)
+
+    def steps(model, optimizer, count: int = 3) -> list[float]:
+        return take_steps(model, optimizer, count, lambda: model(**inputs).loss)
+
+    runs = []
+    for plan in plans:
+        source = tiny.bert(dropout=0.1, layers=1)[0].to(torch.float64 if tolerance < 1e-9 else torch.float32)
+        model = autopar.compile(source, device_mesh(str(plan.mesh)), inputs, plan=plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        steps(model, optimizer, 2)
+        autopar.save_checkpoint(f"{root}/{plan.mesh}", model, optimizer, step=2)
+        runs.append((model, optimizer, f"{root}/{plan.mesh}", steps(model, optimizer)))
+    for number, (_, _, folder, losses) in enumerate(runs):
+        for other, (model, optimizer, *_) in enumerate(runs):
+            torch.manual_seed(rank)
+            autopar.load_checkpoint(folder, model, optimizer)
+            found = steps(model, optimizer)
+            assert found == losses if number == other else max(abs(a / b - 1) for a, b in zip(found, losses)) <= tolerance
+            assert steps(model, optimizer) != losses
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_dropout_goes_on(tmp_path, dtype, tolerance):
+    model, inputs = tiny.bert(dropout=0.1, layers=1)
+    options = {"dp=2": "fsdp", "tp=2": "megatron"}
+    plans = [planned(model.to(dtype), mesh, inputs, strategy=strategy) for mesh, strategy in options.items()]
+    gloo.run(2, _with_dropout, plans, str(tmp_path), tolerance)
