@@ -91,15 +91,18 @@ def _seq_major(x: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention. q (b, h, s, d), k and v (b, h_kv, t, d) with h a multiple of h_kv (grouped queries),
-    mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d) and the log-sum-exp (b, h, s)."""
+    """Scaled dot-product attention. q (b, h, s, d), k (b, h_kv, t, d), v (b, h_kv, t, d_v) with h a multiple of h_kv (grouped
+    queries), mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d_v) and the log-sum-exp
+    (b, h, s)."""
     q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), _additive(mask, q.dtype)
     if q.is_cuda:
         out, lse = _attention_cuda(q, k, v, mask, causal, scale)
     else:
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_one_width(q, k, v), 0.0, causal, attn_mask=mask, scale=scale)
+        out = out[..., : v.shape[-1]]
     return _seq_major(out), lse.to(_lse_dtype(q)).clone(memory_format=torch.contiguous_format)
 
 
@@ -116,10 +119,19 @@ def attention_bw(
     else:
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        wide_q, wide_k, *wide = _one_width(q, full_k, full_v, out, grad)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, full_k, full_v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+            wide[2], wide_q, wide_k, *wide[:2], lse, 0.0, causal, attn_mask=mask, scale=scale
         )
+        dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
     return _seq_major(dq), _seq_major(_sum_repeats(dk, k)), _seq_major(_sum_repeats(dv, v))
+
+
+def _one_width(*heads: Tensor) -> list[Tensor]:
+    """Heads of one size, as the CPU kernel wants them: zeros behind the others add nothing to a product."""
+    width = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -98,13 +98,14 @@ def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale):
 
 
 def _is_plain(q, k, v, mask) -> bool:
-    """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat, no
-    mask to convert or to expand."""
+    """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat or
+    of several sizes, no mask to convert or to expand."""
     if any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False
     scores = (*_shape(q)[:3], _shape(k)[2])
     whole = mask is None or (mask.meta["val"].dtype == q.meta["val"].dtype and _shape(mask) == scores)
-    return q.meta["val"].device.type == "cpu" and _shape(q)[1] == _shape(k)[1] == _shape(v)[1] and whole
+    equal = _shape(q)[1] == _shape(k)[1] == _shape(v)[1] and _shape(q)[-1] == _shape(v)[-1]
+    return q.meta["val"].device.type == "cpu" and equal and whole
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -63,9 +63,10 @@ def flops_of(node: fx.Node) -> float:
         return 2.0 * outputs[0].numel() * arguments[1].shape[-1]
     if target in (autopar.attention.default, autopar.attention_bw.default):
         is_forward = target is autopar.attention.default
-        q, k = arguments[:2] if is_forward else arguments[1:3]
+        q, k, v = arguments[:3] if is_forward else arguments[1:4]
         causal = node.args[4] if is_forward else node.args[7]
-        return (4.0 if is_forward else 10.0) * q.numel() * k.shape[2] * (0.5 if causal else 1.0)
+        widths = (1 if is_forward else 3) * q.shape[-1] + (1 if is_forward else 2) * v.shape[-1]
+        return 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * widths * (0.5 if causal else 1.0)
     if target is aten.convolution.default:
         weight = arguments[1]
         return 2.0 * outputs[0].numel() * (weight.numel() // weight.shape[0])

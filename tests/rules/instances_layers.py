@@ -46,13 +46,14 @@ op("nll_loss2d_forward", real(5, 7, 2, 3), whole(7, 5, 2, 3), None, 1, -100)
 op("nll_loss2d_backward", real(), real(5, 7, 2, 3), whole(7, 5, 2, 3), None, 1, -100, torch.tensor(30.0).double())
 
 # attention: equal heads (even and uneven), grouped heads, one key head; masks that broadcast
-for b, h, h_kv, m in (
-    (4, 5, 5, None), (2, 6, 6, (2, 6, 3, 5)), (2, 8, 4, (2, 1, 3, 5)), (4, 6, 1, (1, 1, 3, 5)), (3, 6, 3, (3, 5)),
+for b, h, h_kv, m, width in (
+    (4, 5, 5, None, 4), (2, 6, 6, (2, 6, 3, 5), 4), (2, 8, 4, (2, 1, 3, 5), 4), (4, 6, 1, (1, 1, 3, 5), 4), (3, 6, 3, (3, 5), 4),
+    (4, 6, 6, None, 2), (2, 6, 3, (3, 5), 7),
 ):  # fmt: skip
-    q, k, v, s = real(b, h, 3, 4), real(b, h_kv, 5, 4), real(b, h_kv, 5, 4), None if m is None else real(*m)
+    q, k, v, s = real(b, h, 3, 4), real(b, h_kv, 5, 4), real(b, h_kv, 5, width), None if m is None else real(*m)
     op("autopar.attention.default", q, k, v, s, False, None)
     out, lse = torch.ops.autopar.attention(q, k, v, s, False, None)
-    op("autopar.attention_bw.default", real(b, h, 3, 4), q, k, v, out, lse, s, False, None)
+    op("autopar.attention_bw.default", real(b, h, 3, width), q, k, v, out, lse, s, False, None)
 q, k, v = real(4, 6, 5, 4), real(4, 6, 5, 4), real(4, 6, 5, 4)
 op("_scaled_dot_product_flash_attention_for_cpu", q, k, v, 0.0, True)
 out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
