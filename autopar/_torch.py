@@ -119,7 +119,8 @@ def joint_graph(
     ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", buffer name)."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    with contextlib.ExitStack() as stack:
+    # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
+    with contextlib.ExitStack() as stack, _without_mkldnn():
         joint = aot_export_joint_with_descriptors(
             stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )
@@ -127,6 +128,16 @@ def joint_graph(
     placeholders = [_describe_input(n.meta["desc"]) for n in graph_module.graph.nodes if n.op == "placeholder"]
     output = next(iter(reversed(graph_module.graph.nodes)))
     return graph_module, placeholders, [_describe_output(d) for d in output.meta["desc"]]
+
+
+@contextlib.contextmanager
+def _without_mkldnn():
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _describe_input(desc) -> tuple[str, object]:
@@ -154,6 +165,13 @@ def _describe_output(desc) -> tuple[str, object] | None:
     if kind == "InputMutationAOTOutput":
         return "mutation", getattr(desc.mutated_input, "target", "?")
     return None
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether a tensor exists only while something is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def schema_names(target) -> list[str]:

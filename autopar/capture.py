@@ -222,6 +222,7 @@ def differentiate(exported: Exported) -> Captured:
     output.args = (tuple(kept),)
     output.meta["roles"] = roles
     _merge_shared_placeholders(graph)
+    _refuse_fake_constants(graph_module)
     for node in graph.nodes:
         if node.op == "get_attr":
             node.meta["role"] = Role("constant", str(node.target))
@@ -243,6 +244,20 @@ def _refuse_sizes_from_values(graph: fx.Graph) -> None:
             + (f", at {', '.join(lines[:8])}" if lines else ""),
             node=found[0].name, source=lines[0] if lines else None, fix=FIX_VALUES,
         )  # fmt: skip
+
+
+def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
+    """Raises CaptureError for a tensor of the tracing itself among the constants: its values, and the gradient through it, are
+    lost."""
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and _torch.is_fake(getattr(graph_module, node.target, None)):
+            user = next(iter(node.users), node)
+            raise CaptureError(
+                f"{user.name} reads a tensor that is there only while the model is traced, as the forward does which "
+                "torch.autograd.grad goes back through",
+                node=user.name, source=source_line(user) or None,
+                fix="compute derivatives outside of the model, or write them as ops of the forward",
+            )  # fmt: skip
 
 
 def move(captured: Captured, device: torch.device) -> None:

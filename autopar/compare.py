@@ -34,7 +34,7 @@ from .simulated import plan_and_capture, simulate_step
 TOLERANCE = {"fp64": 1e-7, "fp32": 1e-5, "bf16": 3e-2}
 # errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
 FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2}
-ROUNDING_FACTOR = 3.0  # a sharded and an unsharded step round differently: twice, and a margin
+ROUNDING_FACTOR = 10.0  # a sharded and an unsharded step round differently, by chance: as much as an order of magnitude
 NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDE = {"fp32": "fp64", "bf16": "fp32"}
 

@@ -1,8 +1,9 @@
 """Takes out what changes nothing: aliases, copies, casts and views to the same shape and dtype, first powers, views of views,
-duplicates; and scales values before they are expanded, not after (autograd's backward of a mean, of a power).
+duplicates.
 
 Every node left is a node to plan, to price and to run. A value must stay in its phase, so equal nodes of the forward and the
-backward are not merged.
+backward are not merged. Copies into another order of memory stay, unless a view copies too: some kernels of ATen read memory
+without looking at strides, and autograd's formulas copy for them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from .unstride import unstride
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-_SCALINGS = {aten.div.Scalar, aten.mul.Scalar}
 _SAME_IF_EQUAL = _VIEWS | {
     aten.slice.Tensor, aten.expand.default, aten.clone.default, aten._to_copy.default, aten.permute.default,
 }  # fmt: skip
@@ -36,8 +36,6 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
         elif node.target in _ALIASES or (node.target in _SAME_IF_EQUAL and _is_same(node)) or _is_first_power(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target in _SCALINGS and node.args[0].target is aten.expand.default and len(node.args[0].users) == 1:
-            _scale_before_expand(node)
         elif node.target in _VIEWS:
             source = node.args[0]
             if source.op == "call_function" and source.target in _VIEWS:
@@ -90,26 +88,21 @@ def _is_same(node: fx.Node) -> bool:
         return False
     if node.target is aten.permute.default:
         return [d % before.dim() for d in node.args[1]] == list(range(before.dim()))
-    return True
+    return before.stride() == after.stride() or all(_views_alike(user, before) for user in node.users)
+
+
+def _views_alike(user: fx.Node, source: torch.Tensor) -> bool:
+    """Whether `user` is a view that has the same strides when it is made of `source`."""
+    if user.target not in _VIEWS:
+        return False
+    value = user.meta["val"]
+    with value.fake_mode:
+        return source.reshape(value.shape).stride() == value.stride()
 
 
 def _is_first_power(node: fx.Node) -> bool:
     before = node.args[0].meta["val"]
     return node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and before.dtype == node.meta["val"].dtype
-
-
-def _scale_before_expand(node: fx.Node) -> None:
-    expand = node.args[0]
-    small, shape = expand.args[0], expand.args[1]
-    with node.graph.inserting_before(node):
-        scaled = node.graph.call_function(node.target, (small, *node.args[1:]), node.kwargs)
-    scaled.meta = dict(node.meta)
-    with small.meta["val"].fake_mode:
-        scaled.meta["val"] = torch.empty_like(small.meta["val"], dtype=node.meta["val"].dtype)
-    node.target, node.args, node.kwargs = aten.expand.default, (scaled, shape), {}
-    with small.meta["val"].fake_mode:
-        node.meta["val"] = scaled.meta["val"].expand(shape)
-    node.graph.erase_node(expand)
 
 
 def _merge_equal(graph: fx.Graph) -> None:

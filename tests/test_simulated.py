@@ -84,6 +84,35 @@ def test_a_window_of_attention(mesh, strategy):
     assert len({n.target for n in constants}) == 1 and constants[0].meta["val"].shape == (1, 1, 16, 16)
 
 
+class Strided(nn.Module):
+    """Kernels that get, or whose backward gets, what is not contiguous: (4, 3, 8) -> loss."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+        self.layer = {
+            "group norm": lambda: nn.GroupNorm(2, 8), "lstm": lambda: nn.LSTM(8, 5, batch_first=True),
+            "gru": lambda: nn.GRU(8, 5, batch_first=True), "pool": lambda: nn.AvgPool1d(2), "layer norm": lambda: nn.LayerNorm(3),
+            "batch norm": lambda: nn.BatchNorm1d(8), "conv": lambda: nn.Conv1d(8, 4, 3),
+        }[kind]()  # fmt: skip
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.kind in ("lstm", "gru"):
+            return self.layer(x)[0].sum()
+        y = self.layer(x.transpose(1, 2))
+        return y.sum() + y.transpose(1, 2).square().mean((0, 1)).sum()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("kind", ["group norm", "lstm", "gru", "pool", "layer norm", "batch norm", "conv"])
+def test_kernels_that_do_not_look_at_strides(kind, mesh):
+    for strategy in (None, "fsdp"):
+        report = verify_model(Strided(kind), {"x": torch.randn(4, 3, 8)}, mesh, strategy=strategy)
+        assert report.match, str(report)
+
+
 class ReturnsWhatItHas(nn.Module):
     """Outputs that are parameters, views of them and views of each other; without a loss each of them has a gradient."""
 
