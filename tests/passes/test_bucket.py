@@ -98,7 +98,7 @@ def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
 MESHES = ("dp=3", "dp=2,tp=2", "dp=2,tp=3", "dp=2,cp=2,tp=2")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_parameters_in_any_layout(seed):
     """Moves over several axes in any order: a bucket may need what other buckets bring, and takes it along."""
     print(f"seed {seed}")
@@ -130,9 +130,8 @@ def _pinned(random: Random, captured, module) -> Plan:
             return make_plan(captured, mesh, options, "mlp")
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_small_tensor_over_three_axes(strategy):
+def test_a_small_tensor_over_three_axes():
     """BERT's two token types on eight devices: the bucket of the second gather takes results of two first ones."""
     module, inputs = FAMILIES["bert"](8, 16)
-    report = verify_model(module, inputs, "dp=2,cp=2,tp=2", strategy=strategy)
+    report = verify_model(module, inputs, "dp=2,cp=2,tp=2", strategy="fsdp")
     assert report.match, str(report)

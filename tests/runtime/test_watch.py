@@ -42,8 +42,7 @@ def test_survivors_name_the_rank(fault, plan):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("fault", ["kill", "stop"])
-def test_graphs_through_torch_compile(fault, plan):
+def test_graphs_through_torch_compile(plan, fault="kill"):
     """They have no lines that tell which collective it was."""
     outcome = faults.run(fault, MESH, plan, VICTIM, after=0.1, seconds=120, backend="aot_eager")
     assert outcome.named_right(fault, VICTIM) and not outcome.silent, outcome
