@@ -38,7 +38,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(node)
         elif node.target in _VIEWS:
             source = node.args[0]
-            if source.op == "call_function" and source.target in _VIEWS:
+            if source.op == "call_function" and source.target in _VIEWS and _views_alike(node, source.args[0].meta["val"]):
                 node.args = (source.args[0], node.args[1])
             node.target = aten.reshape.default  # a shard's strides are not the whole tensor's
             node.args = (node.args[0], list(node.meta["val"].shape))
@@ -95,14 +95,12 @@ def _views_alike(user: fx.Node, source: torch.Tensor) -> bool:
     """Whether `user` is a view that has the same strides when it is made of `source`."""
     if user.target not in _VIEWS:
         return False
-    value = user.meta["val"]
-    with value.fake_mode:
-        return source.reshape(value.shape).stride() == value.stride()
+    like, value = torch.empty_strided(source.shape, source.stride(), device="meta"), user.meta["val"]
+    return like.reshape(value.shape).stride() == value.stride()
 
 
 def _is_first_power(node: fx.Node) -> bool:
-    before = node.args[0].meta["val"]
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and before.dtype == node.meta["val"].dtype
+    return node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and _is_same(node)
 
 
 def _merge_equal(graph: fx.Graph) -> None:

@@ -159,6 +159,20 @@ def test_errors_name_the_line():
         export(tiny.Regressor(), (None,))
 
 
+class Inward(tiny.Regressor):
+    """The loss is of a derivative that the forward itself computes."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+def test_a_gradient_inside_of_the_forward_is_refused():
+    with pytest.raises(CaptureError, match="there only while the model is traced"):
+        api.trace(Inward(), {"x": tiny.Regressor.batch()[0]})
+
+
 def test_random_ops_without_a_formula_are_refused():
     x, _ = tiny.Regressor.batch()
     with pytest.raises(UnsupportedOpError, match="would draw other numbers on every device: randperm(.|\n)*fix: use one of"):

@@ -39,6 +39,7 @@ class Backward:
             (at, plan.sharding.leaves[n.name], outputs[at]) for n in tangents for at in [int(n.meta["role"].name)]
         ]
         self.unreduced: _Gradients | None = None
+        self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
         self.deferred: dict[int, object] = {}
 
     def load_deferred(self, program: DeferredProgram) -> None:
@@ -47,13 +48,19 @@ class Backward:
         self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype, self.mesh,
                          self.device_mesh) for name, layout in program.layouts.items()}  # fmt: skip
         self.unreduced = _Gradients(program.backward, self.groups, self.device)
+        if self.compile_options is not None:
+            self._compile_deferred()
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """All graphs through torch.compile, with these options of it."""
+        """All graphs, also those that are loaded later, through torch.compile, with these options of it."""
+        self.compile_options = options
         self.reduced.compile(options)
         if self.unreduced is not None:
-            self.unreduced.compile(options)
-            self.reduce.compile(options)
+            self._compile_deferred()
+
+    def _compile_deferred(self) -> None:
+        self.unreduced.compile(self.compile_options)
+        self.reduce.compile(self.compile_options)
 
     def __call__(self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
         """Gradients of the parameters from those of the outputs (None: zero). `nodes` are what autograd does with them next.

@@ -172,10 +172,10 @@ class Captures:
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram) -> Step:
         step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
-        if self.accumulation.is_deferring:
-            self._load_deferred(traced, plan, step)
         if self.compile_options is not None:
             step.compile(self.compile_options)
+        if self.accumulation.is_deferring:
+            self._load_deferred(traced, plan, step)
         return step
 
     def prepare_no_sync(self) -> None:
@@ -189,8 +189,6 @@ class Captures:
             program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
             agree.check_programs(plan.hash, program.collectives(), plan.mesh)
             step.backward.load_deferred(program)
-            if self.compile_options is not None:
-                step.backward.compile(self.compile_options)
 
     def unreduced_bytes(self) -> int:
         """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial then."""

@@ -1,8 +1,7 @@
 """A rank's graph, ready to run: with process groups for the logical ones, on its device, watched; through torch.compile on demand.
 
-torch.compile takes a graph as it is, collectives and all: Inductor fuses what lies between them and keeps them in their order. It
-wants functional graphs (https://docs.pytorch.org/docs/stable/torch.compiler_faq.html), so an all-reduce in place becomes one that
-copies, which Inductor turns into one in place again where it can.
+torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in place
+becomes one that copies, which Inductor may turn into one in place again.
 """
 
 from __future__ import annotations
