@@ -1,6 +1,6 @@
 """`autopar.compile` and `autopar.plan`: the compiler's steps in the order they run.
 
-    export -> canonicalize -> differentiate -> clean -> plan -> lower (see autopar/lower.py) -> run
+    export -> canonicalize -> adapt -> differentiate -> clean -> plan -> lower (see autopar/lower.py) -> run
 
 Everything up to the plan is the same for both; `plan` stops there and needs no process group, no device and no weights.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from . import capture, debug
+from .adapt import order
+from .adapt.lora import LoRA
+from .adapt.order import Adaptation
 from .capture import Captured
 from .collector import paused_collector
 from .errors import CaptureError, InputError, MeshError, StrategyError
@@ -28,6 +31,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
+from .passes.lora import lora
 from .passes.widen import widen
 from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, make_plan
@@ -40,6 +44,8 @@ from .runtime.module import ParallelModule
 from .runtime.parameters import check_model, check_source
 from .storage.weights import Weights
 from .unroll import tower_of, unroll
+
+ADAPT_PASSES = {"lora": lora}  # by the name of an adaptation
 
 _UNITS = {
     "": 1,
@@ -58,13 +64,16 @@ _UNITS = {
 @paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str = "fp32",
+    precision: str = "fp32", adapt: Sequence[Adaptation] = (),
 ) -> Captured:  # fmt: skip
     """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
-    their own; `precision` as in autopar/precision.py. Raises CaptureError, InputError, UnsupportedOpError."""
+    their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py).
+    Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
         exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision))
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
+        for adaptation in adapt:
+            debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
         captured = debug.run_pass("differentiate", capture.differentiate, exported)
         if compute_dtype(precision) is not None:
             debug.run_pass("widen", widen, captured.graph_module)
@@ -73,15 +82,16 @@ def trace(
 
 
 def trace_to_plan(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32"
-) -> Captured:
+    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32",
+    adapt: Sequence[Adaptation] = (),
+) -> Captured:  # fmt: skip
     """The same graph as `trace` gives, in less time where the model has many equal blocks (see autopar/unroll.py)."""
     if tower := tower_of(model):
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
             with tower.shortened():
-                short = trace(model, example_inputs, loss_fn, forms, precision)
+                short = trace(model, example_inputs, loss_fn, forms, precision, adapt)
             return debug.run_pass("unroll", unroll, short, tower, capture.tie_map(model))
-    return trace(model, example_inputs, loss_fn, forms, precision)
+    return trace(model, example_inputs, loss_fn, forms, precision, adapt)
 
 
 def plan(
@@ -95,6 +105,7 @@ def plan(
     precision: str = "fp32",
     strategy: str | None = None,
     pin: Mapping[str, str] | None = None,
+    adapt: Sequence[Adaptation] = (),
     loss_fn: Callable | None = None,
     strict: bool = False,
     baselines: bool = True,
@@ -106,14 +117,16 @@ def plan(
     `mesh`: text ("dp=8,tp=8"), autopar.Mesh, or a DeviceMesh. `hardware`: a profile's name, a device's own name, a TOML file
     (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
     glob of a parameter's name -> layout, "tp:S(0)" or "R". `precision`: "fp32", the model in its own types, or "bf16", mixed
-    precision as autopar/precision.py says. `baselines=False` leaves the expert strategies out.
-    Raises subclasses of AutoparError."""
+    precision as autopar/precision.py says. `adapt`: LoRA and the like (autopar/adapt), planned with the rest.
+    `baselines=False` leaves the expert strategies out. Raises subclasses of AutoparError."""
     checked = _mesh(mesh)
     check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines)
     options.check(checked)
     report("tracing the model")
-    captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision)
+    adaptations = order.checked(adapt)
+    with order.attached(model, adaptations):
+        captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision, adaptations)
     return make_plan(captured, checked, options, name or type(model).__name__, report)
 
 
@@ -130,7 +143,7 @@ def compile(
     precision: str = "fp32",
     strategy: str | None = None,
     pin: Mapping[str, str] | None = None,
-    adapt=(),
+    adapt: Sequence[Adaptation] = (),
     loss_fn: Callable | None = None,
     weights=None,
     strict: bool = False,
@@ -144,8 +157,7 @@ def compile(
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
-    if adapt:
-        raise StrategyError("adapt= is not available in this version", fix="see the README's status table")
+    adaptations = order.checked(adapt)
     compute_dtype(precision)
     if not hasattr(mesh, "get_group"):
         raise MeshError(
@@ -155,6 +167,7 @@ def compile(
     arguments = dict(
         inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
+        adapt=adaptations,
     )  # fmt: skip
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)
@@ -162,7 +175,7 @@ def compile(
     return CompiledAtFirstCall(model, compile_for) if example_inputs is None else compile_for(example_inputs)
 
 
-def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weights, **options):
+def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weights, adapt, **options):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
 
@@ -171,26 +184,36 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weigh
         return Weights(model, weights) if weights is not None else None
 
     values = agree.everywhere(opened)
-    compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options)
-    compiled = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values)
-    if values is not None:
-        values.close()
-    return compiled
+    seed = agree.from_rank_zero(torch.initial_seed)
+    attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed))
+    try:
+        compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
+        return ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment)
+    except BaseException:
+        attachment.undo()
+        raise
+    finally:
+        if values is not None:
+            values.close()
 
 
 class _Compiler:
     """Traces and plans calls of one model, on all ranks together (see runtime/captures.py)."""
 
-    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn, options: dict):
+    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn, options: dict,
+                 adapt: Sequence[Adaptation] = ()):  # fmt: skip
+        self.adapt = adapt
         self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
 
-    def trace(self, example_inputs, gradients: bool) -> Traced:
+    def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced:
+        adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
+
         def traced():
             example, given = global_example(example_inputs, self.inputs, self.mesh)
             forms = self.forms if gradients else {n: replace(f, trainable=False) for n, f in self.forms.items()}
-            return trace(self.model, example, self.loss_fn, forms, self.options["precision"]), given
+            return trace(self.model, example, self.loss_fn, forms, self.options["precision"], adapt), given
 
         captured, given = agree.everywhere(traced)
         signature = captured.signature

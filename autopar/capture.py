@@ -31,14 +31,15 @@ ROOT = "model"  # name of the user's module inside the traced wrapper
 
 @dataclass
 class Exported:
-    """The forward graph of a call. `ties` maps every name of a shared parameter to its first name."""
+    """The forward graph of a call. `ties` maps every name of a shared parameter to its first name; `forms`: of all parameters of
+    the model under their first names, those that the call does not read included."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
     returns: Returns
     inputs: list[torch.Tensor]
     ties: dict[str, str] = field(default_factory=dict)
-    trainable: dict[str, bool] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
 
 @dataclass
@@ -151,7 +152,7 @@ def export(
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
             node.target = f"{ROOT}.{ties.get(name, name)}"
-    return Exported(graph_module, signature, returns, inputs, ties, {n: f.trainable for n, f in forms.items()})
+    return Exported(graph_module, signature, returns, inputs, ties, forms)
 
 
 FIX_VALUES = (
@@ -202,7 +203,7 @@ def differentiate(exported: Exported) -> Captured:
     for node, (kind, name) in zip([n for n in graph.nodes if n.op == "placeholder"], placeholders):
         if kind in ("parameter", "buffer"):
             name = exported.ties.get(_strip(name), _strip(name))
-            node.meta["role"] = Role(kind, name, exported.trainable.get(name, False))
+            node.meta["role"] = Role(kind, name, name in exported.forms and exported.forms[name].trainable)
             if name == RANDOM_STATE:
                 node.meta["role"] = Role("random", "state")
         elif kind == "input":
@@ -227,7 +228,7 @@ def differentiate(exported: Exported) -> Captured:
         if node.op == "get_attr":
             node.meta["role"] = Role("constant", str(node.target))
             node.meta.setdefault("val", getattr(graph_module, node.target, None))
-        node.meta["module"] = _module_path(node)
+        node.meta["module"] = module_path(node)
         node.meta["source"] = source_line(node)
     mark_phases(graph)
     graph_module.recompile()
@@ -296,7 +297,7 @@ def _strip(name: str) -> str:
     return name[len(ROOT) + 1 :] if name.startswith(ROOT + ".") else name
 
 
-def _module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple) and isinstance(entry[0], str)]
     return _strip(paths[-1]) if paths and paths[-1] != ROOT else ""

@@ -55,6 +55,10 @@ class StrategyError(AutoparError):
     """A strategy, pin or layout that this model or mesh cannot follow."""
 
 
+class AdaptError(AutoparError):
+    """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not its own."""
+
+
 class MemoryInfeasibleError(AutoparError):
     """No plan fits the memory limit. Carries `missing_bytes` and a `breakdown` of the smallest need (bytes by kind)."""
 

@@ -67,6 +67,7 @@ def call(node: fx.Node, target, *args) -> fx.Node:
 def _linear(graph_module, node: fx.Node) -> fx.Node:
     x, weight, *bias = node.args
     y = call(node, autopar.linear.default, x, weight)
+    y.meta["val"] = node.meta["val"]
     return call(node, aten.add.Tensor, y, bias[0]) if bias and bias[0] is not None else y
 
 
@@ -82,12 +83,19 @@ def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
     shape, after = x.meta["val"].shape, back.meta["val"].shape
     if flat.meta["val"].shape[-1] != shape[-1] or after[:-1] != shape[:-1] or after[-1] != node.meta["val"].shape[-1]:
         return None
-    y = call(node, autopar.linear.default, x, call(node, aten.t.default, weight))
+    y = call(node, autopar.linear.default, x, _transposed(node, weight))
+    y.meta["val"] = back.meta["val"]
     y = call(node, aten.add.Tensor, y, bias)
     y.meta["val"] = back.meta["val"]
     back.replace_all_uses_with(y)
     node.graph.erase_node(back)
     return y
+
+
+def _transposed(node: fx.Node, matrix: fx.Node) -> fx.Node:
+    turned = call(node, aten.t.default, matrix)
+    turned.meta["val"] = matrix.meta["val"].t()
+    return turned
 
 
 def _is_leaf(node: fx.Node) -> bool:

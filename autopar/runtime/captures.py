@@ -61,7 +61,7 @@ class Traced:
 class Compiler(Protocol):
     """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together."""
 
-    def trace(self, example_inputs, gradients: bool) -> Traced: ...
+    def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced: ...
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         """`first`: the plan of the first capture, `layouts`: of the parameters by name, which the plan is to keep."""
@@ -121,7 +121,7 @@ class Captures:
 
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
         ranks; DesyncError if this rank alone makes a call for the first time."""
-        flags, gradients = self.modes.now(), self.is_trained and torch.is_grad_enabled()
+        flags, gradients = self.modes.now(), self.is_trained and self.modes.adapters and torch.is_grad_enabled()
         tensors = None
         for capture in (self.last, *self.table):
             if capture.gradients is gradients and capture.flags == flags:
@@ -157,7 +157,7 @@ class Captures:
         self.table[0].inputs.signature.check_dtypes(args, kwargs)
         start = time.perf_counter()
         self.modes.set_source()
-        traced = self.compiler.trace((args, kwargs), gradients)
+        traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters)
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
         if same is not None:
             capture = self._add(traced, same.plan, same.step, gradients)
@@ -201,7 +201,8 @@ class Captures:
         return total
 
     def _modes_text(self, gradients: bool) -> str:
-        return self.modes.text() + (", no_grad" if self.is_trained and not gradients else "")
+        trains = self.is_trained and self.modes.adapters
+        return self.modes.text() + (", no_grad" if trains and not gradients else "")
 
 
 def lower_together(traced: Traced, plan: Plan) -> RankProgram:

@@ -1,4 +1,4 @@
-"""Training flags: which modules of a model are in train mode and which in eval mode.
+"""Training flags: which modules of a model are in train mode and which in eval mode; and whether its adapters take part.
 
 Users set them on the compiled module; the source model, which is traced, follows when a call is compiled.
 """
@@ -21,10 +21,14 @@ class Modes:
         self.sources = [source.get_submodule(name) for name in self.names]
         for mine, theirs in zip(self.modules, self.sources):
             mine.training = theirs.training
+        self.adapters = True
 
     def now(self) -> list[bool]:
-        """One flag a module: True in train mode."""
-        return list(map(_training, self.modules))
+        """One flag a module, True in train mode, and one for the adapters."""
+        return [*map(_training, self.modules), self.adapters]
+
+    def set_adapters(self, adapters: bool) -> None:
+        self.adapters = adapters
 
     def set_source(self) -> None:
         for mine, theirs in zip(self.modules, self.sources):
@@ -37,4 +41,4 @@ class Modes:
         for name, flag in flags.items():
             if name and flag != flags[name.rpartition(".")[0]]:
                 words.append(f"{name} {'train' if flag else 'eval'}")
-        return ", ".join(words)
+        return ", ".join(words + ([] if self.adapters else ["without adapters"]))

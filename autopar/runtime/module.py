@@ -11,13 +11,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..errors import SourceMethodError, StrategyError
+from ..adapt.attach import Attachment
+from ..adapt.lora import LoRA
+from ..errors import AdaptError, SourceMethodError, StrategyError
 from ..mesh import Mesh
 from ..plan import Plan
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights
 from . import agree, captures, watch
+from .adapters import Adapters
 from .captures import Captures, Compiler
 from .modes import Modes
 from .parameters import take_over
@@ -30,22 +33,26 @@ class ParallelModule(nn.Module):
     Values come from the source or from `weights`."""
 
     def __init__(
-        self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh, weights: Weights | None = None
-    ):
+        self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
+        weights: Weights | None = None, attachment: Attachment | None = None,
+    ):  # fmt: skip
         super().__init__()
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
+        self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
         traced = compiler.trace(example_inputs, True)
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
         coordinate = mesh.coordinate(torch.distributed.get_rank())
         self.layouts = agree.everywhere(
-            lambda: take_over(self, source, traced.captured, self.plan, coordinate, device_mesh, weights)
+            lambda: take_over(self, source, traced.captured, self.plan, coordinate, device_mesh, weights, self.adapter_names)
         )
         translate_states(self, self.layouts, mesh, device_mesh)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
         self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh)
         self._captures.add(traced, self.plan, program)
+        lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
+        self._adapters = Adapters(self, lora, self._captures.modes.set_adapters) if lora else None
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
@@ -91,6 +98,39 @@ class ParallelModule(nn.Module):
         """Write a Hugging Face folder: config.json, if the source has a config, and safetensors shards under the original names,
         which `from_pretrained` and `weights=` load. All ranks call it; each writes tensors of its own, whole, one at a time."""
         save_model(self, folder)
+
+    def _lora(self) -> Adapters:
+        """Raises AdaptError if the model was compiled without LoRA."""
+        if self._adapters is None:
+            raise AdaptError("the model has no adapters", fix="compile it with adapt=[autopar.LoRA(target_modules=...)]")
+        return self._adapters
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write what trains, the active adapter, as adapter_config.json and adapter_model.safetensors in PEFT's format. All ranks
+        call it."""
+        self._lora().save(folder)
+
+    def load_adapter(self, folder: str | Path, adapter_name: str | None = None) -> None:
+        """Read an adapter that `save_adapter` or PEFT wrote, each rank its parts: into the active one, or as another one, which
+        `set_adapter` makes active. Raises AdaptError for one of another model or of other settings."""
+        self._lora().load(folder, adapter_name)
+
+    def set_adapter(self, adapter_name: str) -> None:
+        """Make one of the loaded adapters the active one; "default" is the one that the model was compiled with. An optimizer keeps
+        its state of the parameters, which then hold other values."""
+        self._lora().activate(adapter_name)
+
+    def disable_adapter(self):
+        """A context in which the model computes as if it had no adapter."""
+        return self._lora().disabled()
+
+    def merge_adapter(self) -> None:
+        """Add the active adapter to the base: calls then run graphs without it, and `save_pretrained` writes the sum."""
+        self._lora().merge()
+
+    def unmerge_adapter(self) -> None:
+        """Take a merged adapter out of the base again."""
+        self._lora().unmerge()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their norm over the whole model; returns the norm as a plain tensor."""

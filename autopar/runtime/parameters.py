@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -76,15 +76,17 @@ def check_source(source: nn.Module, weights: bool = False) -> None:
 
 
 def take_over(
-    module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh, weights: Weights | None = None
-) -> dict[str, Layout]:
-    """Give `module` this rank's parts under all names of the source, with the source's values or those that `weights` reads.
+    module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh, weights: Weights | None = None,
+    added: Collection[str] = (),
+) -> dict[str, Layout]:  # fmt: skip
+    """Give `module` this rank's parts under all names of the source, with the source's values or those that `weights` reads
+    (which has none of the names in `added`).
     Each source parameter is emptied as soon as its part is made, so that the two are never in memory as a whole. Returns the
     layouts of the parameters by name."""
     device = torch.device(device_mesh.device_type)
 
     def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if weights is not None:
+        if weights is not None and name not in added:
             return weights.part(name, tensor.dtype, layout, plan.mesh, coordinate).to(device)
         return local_part(tensor.detach(), layout, plan.mesh, coordinate).to(device)
 
@@ -94,7 +96,7 @@ def take_over(
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in source.named_buffers(remove_duplicate=False):
         if id(buffer) not in buffers:
-            saved = name in persistent and weights is not None
+            saved = name in persistent and weights is not None and name not in added
             replicated = Layout.replicated(buffer.dim())
             buffers[id(buffer)] = part_of(name, buffer, replicated) if saved else buffer.detach().clone().to(device)
         kept = buffers[id(buffer)]

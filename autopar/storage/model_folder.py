@@ -26,17 +26,18 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder).expanduser()
     unfinished = folder / ".unfinished"
     agree.from_rank_zero(lambda: make_folder(unfinished))
-    agree.everywhere(lambda: write_model(model, unfinished))
+    agree.everywhere(lambda: write_model(model, unfinished, adapters=False))
     agree.from_rank_zero(lambda: _move_in(unfinished, folder))
 
 
-def write_model(model: nn.Module, folder: Path) -> dict[str, Digest]:
-    """Write this rank's files of the model into an empty folder, on rank 0 also the config. Returns their digests."""
-    written = write_shards(tensors_of(model), folder, STEM, model.plan.mesh)
+def write_model(model: nn.Module, folder: Path, adapters: bool = True) -> dict[str, Digest]:
+    """Write this rank's files of the model, with or without what adaptations added to it, into an empty folder, on rank 0 also the
+    config. Returns their digests."""
+    written = write_shards(tensors_of(model, adapters), folder, STEM, model.plan.mesh)
     return written | (_write_config(model, folder) if dist.get_rank() == 0 else {})
 
 
-def tensors_of(model: nn.Module) -> dict[str, Held]:
+def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
     """Parameters and saved buffers of a ParallelModule, each under one name: of a shared tensor's names the one under which
     transformers wants to find it."""
     later = {*(getattr(model, "all_tied_weights_keys", None) or ())}
@@ -46,7 +47,7 @@ def tensors_of(model: nn.Module) -> dict[str, Held]:
         skipped |= {*names} - {first}
     held = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
-        if name not in skipped:
+        if name not in skipped and (adapters or name not in model.adapter_names):
             layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
             held[name] = Held(Form(tuple(tensor.shape), tensor.dtype), layout, lambda t=tensor: local(t))
     return held

@@ -49,16 +49,16 @@ def owners_of(forms: Mapping[str, Form], ranks: int) -> dict[str, int]:
     return owners
 
 
-def write_shards(held: Mapping[str, Held], folder: Path, stem: str, mesh: Mesh) -> dict[str, Digest]:
+def write_shards(held: Mapping[str, Held], folder: Path, stem: str, mesh: Mesh, files: int | None = None) -> dict[str, Digest]:
     """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there are several.
-    Returns the digests of this rank's files by name.
+    Returns the digests of this rank's files by name. `files`: how many there are at most, of the first ranks (None: one a rank).
 
     Raises CheckpointError if the file cannot be written or a dtype cannot be stored. Until all is gathered a failure waits, lest
     other ranks wait for this one; they have to be told afterwards."""
     rank, forms = dist.get_rank(), {name: h.form for name, h in held.items()}
     if strange := [name for name in forms if forms[name].dtype not in NAMES]:
         raise CheckpointError(f"{strange[0]} is {forms[strange[0]].dtype}, which safetensors cannot store")
-    files = file_names(stem, max(1, min(mesh.devices, len(forms))))
+    files = file_names(stem, max(1, min(mesh.devices, len(forms), files or mesh.devices)))
     index = {name: files[owner] for name, owner in owners_of(forms, len(files)).items()}
     mine = files[rank] if rank < len(files) else None
     writer = failure = None

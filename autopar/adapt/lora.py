@@ -1,0 +1,260 @@
+"""LoRA: what to adapt and how, in PEFT's words, and the parameters that it adds.
+
+A frozen weight W (o, i) gets a trained product of two thin matrices, y = W x + scaling * B A x with A (r, i) and B (o, r)
+(arXiv 2106.09685); scaling is lora_alpha / r, or lora_alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732). DoRA (arXiv
+2402.09353) trains the length of every row of W + scaling * B A besides. Names, shapes, starting values and the meaning of every
+argument are those of PEFT's `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora).
+
+Of a module M the parameters are M.lora_A.weight and M.lora_B.weight, of an embedding M.lora_embedding_A and M.lora_embedding_B,
+with DoRA M.lora_magnitude_vector; of a second adapted parameter of one module M.base_layer.lora_A.weight and so on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import AdaptError
+from .attach import Attachment
+from .targets import Targets, check_found, matches, number_in_list
+
+ALL_LINEAR = "all-linear"
+BIASES = ("none", "all", "lora_only")
+SITES = "lora_sites"  # attribute of an adapted module
+
+
+@dataclass(frozen=True)
+class LoraSite:
+    """One adapted parameter of a module. `kind`: "linear", "embedding" or "parameter" (of any use, such as stacked experts);
+    `is_transposed`: the parameter is (i, o), or (experts, i, o). `prefix` stands before the names of its adapter."""
+
+    parameter: str
+    kind: str
+    is_transposed: bool
+    r: int
+    scaling: float
+    dropout: float
+    use_dora: bool
+    prefix: str = ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of A and B in the module."""
+        if self.kind == "embedding":
+            return "lora_embedding_A", "lora_embedding_B"
+        return f"{self.prefix}lora_A.weight", f"{self.prefix}lora_B.weight"
+
+    def shapes(self, weight: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of A and B for a parameter of this shape."""
+        experts = weight[0] if len(weight) == 3 else 1
+        o, i = weight[-2:] if not self.is_transposed else reversed(weight[-2:])
+        return (self.r * experts, i), (o, self.r * experts)
+
+
+MAGNITUDE = "lora_magnitude_vector"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters for `autopar.compile(..., adapt=[LoRA(...)])`; everything else of the model is frozen.
+
+    target_modules: ends of module names, a regular expression for whole names, or "all-linear"; target_parameters: ends of
+    parameter names, for stacks of experts. bias: "none", "all" or "lora_only", which biases train too; modules_to_save: ends of
+    names of modules that train as a whole and are saved with the adapter. rank_pattern, alpha_pattern: regular expression for the
+    end of a module name -> its own r, lora_alpha. init_lora_weights: True (A uniform as Kaiming, B zero), "gaussian" (A normal of
+    deviation 1 / r), or False (both random). Raises AdaptError for values that mean nothing."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    target_modules: Targets = ()
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+    exclude_modules: Targets = ()
+    target_parameters: Sequence[str] = ()
+    modules_to_save: Sequence[str] = ()
+    layers_to_transform: Sequence[int] | int | None = None
+    layers_pattern: Targets | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    init_lora_weights: bool | str = True
+
+    name = "lora"
+
+    def __post_init__(self):
+        for r in (self.r, *self.rank_pattern.values()):
+            if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+                raise AdaptError(f"LoRA has r={r!r}", fix="r is the rank of the adapters, a whole number from 1 on")
+        if not 0 <= self.lora_dropout < 1:
+            raise AdaptError(f"LoRA has lora_dropout={self.lora_dropout!r}", fix="a probability below 1")
+        if self.bias not in BIASES:
+            raise AdaptError(f"LoRA has bias={self.bias!r}", fix=f"one of {', '.join(BIASES)}")
+        if self.init_lora_weights not in (True, False, "gaussian"):
+            raise AdaptError(f"LoRA has init_lora_weights={self.init_lora_weights!r}", fix='True, False or "gaussian"')
+        if not self.target_modules and not self.target_parameters:
+            raise AdaptError("LoRA has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"')
+        if self.target_parameters and (self.lora_dropout or self.use_dora):
+            raise AdaptError("adapters of target_parameters have neither dropout nor DoRA", fix="leave both out")
+
+    def scaling(self, module: str) -> tuple[int, float]:
+        """(r, factor of the product) of the adapter of a module."""
+        r, alpha = _own(self.rank_pattern, module, self.r), _own(self.alpha_pattern, module, self.lora_alpha)
+        return r, alpha / (math.sqrt(r) if self.use_rslora else r)
+
+    def attach(self, to: Attachment) -> None:
+        """Add the adapters to a model and freeze the rest.
+
+        Raises AdaptError for targets that the model does not have or that have no matrix, and for a rank above a matrix's."""
+        model = to.model
+        if already := next((n for n, _ in model.named_parameters() if "lora_" in n), None):
+            raise AdaptError(f"the model has adapters already: {already}", fix="compile the model that they were added to")
+        found = self._sites(model)
+        saved = [m for n, m in model.named_modules() if n and matches(list(self.modules_to_save), n)]
+        check_found("module", list(self.modules_to_save), [n for n, _ in model.named_modules() if n])
+        kept = {id(p) for module in saved for p in module.parameters()} | {id(p) for p in self._biases(model, found)}
+        for parameter in model.parameters():
+            to.train(parameter, id(parameter) in kept)
+        for path, sites in found.items():
+            module = model.get_submodule(path)
+            for site in sites:
+                self._add(to, path, site, getattr(module, site.parameter))
+            to.mark(module, SITES, sites)
+
+    def _add(self, to: Attachment, path: str, site: LoraSite, weight: torch.Tensor) -> None:
+        shapes, dtype = site.shapes(weight.shape), _adapter_dtype(weight.dtype)
+        least = min(shapes[0][1], shapes[1][0])
+        if site.r > least:
+            raise AdaptError(
+                f"r={site.r} is above the rank that {path}.{site.parameter} can have",
+                shape=tuple(weight.shape), fix=f"r at most {least}, or another layer",
+            )  # fmt: skip
+        for name, shape, first in zip(site.names, shapes, (True, False)):
+            values = torch.empty(shape, dtype=dtype, device=to.device)
+            if to.device.type != "meta":
+                self._start(values, site, first, _generator(to.seed, f"{path}.{name}"))
+            to.add(path, name, values)
+        if site.use_dora:
+            rows = weight.t() if site.is_transposed else weight
+            to.add(path, MAGNITUDE, _row_norms(rows, to.device).to(dtype))
+
+    def _start(self, values: torch.Tensor, site: LoraSite, is_a: bool, generator: torch.Generator) -> None:
+        is_zero_one = is_a if site.kind == "embedding" else not is_a
+        if self.init_lora_weights is not False and is_zero_one:
+            values.zero_()
+        elif site.kind == "embedding":
+            values.normal_(generator=generator)
+        elif self.init_lora_weights == "gaussian":
+            values.normal_(0.0, 1 / site.r, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+
+    def _sites(self, model: nn.Module) -> dict[str, tuple[LoraSite, ...]]:
+        """The adapted parameters by module."""
+        modules = {name: module for name, module in model.named_modules() if name}
+        targets = _all_linear(model, modules) if self.target_modules == ALL_LINEAR else self.target_modules
+        found = {name: (self._site(name, modules[name]),) for name in modules if targets and self._is_target(targets, name)}
+        if targets and not found:
+            check_found("module", targets, modules)
+            raise AdaptError("exclude_modules and layers_to_transform leave no module to adapt", fix="give fewer of them")
+        check_found("module", targets, modules)
+        for name, sites in self._parameter_sites(modules):
+            found[name] = (*found.get(name, ()), *sites)
+        return found
+
+    def _is_target(self, targets: Targets, name: str) -> bool:
+        if self.exclude_modules and matches(self.exclude_modules, name):
+            return False
+        if any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", name) for m in self.modules_to_save):
+            return False
+        if not matches(targets, name) or self.layers_to_transform is None or isinstance(targets, str):
+            return matches(targets, name)
+        wanted = self.layers_to_transform
+        return number_in_list(name, self.layers_pattern) in ([wanted] if isinstance(wanted, int) else wanted)
+
+    def _site(self, name: str, module: nn.Module) -> LoraSite:
+        weight = getattr(module, "weight", None)
+        is_conv1d = type(module).__name__ == "Conv1D"
+        if not isinstance(weight, nn.Parameter) or not isinstance(module, (nn.Linear, nn.Embedding)) and not is_conv1d:
+            raise AdaptError(
+                f"{name} is a {type(module).__name__}, and LoRA adapts linear layers, Conv1D and embeddings",
+                fix="name such layers in target_modules, or a parameter of two or three dims in target_parameters",
+            )
+        kind = "embedding" if isinstance(module, nn.Embedding) else "linear"
+        if self.use_dora and kind == "embedding":
+            raise AdaptError(f"{name} is an embedding, and DoRA is for linear layers", fix="leave it out, or use_dora=False")
+        r, scaling = self.scaling(name)
+        return LoraSite("weight", kind, is_conv1d or kind == "embedding", r, scaling, self.lora_dropout, self.use_dora)
+
+    def _parameter_sites(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[LoraSite, ...]]]:
+        held = ((path, leaf) for path, m in modules.items() for leaf, p in m._parameters.items() if p is not None)
+        names = {f"{path}.{leaf}": (path, leaf) for path, leaf in held}
+        check_found("parameter", list(self.target_parameters), names)
+        sites: dict[str, list[LoraSite]] = {}
+        for full, (path, leaf) in names.items():
+            if not matches(list(self.target_parameters), full):
+                continue
+            module, shape = modules[path], tuple(modules[path]._parameters[leaf].shape)
+            if len(shape) not in (2, 3):
+                raise AdaptError(f"{full} is no matrix and no stack of them", shape=shape, fix="target such parameters")
+            is_transposed = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
+            r, scaling = self.scaling(full)
+            sites.setdefault(path, []).append(LoraSite(leaf, "parameter", is_transposed, r, scaling, 0.0, False))
+        for path, found in sites.items():  # PEFT wraps a module once a parameter: the last one is outermost
+            yield path, tuple(_behind(site, len(found) - 1 - i) for i, site in enumerate(found))
+
+    def _biases(self, model: nn.Module, found: Mapping[str, tuple[LoraSite, ...]]) -> list[nn.Parameter]:
+        if self.bias == "all":
+            return [p for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"]
+        if self.bias == "lora_only":
+            biases = [getattr(model.get_submodule(path), "bias", None) for path in found]
+            return [b for b in biases if isinstance(b, nn.Parameter)]
+        return []
+
+
+def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, LoraSite]]:
+    """(path, module, site) of every adapted parameter."""
+    for path, module in model.named_modules():
+        for site in module.__dict__.get(SITES, ()):
+            yield path, module, site
+
+
+def _own(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+    return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+
+
+def _behind(site: LoraSite, wrappers: int) -> LoraSite:
+    return LoraSite(**{**vars(site), "prefix": "base_layer." * wrappers})
+
+
+def _all_linear(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Every linear layer but the output embedding of a language model or the head of a classifier."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [n for n, m in modules.items() if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") and m is not head]
+    if head is None:
+        heads = tuple(n for n in names if n.partition(".")[0] in ("classifier", "score"))
+        names = [n for n in names if n not in heads]
+    return names
+
+
+def _adapter_dtype(base: torch.dtype) -> torch.dtype:
+    """Adapters of a half-precision model train in float32, as PEFT's do."""
+    return torch.float32 if base.itemsize < 4 else base
+
+
+def _row_norms(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "meta" or weight.is_meta:
+        return torch.empty(weight.shape[0], device=device)
+    return weight.detach().float().norm(dim=1).to(device)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """Of its own for every tensor, so that what one draws does not hang on what others do."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

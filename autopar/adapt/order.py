@@ -1,0 +1,62 @@
+"""Which adaptations go together, and in which order their passes run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..errors import AdaptError, InputError
+from .attach import Attachment
+from .lora import LoRA
+
+
+class Adaptation(Protocol):
+    """What `adapt=` takes. `name` is that of the pass that changes the graph."""
+
+    name: str
+
+    def attach(self, to: Attachment) -> None:
+        """Add to a model what the pass needs, and say what trains. Raises AdaptError."""
+
+
+KINDS = (LoRA,)
+
+
+def checked(adapt: object) -> tuple[Adaptation, ...]:
+    """The value of `adapt=` as a tuple. Raises AdaptError for anything else, and for adaptations that exclude each other."""
+    given = (adapt,) if isinstance(adapt, KINDS) else adapt
+    if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(a, KINDS) for a in given):
+        names = ", ".join(kind.__name__ for kind in KINDS)
+        raise AdaptError(f"adapt is {adapt!r:.80}", fix=f"a list of autopar's {names}, such as [autopar.LoRA(target_modules=...)]")
+    names = [a.name for a in given]
+    if twice := next((n for n in names if names.count(n) > 1), None):
+        raise AdaptError(f"adapt has {twice} twice", fix="one of a kind; rank_pattern and alpha_pattern differ by layer")
+    return tuple(given)
+
+
+def attach(model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0) -> Attachment:
+    """Attach all of them, or none if one cannot be."""
+    to = Attachment(model, device, seed)
+    if adapt and not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
+    try:
+        for adaptation in adapt:
+            adaptation.attach(to)
+    except BaseException:
+        to.undo()
+        raise
+    return to
+
+
+@contextmanager
+def attached(model: nn.Module, adapt: Sequence[Adaptation]) -> Iterator[Attachment]:
+    """Inside, the model is adapted, without values; afterwards it is as it was."""
+    to = attach(model, adapt)
+    try:
+        yield to
+    finally:
+        to.undo()

@@ -1,0 +1,139 @@
+"""The LoRA adapters of a compiled model: saved and loaded, several of them switched, merged into the base and out of it.
+
+The words are PEFT's. An adapter that is not active is a rank's parts of its values, kept beside the parameters, which hold those of
+the active one. While adapters are merged or disabled the model runs graphs without them, which are compiled when first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _torch
+from ..adapt.lora import MAGNITUDE, LoRA, LoraSite, sites_of
+from ..errors import AdaptError, nearest
+from ..layout import Layout, local_ranges
+from ..storage.adapter_folder import file_names, load_adapter, save_adapter
+from ..storage.gather import gather_everywhere
+from ..storage.tensor_file import cut
+from . import agree
+
+FIRST = "default"
+
+
+class Adapters:
+    """Those of a ParallelModule with this configuration. `switch(on)` tells the module which graphs to run."""
+
+    def __init__(self, module: nn.Module, config: LoRA, switch: Callable[[bool], None]):
+        self.module, self.config, self.switch = module, config, switch
+        self.active, self.kept, self.merged = FIRST, {FIRST: None}, False
+        self.sites = [(path, site) for path, _, site in sites_of(module._source)]
+        self._lengths: dict[str, Tensor] = {}  # what the rows of a merged DoRA layer were multiplied by
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.kept)
+
+    def _local(self, name: str) -> Tensor:
+        return _torch.local_of(self.module.get_parameter(name)).detach()
+
+    def save(self, folder: str | Path) -> None:
+        self._refuse_merged("save it")
+        save_adapter(self.module, self.config, folder)
+
+    def load(self, folder: str | Path, name: str | None) -> None:
+        """Into the active adapter, or as another one that `activate` makes active."""
+        self._refuse_merged("load another one")
+        parts = agree.everywhere(lambda: load_adapter(self.module, self.config, folder))
+        if name is None or name == self.active:
+            self._write(parts)
+        else:
+            self.kept[name] = parts
+
+    def activate(self, name: str) -> None:
+        """Raises AdaptError for an adapter that is not there."""
+        self._refuse_merged("change it")
+        if name not in self.kept:
+            raise AdaptError(f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first")
+        if name != self.active:
+            self.kept[self.active] = {n: self._local(n).clone() for n in file_names(self.module)}
+            self._write(self.kept[name])
+            self.kept[name], self.active = None, name
+
+    def _write(self, parts: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, part in parts.items():
+                self._local(name).copy_(part)
+
+    def _refuse_merged(self, wish: str) -> None:
+        if self.merged:
+            raise AdaptError("the adapter is merged into the base", fix=f"unmerge_adapter() before you {wish}")
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Inside, the model computes as if it had none."""
+        self._refuse_merged("disable it")
+        self.switch(False)
+        try:
+            yield
+        finally:
+            self.switch(True)
+
+    def merge(self) -> None:
+        """Add the active adapter to the base's parameters, each rank to its parts, in place."""
+        if not self.merged:
+            for path, site in self.sites:
+                self._change(path, site, 1.0)
+            self.merged = True
+            self.switch(False)
+
+    def unmerge(self) -> None:
+        """Take it out again, up to rounding."""
+        if self.merged:
+            for path, site in self.sites:
+                self._change(path, site, -1.0)
+            self.merged = False
+            self.switch(True)
+
+    @torch.no_grad()
+    def _change(self, path: str, site: LoraSite, sign: float) -> None:
+        name = f"{path}.{site.parameter}"
+        weight, shape = self._local(name), tuple(self.module.get_parameter(name).shape)
+        layout, mesh = self.module.layouts[name], self.module.plan.mesh
+        ranges = local_ranges(shape, layout, mesh, mesh.coordinate(dist.get_rank()))
+        a, b = (self._whole(f"{path}.{n}") for n in site.names)
+        product = _part(a, b, site, ranges)
+        wide = torch.promote_types(weight.dtype, product.dtype)
+        if not site.use_dora:
+            weight.copy_(weight.to(wide) + sign * product)
+            return
+        rows, across = (ranges[1], (1, -1)) if site.is_transposed else (ranges[0], (-1, 1))
+        if sign > 0:
+            changed = weight.to(wide) + product
+            whole = gather_everywhere(changed, shape, layout, mesh)
+            self._lengths[path] = self._whole(f"{path}.{MAGNITUDE}") / whole.norm(dim=0 if site.is_transposed else 1)
+            weight.copy_(changed * cut(self._lengths[path], [rows]).view(across))
+        else:
+            weight.copy_(weight.to(wide) / cut(self._lengths.pop(path), [rows]).view(across) - product)
+
+    def _whole(self, name: str) -> Tensor:
+        parameter = self.module.get_parameter(name)
+        layout = self.module.layouts.get(name) or Layout.replicated(parameter.dim())
+        return gather_everywhere(self._local(name), parameter.shape, layout, self.module.plan.mesh)
+
+
+def _part(a: Tensor, b: Tensor, site: LoraSite, ranges) -> Tensor:
+    """What a rank that holds `ranges` of a parameter adds to it: (o, i), (i, o), (experts, o, i) or (experts, i, o)."""
+    experts = a.shape[0] // site.r
+    rows, columns = (ranges[-1], ranges[-2]) if site.is_transposed else (ranges[-2], ranges[-1])
+    held = ranges[0] if len(ranges) == 3 else [(0, experts)]
+    a = cut(a.view(experts, site.r, -1), [held, [(0, site.r)], columns])
+    b = cut(b.view(-1, site.r, experts).permute(2, 0, 1), [held, rows, [(0, site.r)]])
+    product = site.scaling * (b @ a)
+    product = product.transpose(1, 2) if site.is_transposed else product
+    return product if len(ranges) == 3 else product[0]

@@ -1,0 +1,138 @@
+"""LoRA adapters in an exported forward graph, beside the ops that read the adapted parameters.
+
+    linear(x, W)      ->  linear(x, W) + scaling * linear(linear(dropout(x), A), B)
+    embedding(W, i)   ->  embedding(W, i) + scaling * linear(embedding(A.T, i), B)
+    any op of W       ->  the same of W + scaling * (B A for each expert)
+
+Runs before differentiation, so the adapters' gradients are autograd's, and sharding follows from the factors of the ops that are
+added: where the base is column-parallel A is read whole and B cut by rows, where it is row-parallel A is cut by columns and the
+output is a partial sum like the base's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..adapt.lora import MAGNITUDE, LoraSite, sites_of
+from ..capture import Exported, source_line
+from ..errors import AdaptError
+from .canonicalize_random import number_streams, random_op
+from .forward_edit import Editor, finish, is_read, replace_value, uses_in, uses_of
+
+aten, autopar = torch.ops.aten, torch.ops.autopar
+
+
+def lora(exported: Exported, model: torch.nn.Module) -> Exported:
+    """Rewrites in place, for every site that `LoRA.attach` marked in `model`; a site that has its adapter already stays.
+
+    Raises AdaptError for a layer whose parameter goes into another op than the one that can be adapted, or into none."""
+    for path, module, site in sites_of(model):
+        if is_read(exported, f"{path}.{site.names[0]}"):
+            continue
+        name = f"{path}.{site.parameter}"
+        uses = uses_of(exported, name) if site.kind == "parameter" else uses_in(exported, name, path)
+        if not uses:
+            raise AdaptError(f"{name} is not used in this call: its adapter would never train", fix="leave it out of the targets")
+        if site.kind == "parameter":
+            _whole(exported, path, site)
+        else:
+            for user, argument in uses:
+                _beside(exported, path, module, site, user, argument)
+    number_streams(exported.graph_module.graph)
+    finish(exported)
+    return exported
+
+
+def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node, argument: fx.Node) -> None:
+    """The adapter beside one linear or embedding op."""
+    wanted = autopar.embedding.default if site.kind == "embedding" else autopar.linear.default
+    at = 0 if site.kind == "embedding" else 1
+    if user.target is not wanted or user.args[at] is not argument:
+        raise AdaptError(
+            f"{path}.{site.parameter} goes into {user.target}, beside which no adapter can stand",
+            node=user.name, source=source_line(user) or None, shape=tuple(argument.meta["val"].shape),
+            fix=f'adapt the parameter itself: target_parameters=["{path.rpartition(".")[2]}.{site.parameter}"]',
+        )  # fmt: skip
+    edit = Editor(exported, next(iter(_after(user))))
+    a, b = (edit.parameter(f"{path}.{n}") for n in site.names)
+    dtype = user.meta["val"].dtype
+    wide = dtype if _is_narrowed(argument) else torch.promote_types(dtype, a.meta["val"].dtype)
+    a, b = edit.cast(a, wide), edit.cast(b, wide)
+    if site.kind == "embedding":
+        hidden = edit.call(wanted, edit.call(aten.t.default, a), *user.args[1:])
+    else:
+        x = edit.cast(user.args[0], wide)
+        dropped = _dropout(edit, x, site.dropout) if module.training and site.dropout else x
+        hidden = edit.call(autopar.linear.default, dropped, a)
+    delta = edit.call(aten.mul.Tensor, edit.call(autopar.linear.default, hidden, b), site.scaling)
+    base = edit.cast(user, wide)
+    if site.use_dora:
+        magnitude = edit.parameter(f"{path}.{MAGNITUDE}")
+        weight = edit.cast(argument, wide)
+        scale = edit.call(aten.div.Tensor, edit.cast(magnitude, wide), _length(edit, weight, a, b, site))
+        if dropped is not x:  # the base's part of the change comes from what is left of the input
+            more = edit.call(autopar.linear.default, dropped, weight)
+            change = edit.call(aten.mul.Tensor, more, edit.call(aten.sub.Tensor, scale, 1.0))
+            result = edit.call(aten.add.Tensor, base, edit.call(aten.add.Tensor, change, edit.call(aten.mul.Tensor, delta, scale)))
+        else:
+            result = edit.call(aten.mul.Tensor, edit.call(aten.add.Tensor, base, delta), scale)
+    else:
+        result = edit.call(aten.add.Tensor, base, delta)
+    replace_value(user, edit.cast(result, dtype))
+
+
+def _whole(exported: Exported, path: str, site: LoraSite) -> None:
+    """The adapter inside of the parameter: (o, i), or (experts, o, i), (experts, i, o) if it is transposed."""
+    name = f"{path}.{site.parameter}"
+    source = uses_of(exported, name)[0][1]
+    while source.op != "get_attr" and source.target is not aten.to.dtype:  # the parameter in the type that computes
+        source = source.args[0]
+    edit = Editor(exported, next(iter(_after(source))))
+    a, b = (edit.cast(edit.parameter(f"{path}.{n}"), source.meta["val"].dtype) for n in site.names)
+    shape = source.meta["val"].shape
+    if len(shape) == 3:
+        experts = shape[0]
+        a = edit.call(aten.view.default, a, [experts, site.r, a.meta["val"].shape[1]])
+        b = edit.call(aten.view.default, b, [b.meta["val"].shape[0], site.r, experts])
+        b = edit.call(aten.permute.default, b, [2, 0, 1])
+        if site.is_transposed:
+            a, b = edit.call(aten.transpose.int, b, 1, 2), edit.call(aten.transpose.int, a, 1, 2)
+        product = edit.call(autopar.matmul.default, b, a)
+    else:
+        product = edit.call(aten.mm.default, b, a)
+    replace_value(source, edit.call(aten.add.Tensor, source, edit.call(aten.mul.Tensor, product, site.scaling)))
+
+
+def _length(edit: Editor, weight: fx.Node, a: fx.Node, b: fx.Node, site: LoraSite) -> fx.Node:
+    """(o): the lengths of the rows of W + scaling * B A, constants to the gradient (section 4.3 of arXiv 2402.09353)."""
+    product = edit.call(aten.mul.Tensor, edit.call(aten.mm.default, b, a), site.scaling)
+    changed = edit.call(aten.detach.default, edit.call(aten.add.Tensor, weight, product))
+    return edit.call(aten.sqrt.default, edit.call(aten.sum.dim_IntList, edit.call(aten.mul.Tensor, changed, changed), [1]))
+
+
+def _dropout(edit: Editor, x: fx.Node, p: float) -> fx.Node:
+    plain = edit.call(aten.dropout.default, x, p, True)
+    with edit.graph.inserting_before(plain), fx.traceback.preserve_node_meta(), fx.traceback.set_current_meta(plain):
+        drawn = random_op(edit.exported.graph_module, plain)
+    drawn.meta["val"] = plain.meta["val"]
+    plain.replace_all_uses_with(drawn)
+    edit.graph.erase_node(plain)
+    return drawn
+
+
+def _is_narrowed(argument: fx.Node) -> bool:
+    """Whether mixed precision casts the parameter, and so its adapter."""
+    while argument.op != "get_attr":
+        if argument.target in (aten.to.dtype, aten._to_copy.default):
+            return True
+        argument = argument.args[0]
+    return False
+
+
+def _after(node: fx.Node):
+    """The nodes behind one."""
+    node = node.next
+    while node.op != "root":
+        yield node
+        node = node.next
