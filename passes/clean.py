@@ -43,7 +43,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.target = aten.reshape.default  # a shard's strides are not the whole tensor's
             node.args = (node.args[0], list(node.meta["val"].shape))
     _merge_equal(graph)
-    _repeat_views_in_backward(graph)
+    _repeat_in_backward(graph)
     graph.eliminate_dead_code()
     mark_phases(graph)
     graph.lint()
@@ -55,17 +55,19 @@ FREE_VIEWS = _VIEWS | {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.expand.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
 }  # fmt: skip
+REPEATED = FREE_VIEWS | {torch.ops.autopar.dequantize.default}
 
 
-def _repeat_views_in_backward(graph: fx.Graph) -> None:
+def _repeat_in_backward(graph: fx.Graph) -> None:
     """A backward op that reads a view of a forward value gets its own copy of the view, so that what is saved for the backward
-    (or gathered again, for a parameter) is always the viewed value itself."""
+    (or gathered again, for a parameter) is always the viewed value itself. A quantized weight is dequantized again for the same
+    reason: what stays is an eighth of the result."""
     mark_phases(graph)
     copies: dict[fx.Node, fx.Node] = {}
 
     def in_backward(node: fx.Node) -> fx.Node:
         viewed = node.args[0] if node.target is operator.getitem else node
-        if node.op != "call_function" or node.meta["phase"] != "forward" or viewed.target not in FREE_VIEWS:
+        if node.op != "call_function" or node.meta["phase"] != "forward" or viewed.target not in REPEATED:
             return node
         if node not in copies:
             arguments = [in_backward(a) for a in node.all_input_nodes]

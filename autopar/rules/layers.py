@@ -159,3 +159,12 @@ def per_channel(node: fx.Node) -> Rule:
     channel = f"d{arguments['axis'] % len(shape_of(arguments['self']))}"
     inputs = [tuple(f"d{i}" for i in range(len(s))) if n == "self" else (channel,) for n, s in _named_inputs(node)]
     return Rule(tuple(inputs), (inputs[0],) * len(output_shapes(node)))
+
+
+def dequantize(node: fx.Node) -> Rule:
+    """Blocks of a row share a scale, and tiles of scales a step (autopar/ops_nf4.py): both dims are cut in whole tiles. Matrices of
+    a stack are independent."""
+    packed, absmax, *tiles = input_shapes(node)
+    names = (*(f"b{i}" for i in range(len(packed) - 2)), "o", "i")
+    even = {"o": tiles[0][-2], "i": tiles[0][-1]} if tiles else {"i": absmax[-1]}
+    return Rule((names, names, *([names, ()] if tiles else [])), (names,), even=even)

@@ -111,6 +111,9 @@ enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 enter("autopar.grouped_mm.default", einsum("_ k, _ k n, _ -> _ n", [0], [1]))
 enter("autopar.grouped_mm_dw.default", einsum("_ k, _ n, _ -> _ k n", [0], [1]))
 
+# quantized weights
+enter("autopar.dequantize.default", layers.dequantize)
+
 # the vocabulary: sharded ops take the offset of their rows, so a device holds one range of them
 enter("autopar.embedding.default", einsum("v h, ... -> ... h", [0], contiguous="v"))
 enter("autopar.embedding_dw.default", einsum("... h, ... -> v h", [0], contiguous="v"))

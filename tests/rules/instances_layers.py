@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from autopar.ops_nf4 import quantize
+
 from .instances import between, op, real, whole
 
 aten = torch.ops.aten
@@ -29,6 +31,16 @@ op("autopar.linear_dx.default", real(4, 5, 6), real(6, 7))
 op("autopar.matmul.default", real(4, 5, 3, 6), real(4, 5, 6, 7))
 op("autopar.matmul.default", real(5, 3, 6), real(5, 6, 4))
 op("autopar.linear_dw.default", real(4, 5, 6), real(4, 5, 7))
+
+# quantized weights: tiles of 64 x 4 and 128 x 1 blocks, several of them in either dim, a stack of matrices, scales that are not
+# quantized, codes of one byte
+for shape, quant_type, block_size, double_quant in (
+    ((384, 192), "nf4", 16, True), ((256, 48), "fp4", 16, True), ((2, 128, 64), "nf4", 4, True), ((5, 96), "nf4", 16, False),
+    ((128, 32), "int8", 4, True), ((6, 24), "int8", 8, False),
+):  # fmt: skip
+    weight = quantize(real(*shape), quant_type, block_size, double_quant)
+    parts = [weight.get(part) for part in ("packed", "absmax", "scale", "offset")]
+    op("autopar.dequantize.default", *parts, quant_type, torch.float32)
 
 # vocabulary
 op("autopar.embedding.default", real(7, 6), whole(7, 4, 5), -1, 0)
