@@ -32,6 +32,7 @@ from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.lora import lora
+from .passes.quantize import quantize
 from .passes.widen import widen
 from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, make_plan
@@ -45,7 +46,7 @@ from .runtime.parameters import check_model, check_source
 from .storage.weights import Weights
 from .unroll import tower_of, unroll
 
-ADAPT_PASSES = {"lora": lora}  # by the name of an adaptation
+ADAPT_PASSES = {"lora": lora, "quantize": quantize}  # by the name of an adaptation
 
 _UNITS = {
     "": 1,

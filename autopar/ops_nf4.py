@@ -1,14 +1,14 @@
 """Weights in 4 or 8 bits with a scale a block, and the op that gives them back: `autopar::dequantize`.
 
-QLoRA (Dettmers et al., arXiv 2305.14314, section 3) divides every block of a weight by its largest absolute value and rounds to the
-16 numbers of a code book: NF4 has quantiles of the normal distribution, FP4 the values of bitsandbytes' e2m1 floats. Two codes share
-a byte, the first in its upper half (as bitsandbytes and torchao pack them); "int8" rounds to 127 steps on either side of zero.
-Double quantization keeps the blocks' scales in 8 bits as well: less their mean, in steps of 1/128 of the largest of 256 of them
-(torchao's linear steps; bitsandbytes has a code book there).
+QLoRA (Dettmers et al., arXiv 2305.14314, section 3) divides every block of a weight by its largest absolute value and rounds to
+the 16 numbers of a code book: NF4 has quantiles of the normal distribution, FP4 the values of bitsandbytes' e2m1 floats. Two codes
+share a byte, the first in its upper half (as bitsandbytes and torchao pack them); "int8" rounds to 127 steps on either side of
+zero. Double quantization keeps the blocks' scales in 8 bits as well: less their mean, in steps of 1/128 of the largest of 256 of
+them (torchao's linear steps; bitsandbytes has a code book there).
 
-Blocks run along the last dim, and the scales that share a step are a tile of neighbours in both dims, so a weight can be cut in rows
-or in columns: what holds some whole tiles of all four tensors dequantizes to its part of the weight. Of a weight (..., o, i) with
-blocks of b and tiles of R rows and C blocks (`tile_of`) they are
+Blocks run along the last dim, and the scales that share a step are a tile of neighbours in both dims, so a weight can be cut in
+rows or in columns: what holds some whole tiles of all four tensors dequantizes to its part of the weight. Of a weight (..., o, i)
+with blocks of b and tiles of R rows and C blocks (`tile_of`) they are
 
     packed  (..., o, i / 2) uint8, or (..., o, i) int8      codes
     absmax  (..., o, i / b) int8, float32 if not doubly     scales
@@ -119,11 +119,9 @@ def quantize(weight: Tensor, quant_type: str, block_size: int, double_quant: boo
 def _packed(blocks: Tensor, largest: Tensor, quant_type: str) -> Tensor:
     """Codes of the blocks (..., b) of which `largest` (...) has the largest values; flat, a few blocks at a time."""
     size = blocks.shape[-1]
-    found = []
-    for some, norms in zip(blocks.reshape(-1, size).split(max(1, CHUNK // size)), largest.reshape(-1, 1).split(max(1, CHUNK // size))):
-        values = some.float() / torch.where(norms > 0, norms, 1.0)
-        found.append(_codes(values, quant_type))
-    return torch.cat(found)
+    norms = torch.where(largest > 0, largest, 1.0).reshape(-1, 1)
+    chunks = zip(*(x.split(max(1, CHUNK // size)) for x in (blocks.reshape(-1, size), norms)))
+    return torch.cat([_codes(some.float() / norm, quant_type) for some, norm in chunks])
 
 
 def _codes(values: Tensor, quant_type: str) -> Tensor:

@@ -2,5 +2,6 @@
 (see attach.py). The passes that change the graph are in passes/, under the same names."""
 
 from .lora import LoRA
+from .qlora import QLoRA
 
-__all__ = ["LoRA"]
+__all__ = ["LoRA", "QLoRA"]

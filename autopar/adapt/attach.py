@@ -6,10 +6,19 @@ The user's model file stays as it is: its forward neither knows nor reads what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A parameter that the compiled model does not have: it has `names`, which `compute` makes from its value, in this order."""
+
+    names: tuple[str, ...]
+    compute: Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class Attachment:
@@ -18,21 +27,42 @@ class Attachment:
     def __init__(self, model: nn.Module, device: str | torch.device = "meta", seed: int = 0):
         self.model, self.device, self.seed = model, torch.device(device), seed
         self.added: set[str] = set()  # names of parameters and buffers that the model's own files do not hold
+        self.replaced: dict[str, Replaced] = {}  # by name of the parameter
         self._undo: list[Callable[[], None]] = []
 
-    def add(self, path: str, name: str, tensor: torch.Tensor, trainable: bool = True) -> None:
+    def add(self, path: str, name: str, tensor: Tensor, trainable: bool = True) -> None:
         """A parameter `name` (dotted: in modules that are made for it) of the module at `path`."""
         owner = self._owner(self.model.get_submodule(path), name)
         leaf = name.rpartition(".")[2]
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=trainable))
         self._note(path, name, lambda: owner._parameters.pop(leaf))
 
-    def add_buffer(self, path: str, name: str, tensor: torch.Tensor) -> None:
+    def add_buffer(self, path: str, name: str, tensor: Tensor) -> None:
         """A saved buffer of the module at `path`."""
         owner = self._owner(self.model.get_submodule(path), name)
         leaf = name.rpartition(".")[2]
         owner.register_buffer(leaf, tensor)
         self._note(path, name, lambda: owner._buffers.pop(leaf))
+
+    def replace(
+        self, path: str, name: str, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        compute: Callable[[Tensor], tuple[Tensor, ...]],
+    ) -> None:  # fmt: skip
+        """Frozen parameters of these names, shapes and dtypes take the place of parameter `name` of the module at `path`. They have
+        no values here: whoever takes the model over computes them, one parameter at a time. The user's forward is traced with the
+        one that they replace."""
+        module, whole = self.model.get_submodule(path), f"{path}." if path else ""
+        for new, (shape, dtype) in forms.items():
+            module.register_parameter(new, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
+            self._undo.append(lambda n=new: module._parameters.pop(n))
+        self.replaced[whole + name] = Replaced(tuple(whole + new for new in forms), compute)
+
+    def fill(self) -> None:
+        """Gives the parameters that replace others their values, all at once."""
+        for name, replaced in self.replaced.items():
+            for new, value in zip(replaced.names, replaced.compute(self.model.get_parameter(name).detach())):
+                path, _, leaf = new.rpartition(".")
+                self.model.get_submodule(path)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
     def _note(self, path: str, name: str, undo: Callable[[], object]) -> None:
         self.added.add(f"{path}.{name}" if path else name)
@@ -64,3 +94,4 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
         self.added.clear()
+        self.replaced.clear()

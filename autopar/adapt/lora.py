@@ -158,7 +158,7 @@ class LoRA:
     def _sites(self, model: nn.Module) -> dict[str, tuple[LoraSite, ...]]:
         """The adapted parameters by module."""
         modules = {name: module for name, module in model.named_modules() if name}
-        targets = _all_linear(model, modules) if self.target_modules == ALL_LINEAR else self.target_modules
+        targets = all_linear(model, modules) if self.target_modules == ALL_LINEAR else self.target_modules
         found = {name: (self._site(name, modules[name]),) for name in modules if targets and self._is_target(targets, name)}
         if targets and not found:
             check_found("module", targets, modules)
@@ -233,7 +233,7 @@ def _behind(site: LoraSite, wrappers: int) -> LoraSite:
     return LoraSite(**{**vars(site), "prefix": "base_layer." * wrappers})
 
 
-def _all_linear(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
+def all_linear(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
     """Every linear layer but the output embedding of a language model or the head of a classifier."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names = [n for n, m in modules.items() if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") and m is not head]

@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import AdaptError, InputError
 from .attach import Attachment
 from .lora import LoRA
+from .qlora import QLoRA
 
 
 class Adaptation(Protocol):
@@ -23,11 +24,17 @@ class Adaptation(Protocol):
         """Add to a model what the pass needs, and say what trains. Raises AdaptError."""
 
 
-KINDS = (LoRA,)
+KINDS = (LoRA, QLoRA)
+# Names of two that exclude each other, and what to do instead.
+EXCLUDED = {
+    ("lora", "qlora"): "QLoRA has LoRA's arguments too: give it alone",
+    ("fake_quant", "qlora"): "train with fake-quantization, or adapters on a base that is quantized already",
+}
 
 
 def checked(adapt: object) -> tuple[Adaptation, ...]:
-    """The value of `adapt=` as a tuple. Raises AdaptError for anything else, and for adaptations that exclude each other."""
+    """The value of `adapt=` as a tuple, QLoRA as the two adaptations that it is made of. Raises AdaptError for anything else, and
+    for adaptations that exclude each other."""
     given = (adapt,) if isinstance(adapt, KINDS) else adapt
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(a, KINDS) for a in given):
         names = ", ".join(kind.__name__ for kind in KINDS)
@@ -35,7 +42,10 @@ def checked(adapt: object) -> tuple[Adaptation, ...]:
     names = [a.name for a in given]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise AdaptError(f"adapt has {twice} twice", fix="one of a kind; rank_pattern and alpha_pattern differ by layer")
-    return tuple(given)
+    for pair, fix in EXCLUDED.items():
+        if names.count(pair[0]) and names.count(pair[1]):
+            raise AdaptError(f"adapt has both {pair[0]} and {pair[1]}", fix=fix)
+    return tuple(part for a in given for part in (a.parts if isinstance(a, QLoRA) else (a,)))
 
 
 def attach(model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0) -> Attachment:

@@ -85,7 +85,13 @@ class Adapters:
             self.switch(True)
 
     def merge(self) -> None:
-        """Add the active adapter to the base's parameters, each rank to its parts, in place."""
+        """Add the active adapter to the base's parameters, each rank to its parts, in place. Raises AdaptError for a quantized
+        base."""
+        if packed := [n for n in (f"{path}.{site.parameter}" for path, site in self.sites) if n in self.module.quantized_names]:
+            raise AdaptError(
+                f"{packed[0]} is quantized, and the sum would have to be rounded to its code book",
+                fix="save_adapter(folder), then load and merge it on a base that is not quantized",
+            )
         if not self.merged:
             for path, site in self.sites:
                 self._change(path, site, 1.0)

@@ -39,13 +39,17 @@ class ParallelModule(nn.Module):
         super().__init__()
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
+        replaced = attachment.replaced if attachment else {}
+        self.quantized_names = frozenset(replaced)  # of parameters of the source that are here only in their quantized parts
         traced = compiler.trace(example_inputs, True)
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
         coordinate = mesh.coordinate(torch.distributed.get_rank())
         self.layouts = agree.everywhere(
-            lambda: take_over(self, source, traced.captured, self.plan, coordinate, device_mesh, weights, self.adapter_names)
+            lambda: take_over(
+                self, source, traced.captured, self.plan, coordinate, device_mesh, weights, self.adapter_names, replaced
+            )
         )
         translate_states(self, self.layouts, mesh, device_mesh)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
@@ -96,7 +100,13 @@ class ParallelModule(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: config.json, if the source has a config, and safetensors shards under the original names,
-        which `from_pretrained` and `weights=` load. All ranks call it; each writes tensors of its own, whole, one at a time."""
+        which `from_pretrained` and `weights=` load. All ranks call it; each writes tensors of its own, whole, one at a time. Raises
+        AdaptError for a quantized base, whose weights are not those of the folder any more."""
+        if self.quantized_names:
+            raise AdaptError(
+                f"the base is quantized: {len(self.quantized_names)} weights are here in their packed form alone",
+                fix="save_adapter(folder) for what trained; its base is the folder or model that this one was compiled from",
+            )
         save_model(self, folder)
 
     def _lora(self) -> Adapters:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..adapt.attach import Replaced
 from ..capture import Captured
 from ..errors import InputError, MovedParameterError
 from ..layout import Layout, local_part
@@ -77,10 +78,10 @@ def check_source(source: nn.Module, weights: bool = False) -> None:
 
 def take_over(
     module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh, weights: Weights | None = None,
-    added: Collection[str] = (),
+    added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None,
 ) -> dict[str, Layout]:  # fmt: skip
     """Give `module` this rank's parts under all names of the source, with the source's values or those that `weights` reads
-    (which has none of the names in `added`).
+    (which has none of the names in `added`). `replaced`: parameters that it does not get, and what is computed from them instead.
     Each source parameter is emptied as soon as its part is made, so that the two are never in memory as a whole. Returns the
     layouts of the parameters by name."""
     device = torch.device(device_mesh.device_type)
@@ -102,15 +103,26 @@ def take_over(
         kept = buffers[id(buffer)]
         _place(module, name, lambda owner, leaf, b=kept, n=name: owner.register_buffer(leaf, b, n in persistent))
     leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
+
+    def layout_of(name: str, dims: int) -> Layout:
+        return plan.sharding.leaves.get(leaves.get(captured.ties.get(name, name), "")) or Layout.replicated(dims)
+
     made: dict[int, nn.Parameter] = {}
     layouts: dict[str, Layout] = {}
     shapes = {id(p): p.shape for p in source.parameters()}
+    computed: dict[str, torch.Tensor] = {}  # this rank's parts of what replaces a parameter
+    gone = {id(source.get_parameter(name)) for name in replaced or {}}
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
-        leaf = leaves.get(captured.ties.get(name, name), "")
-        layout = plan.sharding.leaves.get(leaf) or Layout.replicated(len(shapes[id(parameter)]))
-        layouts[name] = layout
+        if id(parameter) in gone:
+            if name in replaced:
+                whole = part_of(name, parameter, Layout.replicated(parameter.dim()))
+                for new, value in zip(replaced[name].names, replaced[name].compute(whole)):
+                    computed[new] = local_part(value, layout_of(new, value.dim()), plan.mesh, coordinate)
+                _empty(parameter)
+            continue
+        layout = layouts[name] = layout_of(name, len(shapes[id(parameter)]))
         if id(parameter) not in made:
-            local = part_of(name, parameter, layout)
+            local = computed.pop(name) if name in computed else part_of(name, parameter, layout)
             dtensor = as_dtensor(local, shapes[id(parameter)], layout, plan.mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
             _empty(parameter)
