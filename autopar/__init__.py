@@ -14,7 +14,7 @@ from .plan import Plan
 from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = [
-    "AdaptError", "AutoparError", "Checkpoint", "Hardware", "LoRA", "Mesh", "Plan", "compile", "latest_checkpoint", "load_checkpoint",
-    "plan", "save_checkpoint",
+    "AdaptError", "AutoparError", "Checkpoint", "Hardware", "LoRA", "Mesh", "Plan", "compile", "latest_checkpoint",
+    "load_checkpoint", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -161,7 +161,14 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=seconds,
+        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
     )  # fmt: skip
+
+
+def _elements(problem: Problem, trained: bool) -> int:
+    """Elements of all parameters, or of those that train."""
+    found = [v.node for v in problem.vertices if v.kind == "parameter"]
+    return sum(n.meta["val"].numel() for n in found if n.meta["role"].trainable or not trained)
 
 
 def _collectives(e) -> tuple[Collective, ...]:
