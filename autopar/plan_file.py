@@ -17,7 +17,7 @@ from pathlib import Path
 from .errors import PlanFormatError, PlanTampered
 from .hardware import LOWERINGS
 
-VERSION = 1
+VERSION = 2
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -191,7 +191,7 @@ SCHEMA = {
         "fits": flag, "note": text,
     }],
     "recomputed": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING, "reduce_scatter": lowering,
-    "bucket_bytes": amount,
+    "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
 }  # fmt: skip
 
 

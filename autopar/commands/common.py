@@ -45,6 +45,20 @@ def add_planning(parser, hardware: str) -> None:
     parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
 
 
+def add_adapting(parser) -> None:
+    """--lora."""
+    lora = "adapters on the linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
+    parser.add_argument("--lora", nargs="?", const="", metavar="KEY=VALUE,...", help=lora)
+
+
+def adaptations(args: argparse.Namespace) -> list:
+    """The arguments of `add_adapting` as `adapt=` takes them."""
+    from ..adapt import LoRA
+    from ..adapt.parse import parse
+
+    return [] if args.lora is None else [parse(LoRA, args.lora, target_modules="all-linear")]
+
+
 def count(text: str) -> int:
     value = int(text)
     if value < 1:

@@ -10,14 +10,16 @@ from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
 GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
+ADAPT = ("lora",)  # between canonicalize and differentiate, if the command line says so
 LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "partition")
-STAGES = (*GLOBAL, "plan", *LOCAL)
+STAGES = (*GLOBAL[:2], *ADAPT, *GLOBAL[2:], "plan", *LOCAL)
 
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "graph", "print the passes, or the graph after one of them", EXAMPLE, run)
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
+    common.add_adapting(parser)
     after = "print the graph after this step: " + ", ".join(STAGES) + " (plan: the joint graph with the plan's layouts)"
     parser.add_argument("--after", choices=STAGES, metavar="STEP", help=after)
     parser.add_argument("--rank", type=int, default=0, help="whose graph, from localize on (default 0)")
@@ -32,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     if args.diff and not args.after:
         raise AutoparError("--diff shows what one step changes", fix="name it, such as --after localize")
     common.check(args)
+    adapt = common.adaptations(args)
+    if args.after in ADAPT and args.after not in {a.name for a in adapt}:
+        raise AutoparError(f"the model is compiled without {args.after}", fix=f"add --{args.after}")
     from .. import api, debug, models
     from ..lower import lower
     from ..mesh import Mesh
@@ -56,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         with common.progress() as report, debug.observe(watch):
             report("building the model")
             model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
-            plan = api.plan(model, args.mesh, inputs, baselines=False, report=report, **common.planning(args))
+            plan = api.plan(model, args.mesh, inputs, baselines=False, report=report, adapt=adapt, **common.planning(args))
             captured = kept["differentiate"]
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
             if args.after != "plan":

@@ -16,6 +16,7 @@ def add(subparsers) -> None:
     parser = common.command(subparsers, "plan", "plan a model for a mesh, offline", EXAMPLE, run)
     common.add_model(parser, batch=None, seq=None)
     common.add_planning(parser, hardware="h100")
+    common.add_adapting(parser)
     parser.add_argument("--optimizer", default="adamw", help="whose state to make room for (default adamw)")
     parser.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
     parser.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule")
@@ -25,6 +26,7 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     common.check(args)
+    common.adaptations(args)
     with common.progress() as report:
         plan, captured = make(args, report)
     if args.json == "-":
@@ -50,7 +52,7 @@ def make(args: argparse.Namespace, report: common.Report):
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     return plan_and_capture(
         model, args.mesh, inputs, optimizer=args.optimizer, strict=args.strict,
-        baselines=not args.no_baselines, report=report, **common.planning(args),
+        baselines=not args.no_baselines, report=report, adapt=common.adaptations(args), **common.planning(args),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..errors import AutoparError, CheckpointError, MeshError
+from ..errors import AdaptError, AutoparError, CheckpointError, MeshError
 from . import common
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
@@ -17,6 +17,8 @@ def add(subparsers) -> None:
     parser = common.command(subparsers, "train", "train a model on processes of this machine", EXAMPLE, run)
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
+    common.add_adapting(parser)
+    parser.add_argument("--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format")
     parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
@@ -34,8 +36,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.checkpoint is None and (args.every or args.keep or args.resume):
         raise CheckpointError("--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER")
+    adapt = common.adaptations(args)
+    if args.save_adapter and args.lora is None:
+        raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora")
     models.build(args.model, batch=args.batch, seq=args.seq)  # on meta: raises here rather than in every process
-    settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args)}
+    settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
     devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
     if "RANK" not in os.environ or world is None:
         return _spawn(settings, devices)

@@ -68,9 +68,9 @@ def _run(device_mesh, settings: dict, say) -> None:
     source, inputs = models.build(settings["model"], batch=batch, seq=seq, device="cpu", seed=settings["seed"])
     stream = _stream(source, inputs, settings)
     say("planning ...", flush=True)
-    planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "pin")}
+    planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "pin", "adapt")}
     model = autopar.compile(source, device_mesh, inputs, **planning)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
     done = _resume(model, optimizer, stream, settings, say)
     seconds, peak = [], 0
@@ -87,6 +87,9 @@ def _run(device_mesh, settings: dict, say) -> None:
         whole = time.perf_counter() - start
         say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
         _save(step, model, optimizer, stream, settings)
+    if settings["save_adapter"]:
+        model.save_adapter(settings["save_adapter"])
+        say(f"adapter saved in {settings['save_adapter']}")
     if not seconds:
         return say(f"all {steps} steps were taken before")
     timed = seconds[WARM_UP:] or seconds

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from ..capture import Captured
 from ..collector import paused_collector
 from ..cost.memory import StateBytes
@@ -161,7 +163,18 @@ def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh:
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=seconds,
+        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
     )  # fmt: skip
+
+
+def _elements(problem: Problem, trained: bool) -> int:
+    """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is dequantized."""
+    found = {v.node for v in problem.vertices if v.kind == "parameter"}
+    if trained:
+        return sum(n.meta["val"].numel() for n in found if n.meta["role"].trainable)
+    packed = {n.args[0]: n for n in problem.graph.nodes if n.target is torch.ops.autopar.dequantize.default}
+    parts = {part for n in packed.values() for part in n.all_input_nodes}
+    return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
 
 def _collectives(e) -> tuple[Collective, ...]:

@@ -38,7 +38,13 @@ def _result(plan: Plan) -> list[str]:
         f"step {ms(plan.step_seconds)} = {sum_of or 'nothing'}; no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *_trained(plan),
     ]
+
+
+def _trained(plan: Plan) -> list[str]:
+    trained, all_ = plan.trained_elements, plan.parameter_elements
+    return [f"trains {trained:,} of {all_:,} parameters, {percent(trained, all_)}"] if trained < all_ else []
 
 
 def _modules(plan: Plan) -> list[str]:
