@@ -1,5 +1,5 @@
-"""One training step of the same model by autopar and by torch's own DDP, ZeRO-1, FSDP2, TP and TP+SP, in the same gloo processes,
-the two taking turns step by step.
+"""One training step of the same model by autopar and by torch's own DDP, ZeRO-1, FSDP2, TP and TP+SP, or PEFT's LoRA under DDP and
+FSDP2, in the same gloo processes, the two taking turns step by step.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py [--devices 2,4] [--pairs ddp,fsdp] [--steps 12] [--compile]
 
@@ -31,12 +31,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
 from autopar import models
+from autopar.adapt import order
 from benchmarks.bytes import sent_on_loopback
 from tests import gloo
 
 HIDDEN, LAYERS, VOCAB, BATCH, SEQ, LR = 256, 4, 2048, 8, 128, 1e-3
 MODEL = f"llama:hidden={HIDDEN},layers={LAYERS},heads=8,kv_heads=8,ffn=1024,vocab={VOCAB}"
 PAIRS = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp": "FSDP2", "megatron": "TP", "megatron_sp": "TP+SP"}
+ADAPTED = {"lora": "PEFT+DDP", "lora_fsdp": "PEFT+FSDP2"}  # with adapters, by the strategy
+STRATEGY = {"lora": "ddp", "lora_fsdp": "fsdp", "auto": None}
+LORA = dict(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 
 
 @dataclass
@@ -67,8 +71,13 @@ def ours(strategy: str, n: int) -> Side:
     model, inputs = build()
     axis = "tp" if strategy.startswith("megatron") else "dp"
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(axis,))
-    parallel = autopar.compile(model, mesh, inputs, strategy=None if strategy == "auto" else strategy)
-    return Side(parallel, torch.optim.AdamW(parallel.parameters(), lr=LR), inputs)
+    adapt = [autopar.LoRA(**LORA)] if strategy in ADAPTED else ()
+    parallel = autopar.compile(model, mesh, inputs, strategy=STRATEGY.get(strategy, strategy), adapt=adapt)
+    return Side(parallel, adamw(parallel), inputs)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LR)
 
 
 def ours_compiled(strategy: str, n: int) -> Side:
@@ -85,20 +94,38 @@ def peer(strategy: str, rank: int, n: int) -> Side:
         # norms stay plain tensors under TP, and a foreach optimizer refuses to mix them with DTensors
         return Side(model, torch.optim.AdamW(model.parameters(), lr=LR, foreach=False), inputs)
     inputs = {k: v.chunk(n)[rank] for k, v in inputs.items()}
+    layers = model.layers
+    if strategy in ADAPTED:
+        model = _peft(model)
+    strategy = STRATEGY.get(strategy, strategy)
     if strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (n,))
-        for layer in model.layers:
+        for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return Side(model, torch.optim.AdamW(model.parameters(), lr=LR), inputs, averaged=True)
+        return Side(model, adamw(model), inputs, averaged=True)
     module = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if strategy == "ddp":
-        return Side(module, torch.optim.AdamW(module.parameters(), lr=LR), inputs, averaged=True)
+        return Side(module, adamw(module), inputs, averaged=True)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return Side(module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=LR), inputs, averaged=True)
+
+
+def _peft(model: nn.Module) -> nn.Module:
+    """The model with PEFT's adapters, which start as autopar's do."""
+    import peft
+
+    start, _ = build()
+    order.attach(start, [autopar.LoRA(**LORA)], "cpu", torch.initial_seed())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(start.get_parameter(name.replace("base_model.model.", "").replace(".default", "")))
+    return adapted
 
 
 def _tensor_parallel(model: nn.Module, n: int, sequence: bool) -> None:
@@ -152,7 +179,7 @@ def makers(rank: int, n: int, strategy: str, compiled: bool) -> dict[str, Callab
     make = {"autopar": lambda: ours(strategy, n)}
     if compiled:
         make["compiled"] = lambda: ours_compiled(strategy, n)
-    if strategy in PAIRS:
+    if strategy in PAIRS or strategy in ADAPTED:
         make["peer"] = lambda: peer(strategy, rank, n)
     return make
 
@@ -203,7 +230,7 @@ def peaks(rank: int, n: int, strategy: str, compiled: bool) -> dict[str, int]:
         parameters = list(side.module.parameters())
         kept = sum(_local_bytes(t) for t in (*parameters, *state))
         if isinstance(side.module, nn.parallel.DistributedDataParallel):
-            kept += sum(_local_bytes(p) for p in parameters)
+            kept += sum(_local_bytes(p) for p in parameters if p.requires_grad)
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
         before = _status_bytes("VmRSS")
         for _ in range(2):
@@ -247,7 +274,8 @@ def main() -> int:
                     sum(r.seconds for r in rows), sum(r.optimizer_seconds for r in rows), rows[0].bytes_,
                     rows[0].losses,
                 )  # fmt: skip
-                label = {"autopar": "autopar", "compiled": "  torch.compile"}.get(name, f"torch {PAIRS.get(strategy)}")
+                theirs = ADAPTED.get(strategy) or f"torch {PAIRS.get(strategy)}"
+                label = {"autopar": "autopar", "compiled": "  torch.compile"}.get(name, theirs)
                 peak = f"{max(m[name] for m in most) / 2**20:17.1f}" if name in most[0] else f"{'':17}"
                 ratio = f"{row.seconds / total['autopar'].seconds:8.2f}x" if name != "autopar" else ""
                 print(

@@ -8,7 +8,7 @@ their value in meta["val"] for the next pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -22,10 +22,30 @@ PASSED = (aten.to.dtype, aten._to_copy.default, aten.t.default, aten.detach.defa
 
 @dataclass(frozen=True)
 class Editor:
-    """Adds nodes before `node`, with its place in the model."""
+    """Adds nodes behind `node`, each behind the one before, with its place in the model, or in the module `inside` of that."""
 
     exported: Exported
     node: fx.Node
+    before: fx.Node  # what stood behind `node` when it was made
+    inside: str = ""
+
+    @staticmethod
+    def behind(exported: Exported, node: fx.Node) -> Editor:
+        return Editor(exported, node, node.next)
+
+    def within(self, name: str) -> Editor:
+        """The same for nodes of a module inside."""
+        return replace(self, inside=name)
+
+    @property
+    def _meta(self) -> dict:
+        meta = {k: v for k, v in self.node.meta.items() if k not in ("val", "tensor_meta")}
+        stack = dict(meta.get("nn_module_stack") or {})
+        if self.inside and stack:
+            key, (path, _) = list(stack.items())[-1]
+            stack[f"{key}.{self.inside}"] = (f"{path}.{self.inside}", "torch.nn.modules.module.Module")
+            meta["nn_module_stack"] = stack
+        return meta
 
     @property
     def graph(self) -> fx.Graph:
@@ -33,9 +53,9 @@ class Editor:
 
     def call(self, target, *args, **kwargs) -> fx.Node:
         """A new op; its value is computed on fake tensors."""
-        with self.graph.inserting_before(self.node):
+        with self.graph.inserting_before(self.before):
             new = self.graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in self.node.meta.items() if k not in ("val", "tensor_meta")}
+        new.meta = self._meta
         values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:
             new.meta["val"] = target(*values, **named)
@@ -66,9 +86,9 @@ class Editor:
             owner = owner._modules[part]
         if leaf not in owner._parameters and leaf not in owner._buffers:
             register(owner, leaf)
-        with self.graph.inserting_before(self.node):
+        with self.graph.inserting_before(self.before):
             new = self.graph.get_attr(f"{ROOT}.{name}")
-        new.meta = {k: v for k, v in self.node.meta.items() if k not in ("val", "tensor_meta")} | {"val": value}
+        new.meta = self._meta | {"val": value}
         return new
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:

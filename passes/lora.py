@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..adapt.lora import MAGNITUDE, LoraSite, sites_of
+from ..adapt.lora import LORA_A, LORA_B, MAGNITUDE, LoraSite, sites_of
 from ..capture import Exported, source_line
 from ..errors import AdaptError
 from .canonicalize_random import number_streams, random_op
@@ -54,18 +54,19 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
             node=user.name, source=source_line(user) or None, shape=tuple(argument.meta["val"].shape),
             fix=f'adapt the parameter itself: target_parameters=["{path.rpartition(".")[2]}.{site.parameter}"]',
         )  # fmt: skip
-    edit = Editor(exported, next(iter(_after(user))))
+    edit = Editor.behind(exported, user)
+    edit_a, edit_b = edit.within(LORA_A), edit.within(LORA_B)
     a, b = (edit.parameter(f"{path}.{n}") for n in site.names)
     dtype = user.meta["val"].dtype
     wide = dtype if _is_narrowed(argument) else torch.promote_types(dtype, a.meta["val"].dtype)
-    a, b = edit.cast(a, wide), edit.cast(b, wide)
+    a, b = edit_a.cast(a, wide), edit_b.cast(b, wide)
     if site.kind == "embedding":
-        hidden = edit.call(wanted, edit.call(aten.t.default, a), *user.args[1:])
+        hidden = edit_a.call(wanted, edit_a.call(aten.t.default, a), *user.args[1:])
     else:
         x = edit.cast(user.args[0], wide)
         dropped = _dropout(edit, x, site.dropout) if module.training and site.dropout else x
-        hidden = edit.call(autopar.linear.default, dropped, a)
-    delta = edit.call(aten.mul.Tensor, edit.call(autopar.linear.default, hidden, b), site.scaling)
+        hidden = edit_a.call(autopar.linear.default, dropped, a)
+    delta = edit_b.call(aten.mul.Tensor, edit_b.call(autopar.linear.default, hidden, b), site.scaling)
     base = edit.cast(user, wide)
     if site.use_dora:
         magnitude = edit.parameter(f"{path}.{MAGNITUDE}")
@@ -88,7 +89,7 @@ def _whole(exported: Exported, path: str, site: LoraSite) -> None:
     source = uses_of(exported, name)[0][1]
     while source.op != "get_attr" and source.target is not aten.to.dtype:  # the parameter in the type that computes
         source = source.args[0]
-    edit = Editor(exported, next(iter(_after(source))))
+    edit = Editor.behind(exported, source)
     a, b = (edit.cast(edit.parameter(f"{path}.{n}"), source.meta["val"].dtype) for n in site.names)
     shape = source.meta["val"].shape
     if len(shape) == 3:
@@ -129,10 +130,3 @@ def _is_narrowed(argument: fx.Node) -> bool:
         argument = argument.args[0]
     return False
 
-
-def _after(node: fx.Node):
-    """The nodes behind one."""
-    node = node.next
-    while node.op != "root":
-        yield node
-        node = node.next

@@ -27,6 +27,7 @@ from .targets import Targets, check_found, matches, number_in_list
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "all", "lora_only")
 SITES = "lora_sites"  # attribute of an adapted module
+LORA_A, LORA_B = "lora_A", "lora_B"  # the modules of the two factors
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class LoraSite:
         """Names of A and B in the module."""
         if self.kind == "embedding":
             return "lora_embedding_A", "lora_embedding_B"
-        return f"{self.prefix}lora_A.weight", f"{self.prefix}lora_B.weight"
+        return f"{self.prefix}{LORA_A}.weight", f"{self.prefix}{LORA_B}.weight"
 
     def shapes(self, weight: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of A and B for a parameter of this shape."""
@@ -216,6 +217,11 @@ class LoRA:
             biases = [getattr(model.get_submodule(path), "bias", None) for path in found]
             return [b for b in biases if isinstance(b, nn.Parameter)]
         return []
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter, or the module that an op belongs to, is one of the thin matrices."""
+    return any(part in (LORA_A, LORA_B, "lora_embedding_A", "lora_embedding_B") for part in name.split(".")[-2:])
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, LoraSite]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
+from ..adapt.lora import is_factor
 from ..plan import Region
 from .evaluate import Evaluation
 from .problem import Problem
@@ -13,7 +14,9 @@ DEPTH_IN_BLOCK = 2  # "layers.3.self_attn.q_proj" is listed as layers.*.self_att
 
 
 def row_of(module: str) -> str:
-    """The row a module belongs to: numbers of module lists become `*`, deeper names are cut."""
+    """The row a module belongs to: numbers of module lists become `*`, deeper names are cut. An adapter has a row of its own."""
+    if is_factor(module):
+        return row_of(re.sub(r"\.(base_layer|lora_\w+)(?=\.|$)", "", module)) + ".lora"
     names = module.split(".")
     for i, name in enumerate(names):
         if name.isdigit():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..adapt.lora import is_factor
 from ..errors import StrategyError
 from ..layout import Layout
 from ..mesh import Mesh
@@ -109,10 +110,10 @@ def allowed_strategies(
         v = problem.vertices[cls]
         mask = np.ones(len(options.strategies), bool)
         if v.kind == "op" and batch:
-            must_cut = v.node.target in TENSOR_OPS
+            must_cut = v.node.target in TENSOR_OPS and not is_factor(v.node.meta["module"])
             mask = _op_mask(options.strategies, restriction, mesh, batch[cls], weight[cls], must_cut)
         elif v.kind == "parameter":
-            mask = _parameter_mask(options.strategies, restriction)
+            mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name))
         elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
             mask = _input_mask(options.strategies, restriction)
         masks[cls] = mask
@@ -143,11 +144,12 @@ def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], 
     return mask
 
 
-def _parameter_mask(strategies, restriction: Restriction) -> np.ndarray:
+def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.ndarray:
+    """`is_thin`: a factor of a LoRA adapter, which tensor parallelism cuts only where its base is cut along the same dim."""
     layouts = [s.outputs[0] for s in strategies]
     used = [set(layout.sharding_axes) for layout in layouts]
     mask = np.array([not (u & set(restriction.whole_axes)) for u in used])
-    needed = set(restriction.sharded_axes)
+    needed = set() if is_thin and _has_tensor(restriction) else set(restriction.sharded_axes)
     if needed and (len(layouts[0].dims) > 1 or DATA in restriction.roles.values() and not _has_tensor(restriction)):
         score = np.array([len(u & needed) if m else -1 for u, m in zip(used, mask)])
         mask &= score == score.max()

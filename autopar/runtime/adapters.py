@@ -61,7 +61,8 @@ class Adapters:
         if name not in self.kept:
             raise AdaptError(f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first")
         if name != self.active:
-            self.kept[self.active] = {n: self._local(n).clone() for n in file_names(self.module)}
+            replaced = {*file_names(self.module), *self.kept[name]}
+            self.kept[self.active] = {n: self._local(n).clone() for n in replaced}
             self._write(self.kept[name])
             self.kept[name], self.active = None, name
 

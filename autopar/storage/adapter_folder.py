@@ -33,14 +33,18 @@ SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_patt
 
 def file_names(model: nn.Module) -> dict[str, str]:
     """Name of every tensor of a ParallelModule that its adapter's file holds -> its name there."""
+    parameters, names = dict(model.named_parameters()), _names_there(model)
+    return {name: names[name] for name in names if name in model.adapter_names or parameters[name].requires_grad}
+
+
+def _names_there(model: nn.Module) -> dict[str, str]:
+    """The name that PEFT's module has for every parameter of a ParallelModule: behind ".base_layer" if its module is adapted."""
     adapted = {name.partition(".lora_")[0].removesuffix(".base_layer") for name in model.adapter_names if ".lora_" in name}
     names = {}
-    for name, parameter in model.named_parameters():
+    for name, _ in model.named_parameters():
         path, _, leaf = name.rpartition(".")
-        if name in model.adapter_names:
-            names[name] = PREFIX + name
-        elif parameter.requires_grad:
-            names[name] = f"{PREFIX}{path}.base_layer.{leaf}" if path in adapted else PREFIX + name
+        is_inner = name not in model.adapter_names and path in adapted
+        names[name] = f"{PREFIX}{path}.base_layer.{leaf}" if is_inner else PREFIX + name
     return names
 
 
@@ -83,15 +87,16 @@ def _listed(targets) -> list | str | None:
 
 
 def load_adapter(model: nn.Module, config: LoRA, folder: str | Path) -> dict[str, Tensor]:
-    """This rank's parts of the adapter in a folder, by parameter name. Only they are read.
+    """This rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted embedding whole
+    besides: what a file has of the base is read too.
 
     Raises AdaptError for an adapter of another model or with other settings than the one compiled, with all that differs."""
     folder = Path(folder).expanduser()
     _check_config(folder / CONFIG, config)
     file = TensorFile(folder / single_name(STEM))
     try:
-        names = file_names(model)
         parameters = dict(model.named_parameters())
+        names = file_names(model) | {n: there for n, there in _names_there(model).items() if there in file.forms}
         _compare({names[n]: tuple(parameters[n].shape) for n in names}, {n: f.shape for n, f in file.forms.items()}, folder)
         coordinate = model.plan.mesh.coordinate(dist.get_rank())
         parts = {}

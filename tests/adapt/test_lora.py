@@ -1,0 +1,125 @@
+"""LoRA: gradients against PEFT's own, what is attached and taken away again, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+from autopar import AdaptError, LoRA
+from autopar.adapt import order
+from autopar.adapt.parse import parse
+from autopar.models import build
+from tests.families import FAMILIES
+
+from .against_peft import adapted
+
+pytest.importorskip("peft")
+
+# family: what of LoRA is tried on it, meshes and strategies
+CASES = {
+    "gpt2": (dict(target_modules=["c_attn", "c_proj", "wte"]),
+             [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
+    "llama": (dict(target_modules="all-linear", use_rslora=True),
+              [("dp=2,tp=2", "megatron_sp"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
+    "llama-dora": (dict(target_modules=["q_proj", "down_proj"], use_dora=True, modules_to_save=["lm_head"]),
+                   [("dp=2,tp=2", "megatron_sp"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
+    "bert": (dict(target_modules=r".*\.(query|value)", bias="lora_only", modules_to_save=["classifier"]),
+             [("dp=2,tp=2", "auto"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
+    "vit": (dict(target_modules=["q_proj", "v_proj"], bias="all", rank_pattern={"v_proj": 2}, alpha_pattern={"q_proj": 4}),
+            [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
+    "mixtral": (dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+                [("dp=2,tp=2", "auto"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_peft(case):
+    config, runs = CASES[case]
+    torch.manual_seed(3)
+    found = adapted(*FAMILIES[case.partition("-")[0]](4, 12), **config)
+    for mesh, strategy in runs:
+        errors = found.errors(mesh, strategy)
+        assert max(errors.values()) <= 1e-5, (mesh, strategy, max(errors, key=errors.get), max(errors.values()))
+
+
+def llama(**options):
+    return build("llama-tiny", batch=2, seq=8, device="cpu", **options)
+
+
+def test_attached_and_taken_away():
+    model, _ = llama()
+    before = {n: (p.shape, p.requires_grad) for n, p in model.named_parameters()}
+    names = [n for n, _ in model.named_modules()]
+    with order.attached(model, [LoRA(target_modules="all-linear", r=2)]):
+        trained = [n for n, p in model.named_parameters() if p.requires_grad]
+        assert trained and all(".lora_A.weight" in n or ".lora_B.weight" in n for n in trained)
+    assert {n: (p.shape, p.requires_grad) for n, p in model.named_parameters()} == before
+    assert [n for n, _ in model.named_modules()] == names
+
+
+def test_the_start_changes_nothing_and_is_the_same_everywhere():
+    values = []
+    for _ in range(2):
+        model, _ = llama()
+        order.attach(model, [LoRA(target_modules=["q_proj"], r=2)], "cpu", seed=5)
+        values.append({n: p.detach() for n, p in model.named_parameters() if "lora_" in n})
+        torch.rand(7)  # what else is drawn makes no difference
+    a = [v for n, v in values[0].items() if "lora_A" in n]
+    assert all(torch.equal(values[0][n], values[1][n]) for n in values[0])
+    assert all(not v.any() for n, v in values[0].items() if "lora_B" in n)
+    assert all(v.std() > 0.01 for v in a) and not torch.equal(a[0], a[1])
+
+
+REFUSED = {
+    "no such layer": (dict(target_modules=["q_prj"]), "no module of the model is called 'q_prj'(.|\n)*q_proj"),
+    "no such expert": (dict(target_parameters=["experts.gate_up"]), "no parameter of the model is called 'experts.gate_up'"),
+    "rank above the layer's": (dict(target_modules=["q_proj"], r=1000), "r=1000 is above the rank(.|\n)*r at most"),
+    "a norm": (dict(target_modules=r".*norm.*"), "and LoRA adapts linear layers"),
+    "no rank": (dict(target_modules=["q_proj"], r=0), "r=0"),
+    "no target": (dict(), "no target_modules"),
+    "not a pattern": (dict(target_modules="*.q_proj"), "not a regular expression"),
+    "all left out": (dict(target_modules=["q_proj"], exclude_modules=["q_proj"]), "leave no module"),
+    "dropout of a parameter": (dict(target_parameters=["x"], lora_dropout=0.1), "neither dropout nor DoRA"),
+    "a bias of no kind": (dict(target_modules=["q_proj"], bias="some"), "bias='some'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    options, message = REFUSED[case]
+    model, batch = llama()
+    with pytest.raises(AdaptError, match=message):
+        autopar.plan(model, "dp=2", batch, adapt=[LoRA(**options)])
+    assert not any("lora" in n for n, _ in model.named_parameters())
+
+
+class Scored(torch.nn.Module):
+    """Its weight goes into an einsum, beside which no adapter can stand."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.einsum("bi,oi->bo", x, self.inner.weight).square().mean()
+
+
+def test_a_weight_in_another_op():
+    with pytest.raises(AdaptError, match="inner.weight goes into .*(.|\n)*target_parameters"):
+        autopar.plan(Scored(), "dp=2", {"x": torch.randn(4, 4)}, adapt=[LoRA(target_modules=["inner"], r=2)])
+
+
+@pytest.mark.parametrize("adapt", ["lora", 3, [3], [LoRA(target_modules=["a"])] * 2, LoRA])
+def test_not_adaptations(adapt):
+    with pytest.raises(AdaptError):
+        order.checked(adapt)
+
+
+def test_text():
+    found = parse(LoRA, "r=16, lora_alpha=32,target_modules=q_proj+v_proj,use_dora=true", lora_dropout=0.5)
+    assert found == LoRA(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], use_dora=True, lora_dropout=0.5)
+    assert parse(LoRA, "", target_modules="all-linear").target_modules == "all-linear"
+    for text, message in (("rank=3", "no 'rank'"), ("r", "no 'r'"), ("r=many", "a number"), ("use_dora=1", "true or false")):
+        with pytest.raises(AdaptError, match=message):
+            parse(LoRA, text, target_modules=["q_proj"])

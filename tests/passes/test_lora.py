@@ -1,0 +1,164 @@
+"""The LoRA pass: what it does to bytes, memory and layouts, and with what else of the compiler it goes together."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar import LoRA, Mesh, api, capture
+from autopar.adapt import order
+from autopar.fake_state import forms_of
+from autopar.hardware import load
+from autopar.models import build
+from autopar.oracle import global_values, one_device_step
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.lora import lora
+from autopar.plan import fingerprint
+from autopar.planner.blocks import block_of
+from autopar.planner.make import PlanOptions, make_plan
+from autopar.simulated import plan_and_capture, simulate_step
+from autopar.unroll import tower_of
+from autopar.view.graph_text import graph_text
+
+LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=96"
+
+
+def adapted(name: str = LLAMA, batch: int = 4, seq: int = 8, precision: str = "fp32", **config):
+    """(the model with adapters of random values, its batch, the capture)"""
+    torch.manual_seed(1)
+    model, inputs = build(name, batch=batch, seq=seq, device="cpu")
+    adapt = order.checked([LoRA(**{"target_modules": "all-linear", "r": 3} | config)])
+    order.attach(model, adapt, "cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1)
+    return model, inputs, api.trace(model, inputs, None, forms_of(model), precision, adapt)
+
+
+def assert_like_one_device(model, inputs, captured, plan, tolerance: float = 1e-5) -> None:
+    values = global_values(captured, model, inputs)
+    wanted, found = one_device_step(captured, values), simulate_step(captured, plan, values)
+    assert wanted.gradients and found.gradients.keys() == wanted.gradients.keys()
+    largest = max(g.norm() for g in wanted.gradients.values())
+    for name, gradient in wanted.gradients.items():
+        assert (found.gradients[name] - gradient).norm() <= tolerance * max(gradient.norm(), 1e-3 * largest), name
+
+
+def planned(captured, mesh: str, strategy: str | None = None, **options):
+    options = PlanOptions(load("cpu-gloo"), strategy=strategy, baselines=False, **options)
+    return make_plan(captured, Mesh.parse(mesh), options, "adapted")
+
+
+def test_once_is_enough():
+    model, inputs = build(LLAMA, batch=4, seq=8, device="cpu")
+    order.attach(model, [LoRA(target_modules="all-linear", r=2)])
+    exported = capture.export(model, inputs)
+    canonicalize(exported.graph_module)
+    before = graph_text(exported.graph_module)
+    once = graph_text(lora(exported, model).graph_module)
+    assert once != before and graph_text(lora(exported, model).graph_module) == once
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_only_adapters_are_reduced_and_have_state(devices):
+    model, inputs, captured = adapted()
+    plan = planned(captured, f"dp={devices}", "ddp")
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert plan.trained_elements == elements and plan.parameter_elements == sum(p.numel() for p in model.parameters())
+    assert plan.memory["gradients"] == 4 * elements and plan.memory["optimizer"] == 8 * elements
+    backward = sum(c.wire_bytes for c in plan.collectives if c.phase == "backward")
+    assert backward == pytest.approx(2 * (devices - 1) / devices * 4 * elements)
+    sent = simulate_step(captured, plan, global_values(captured, model, inputs)).bytes_sent
+    assert max(sent) == pytest.approx(sum(c.wire_bytes for c in plan.collectives))
+
+
+def test_layouts_follow_the_base():
+    """Column-parallel base: B is cut by rows, as it is. Row-parallel: A is cut by columns, as it is."""
+    model, inputs = build("llama:hidden=1024,layers=2,heads=8,kv_heads=8,ffn=4096,vocab=512", batch=8, seq=256)
+    pin = {"*.up_proj.weight": "tp:S(0)", "*.gate_proj.weight": "tp:S(0)", "*.down_proj.weight": "tp:S(1)"}
+    adapt = [LoRA(r=16, target_modules=["up_proj", "down_proj"])]
+    layouts = autopar.plan(model, "dp=2,tp=4", inputs, strategy="megatron", pin=pin, baselines=False, adapt=adapt).layouts
+    for i in range(2):
+        up, down = f"layers.{i}.mlp.up_proj", f"layers.{i}.mlp.down_proj"
+        assert layouts[f"{up}.lora_B.weight"] == "tp:S(0)", layouts
+        assert layouts[f"{down}.lora_A.weight"] == "tp:S(1)", layouts
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_shapes_and_meshes(seed):
+    """Random sizes, uneven too, ranks, meshes and strategies: as on one device."""
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    heads = rng.choice([2, 3, 4])
+    sizes = dict(hidden=heads * rng.choice([4, 6]), layers=1, heads=heads, kv_heads=1, ffn=rng.choice([10, 21]), vocab=31)
+    name = "llama:" + ",".join(f"{k}={v}" for k, v in sizes.items())
+    config = dict(
+        r=rng.randint(1, 4), lora_alpha=rng.uniform(0.5, 9), use_rslora=rng.random() < 0.5, use_dora=rng.random() < 0.5,
+        lora_dropout=rng.choice([0.0, 0.3]),
+        target_modules=rng.choice(["all-linear", ["q_proj", "down_proj"], ["v_proj"]]), bias=rng.choice(["none", "all"]),
+    )  # fmt: skip
+    model, inputs, captured = adapted(name, batch=rng.choice([3, 4]), seq=rng.choice([5, 8]), **config)
+    mesh = rng.choice(["dp=2,tp=2", "tp=3", "dp=4", "tp=2,dp=3"])
+    strategy = rng.choice([None, "ddp", "zero1", "fsdp", "megatron", "megatron_sp"])
+    print(name, config, mesh, strategy)
+    assert_like_one_device(model, inputs, captured, planned(captured, mesh, strategy))
+
+
+def test_mixed_precision():
+    model, inputs, captured = adapted(precision="bf16")
+    plan = planned(captured, "dp=2,tp=2", "megatron_sp", precision="bf16")
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    products = [n for n in captured.graph.nodes if "lora_" in n.meta["module"] and n.target is torch.ops.autopar.linear.default]
+    assert products and all(n.meta["val"].dtype == torch.bfloat16 for n in products)
+    assert_like_one_device(model, inputs, captured, plan, tolerance=5e-2)
+
+
+def test_half_precision_base():
+    """Adapters of a bf16 model are fp32, and compute in it."""
+    torch.manual_seed(0)
+    model, inputs = build(LLAMA, batch=4, seq=8, device="cpu")
+    model = model.bfloat16()
+    order.attach(model, adapt := order.checked([LoRA(target_modules=["q_proj"], r=2)]), "cpu")
+    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
+    captured = api.trace(model, inputs, None, forms_of(model), "fp32", adapt)
+    products = [n for n in captured.graph.nodes if n.meta["module"].endswith(("lora_A", "lora_B"))
+                and n.target is torch.ops.autopar.linear.default]  # fmt: skip
+    assert products and all(n.meta["val"].dtype == torch.float32 for n in products)
+
+
+def test_recomputation():
+    model, inputs, captured = adapted()
+    plan = planned(captured, "dp=2,tp=2", "megatron")
+    blocks = frozenset(filter(None, (block_of(n.meta.get("module", "")) for n in captured.graph.nodes)))
+    assert blocks == {"layers.0", "layers.1"}
+    assert_like_one_device(model, inputs, captured, replace(plan, sharding=replace(plan.sharding, recompute=blocks)))
+
+
+def test_deep_models_are_unrolled():
+    """A plan made of five traced blocks fits the graph of all of them, adapters included."""
+    model, inputs = build(LLAMA.replace("layers=2", "layers=9"), batch=4, seq=8)
+    adapt = [LoRA(target_modules=["q_proj", "down_proj"], r=2)]
+    plan, short = plan_and_capture(model, "dp=2", inputs, strategy="ddp", baselines=False, hardware="cpu-gloo", adapt=adapt)
+    assert tower_of(model) is not None
+    with order.attached(model, adapt):
+        whole = api.trace(model, inputs, None, forms_of(model), "fp32", adapt)
+    assert fingerprint(short.graph) == fingerprint(whole.graph) == plan.fingerprint
+
+
+def test_a_plan_without_the_adapter_does_not_fit():
+    model, inputs, captured = adapted()
+    bare, batch = build(LLAMA, batch=4, seq=8)
+    plan = autopar.plan(bare, "dp=2", batch, strategy="ddp", baselines=False, hardware="cpu-gloo")
+    with pytest.raises(autopar.errors.PlanIncompatible):
+        plan.check_fits(captured.graph, Mesh.parse("dp=2"))
+
+
+def test_text_of_the_plan():
+    _, _, captured = adapted()
+    text = str(planned(captured, "dp=2,tp=2"))
+    assert "trains " in text and "layers.*.self_attn.q_proj.lora (x2)" in text

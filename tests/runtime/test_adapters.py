@@ -1,0 +1,208 @@
+"""LoRA on several processes: training, PEFT's folder both ways, several adapters, merged, disabled, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+
+import autopar
+from autopar import AdaptError, LoRA
+from tests import gloo
+from tests.families import FAMILIES
+
+from .parity import assert_close, device_mesh, full, planned
+
+CONFIG = dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"])
+EXPERTS = dict(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+
+
+def source(family: str = "llama"):
+    torch.manual_seed(0)
+    return FAMILIES[family](4, 8)
+
+
+def _steps(model, batch, count: int = 3) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(count):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _logits(model, batch) -> torch.Tensor:
+    with torch.no_grad():
+        return full(model(**batch).logits)
+
+
+def _life(rank: int, mesh: str, plan: autopar.Plan, folder: str) -> None:
+    base, batch = source()
+    reference = copy.deepcopy(base)
+    model = autopar.compile(base, device_mesh(mesh), batch, adapt=[LoRA(**CONFIG)], plan=plan)
+    assert {n.rpartition("lora_")[2] for n in model.adapter_names} == {"A.weight", "B.weight", "embedding_A", "embedding_B"}
+    plain = _logits(reference, batch)
+    assert_close(_logits(model, batch), plain, "before training the adapters add nothing")
+    _steps(model, batch)
+    trained = _logits(model, batch)
+    assert (trained - plain).abs().max() > 1e-2
+    model.save_adapter(f"{folder}/mine")
+    if rank == 0:
+        import peft
+
+        theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), f"{folder}/mine", is_trainable=True)
+        assert_close(trained, _logits(theirs, batch), "PEFT's logits of our adapter", 1e-6)
+        _steps(theirs, batch)
+        theirs.save_pretrained(f"{folder}/theirs")
+    torch.distributed.barrier()
+    _switching(model, batch, trained, folder)
+    with model.disable_adapter():
+        off = _logits(model, batch)  # but for lm_head, which trains as a whole and is no adapter
+    head = full(model.get_parameter("lm_head.weight")).detach()
+    with torch.no_grad():
+        reference.lm_head.weight.copy_(head)
+    assert_close(off, _logits(reference, batch), "disabled")
+    model.merge_adapter()
+    assert_close(_logits(model, batch), trained, "merged", 1e-5)
+    with pytest.raises(AdaptError, match="merged into the base"):
+        model.save_adapter(f"{folder}/merged")
+    model.save_pretrained(f"{folder}/whole")
+    model.unmerge_adapter()
+    assert_close(_logits(model, batch), trained, "unmerged", 1e-5)
+    if rank == 0:
+        whole = type(reference).from_pretrained(f"{folder}/whole")
+        assert not any("lora" in name for name in whole.state_dict())
+        assert_close(trained, _logits(whole, batch), "merged and saved", 1e-5)
+    torch.distributed.barrier()
+
+
+def _switching(model, batch, trained: torch.Tensor, folder: str) -> None:
+    """PEFT's adapter beside ours, and back again."""
+    import peft
+
+    model.load_adapter(f"{folder}/theirs", "second")
+    assert_close(_logits(model, batch), trained, "a loaded adapter is not active")
+    model.set_adapter("second")
+    theirs = peft.PeftModel.from_pretrained(source()[0], f"{folder}/theirs")
+    assert_close(_logits(model, batch), _logits(theirs, batch), "our logits of PEFT's adapter", 1e-6)
+    model.set_adapter("default")
+    assert_close(_logits(model, batch), trained, "switched back", 1e-6)
+    with pytest.raises(AdaptError, match="no adapter 'thrid'"):
+        model.set_adapter("thrid")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh, strategy", [("tp=4", "megatron_sp"), ("dp=4", "fsdp")])
+def test_life(mesh, strategy, tmp_path):
+    pytest.importorskip("peft")
+    model, batch = source()
+    plan = planned(model, mesh, batch, strategy=strategy, adapt=[LoRA(**CONFIG)])
+    gloo.run(4, _life, mesh, plan, str(tmp_path), seconds=240)
+
+
+def _experts(rank: int, plan: autopar.Plan, folder: str) -> None:
+    import peft
+
+    base, batch = source("mixtral")
+    reference = copy.deepcopy(base)
+    model = autopar.compile(base, device_mesh("dp=2,tp=2"), batch, adapt=[LoRA(**EXPERTS)], plan=plan)
+    _steps(model, batch)
+    trained = _logits(model, batch)
+    model.save_adapter(folder)
+    assert_close(trained, _logits(peft.PeftModel.from_pretrained(reference, folder), batch), "experts", 1e-5)
+    model.merge_adapter()
+    assert_close(_logits(model, batch), trained, "merged experts", 1e-5)
+
+
+@pytest.mark.gloo
+def test_experts(tmp_path):
+    pytest.importorskip("peft")
+    model, batch = source("mixtral")
+    plan = planned(model, "dp=2,tp=2", batch, adapt=[LoRA(**EXPERTS)])
+    gloo.run(4, _experts, plan, str(tmp_path / "adapter"), seconds=240)
+
+
+# in one process -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
+def test_merged_is_added(alone, options):
+    base, batch = source()
+    reference = copy.deepcopy(base)
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules="all-linear", r=3, **options)], strategy="ddp")
+    _steps(model, batch)
+    trained = _logits(model, batch)
+    model.merge_adapter()
+    model.merge_adapter()  # once is enough
+    assert_close(_logits(model, batch), trained, "merged")
+    model.unmerge_adapter()
+    for name, parameter in reference.named_parameters():
+        assert_close(model.get_parameter(name), parameter, name)
+
+
+def test_accumulation_adds_up(alone):
+    base, batch = source()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
+    model(**batch).loss.backward()
+    once = {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert once and all("lora_" in n for n in once)
+    with model.no_sync():
+        model(**batch).loss.backward()
+    for name, gradient in once.items():
+        assert_close(model.get_parameter(name).grad, 2 * gradient, name)
+
+
+def test_weights_and_checkpoints(alone, tmp_path):
+    """The base may be on the meta device; a checkpoint holds the adapters, a saved model does not."""
+    base, batch = source()
+    base.save_pretrained(tmp_path / "base")
+    wanted = _logits(base, batch)
+    with torch.device("meta"):
+        empty, _ = source()
+    adapt = [LoRA(target_modules=["q_proj"], r=2)]
+    model = autopar.compile(empty, alone, batch, adapt=adapt, weights=tmp_path / "base", strategy="ddp")
+    assert_close(_logits(model, batch), wanted, "read from files")
+    _steps(model, batch)
+    autopar.save_checkpoint(tmp_path / "run", model, step=3)
+    other = autopar.compile(source()[0], alone, batch, adapt=adapt, strategy="ddp")
+    autopar.load_checkpoint(tmp_path / "run", other)
+    assert torch.equal(_logits(other, batch), _logits(model, batch))
+    model.save_pretrained(tmp_path / "again")
+    assert_close(_logits(type(base).from_pretrained(tmp_path / "again"), batch), wanted, "the base alone")
+
+
+def test_adapters_of_others(alone, tmp_path):
+    base, batch = source()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj", "v_proj"], r=2)], strategy="ddp")
+    model.save_adapter(tmp_path)
+    for config, message in (
+        (LoRA(target_modules=["q_proj", "v_proj"], r=3), "r is 2 there, 3 here"),
+        (LoRA(target_modules=["q_proj"], r=2), "of another model or other targets; unexpected: (.|\n)*v_proj.lora_A"),
+        (LoRA(target_modules=["q_proj", "v_proj", "o_proj"], r=2), "missing: (.|\n)*o_proj.lora_A"),
+    ):
+        other = autopar.compile(source()[0], alone, batch, adapt=[config], strategy="ddp")
+        with pytest.raises(AdaptError, match=message):
+            other.load_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    for text, message in (("{", "not a configuration"), (json.dumps(config | {"peft_type": "IA3"}), "of a IA3 adapter")):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(AdaptError, match=message):
+            model.load_adapter(tmp_path)
+    with pytest.raises(AdaptError, match="cannot read"):
+        model.load_adapter(tmp_path / "nowhere")
+
+
+def test_no_adapters(alone):
+    base, batch = source()
+    model = autopar.compile(base, alone, batch, strategy="ddp")
+    with pytest.raises(AdaptError, match="no adapters"):
+        model.merge_adapter()
+
+
+def test_a_failed_compile_leaves_the_model_as_it_was(alone):
+    base, batch = source()
+    before = list(base.state_dict())
+    with pytest.raises(autopar.AutoparError):
+        autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="no such")
+    assert list(base.state_dict()) == before and all(p.requires_grad for p in base.parameters())
