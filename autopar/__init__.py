@@ -5,7 +5,7 @@ plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alon
 """
 
 from . import ops  # noqa: F401  registers the canonical ops
-from .adapt import LoRA
+from .adapt import FakeQuant, LoRA
 from .api import compile, plan
 from .errors import AdaptError, AutoparError
 from .hardware import Hardware
@@ -14,7 +14,7 @@ from .plan import Plan
 from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = [
-    "AdaptError", "AutoparError", "Checkpoint", "Hardware", "LoRA", "Mesh", "Plan", "compile", "latest_checkpoint", "load_checkpoint",
-    "plan", "save_checkpoint",
+    "AdaptError", "AutoparError", "Checkpoint", "FakeQuant", "Hardware", "LoRA", "Mesh", "Plan", "compile", "latest_checkpoint",
+    "load_checkpoint", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import AdaptError, InputError
 from .attach import Attachment
+from .fake_quant import FakeQuant
 from .lora import LoRA
 
 
@@ -23,7 +24,7 @@ class Adaptation(Protocol):
         """Add to a model what the pass needs, and say what trains. Raises AdaptError."""
 
 
-KINDS = (LoRA,)
+KINDS = (LoRA, FakeQuant)  # in the order of their passes: what LoRA adds beside a layer is not quantized
 
 
 def checked(adapt: object) -> tuple[Adaptation, ...]:
@@ -35,7 +36,20 @@ def checked(adapt: object) -> tuple[Adaptation, ...]:
     names = [a.name for a in given]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise AdaptError(f"adapt has {twice} twice", fix="one of a kind; rank_pattern and alpha_pattern differ by layer")
-    return tuple(given)
+    lora, fake_quant = (next((a for a in given if isinstance(a, kind)), None) for kind in KINDS)
+    if lora and fake_quant:
+        _check_both(lora, fake_quant)
+    return tuple(sorted(given, key=lambda a: KINDS.index(type(a))))
+
+
+def _check_both(lora: LoRA, fake_quant: FakeQuant) -> None:
+    if lora.use_dora or lora.target_parameters:
+        raise AdaptError(
+            "DoRA and adapters of target_parameters change the base's weight itself, and FakeQuant quantizes it as it is",
+            fix="LoRA of target_modules without use_dora",
+        )
+    if fake_quant.range_learning:
+        raise AdaptError("LoRA freezes the base, and range_learning trains its scales", fix="range_learning=False")
 
 
 def attach(model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0) -> Attachment:
