@@ -87,9 +87,11 @@ def test_tokens_are_quantized_each():
 
 
 def test_observed_ranges_of_uneven_parts():
-    """Batches of 4 over 3 devices, and hidden sizes over 2."""
+    """5 sequences over 2 and 3 devices, which tell each other the largest values of theirs."""
     config = autopar.FakeQuant(activations="int8", activation_granularity="per_tensor")
-    _check(*gpt2(), config, meshes={"dp=3": "ddp", "dp=3,tp=2": "megatron"})
+    step = _check(*tiny.gpt2(batch=5, n_layer=1), config, meshes={"dp=2,tp=2": "megatron", "dp=3": "ddp"})
+    nodes = [n for n in step.programs[0].parts.forward.graph.nodes if "all_reduce" in str(n.target) and "max" in n.args]
+    assert len(nodes) == 2 * 4  # one for each end of the range of each layer
 
 
 def test_lora_beside_a_quantized_base():
