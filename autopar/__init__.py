@@ -5,16 +5,18 @@ plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alon
 """
 
 from . import ops  # noqa: F401  registers the canonical ops
-from .adapt import LoRA, QLoRA
+from .adapt import FakeQuant, LoRA, QLoRA
 from .api import compile, plan
+from .convert import convert
 from .errors import AdaptError, AutoparError
 from .hardware import Hardware
 from .mesh import Mesh
 from .plan import Plan
 from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from .storage.quantized_folder import load_quantized
 
 __all__ = [
-    "AdaptError", "AutoparError", "Checkpoint", "Hardware", "LoRA", "Mesh", "Plan", "QLoRA", "compile", "latest_checkpoint",
-    "load_checkpoint", "plan", "save_checkpoint",
+    "AdaptError", "AutoparError", "Checkpoint", "FakeQuant", "Hardware", "LoRA", "Mesh", "Plan", "QLoRA", "compile", "convert",
+    "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

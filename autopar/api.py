@@ -31,6 +31,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
+from .passes.fake_quant import fake_quant
 from .passes.lora import lora
 from .passes.quantize import quantize
 from .passes.widen import widen
@@ -46,7 +47,7 @@ from .runtime.parameters import check_model, check_source
 from .storage.weights import Weights
 from .unroll import tower_of, unroll
 
-ADAPT_PASSES = {"lora": lora, "quantize": quantize}  # by the name of an adaptation
+ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  # by the name of an adaptation
 
 _UNITS = {
     "": 1,
@@ -118,7 +119,7 @@ def plan(
     `mesh`: text ("dp=8,tp=8"), autopar.Mesh, or a DeviceMesh. `hardware`: a profile's name, a device's own name, a TOML file
     (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
     glob of a parameter's name -> layout, "tp:S(0)" or "R". `precision`: "fp32", the model in its own types, or "bf16", mixed
-    precision as autopar/precision.py says. `adapt`: LoRA and the like (autopar/adapt), planned with the rest.
+    precision as autopar/precision.py says. `adapt`: LoRA, FakeQuant (autopar/adapt), planned with the rest.
     `baselines=False` leaves the expert strategies out. Raises subclasses of AutoparError."""
     checked = _mesh(mesh)
     check_model(model)

@@ -22,16 +22,20 @@ PASSED = (aten.to.dtype, aten._to_copy.default, aten.t.default, aten.detach.defa
 
 @dataclass(frozen=True)
 class Editor:
-    """Adds nodes behind `node`, each behind the one before, with its place in the model, or in the module `inside` of that."""
+    """Adds nodes in front of `before`, one behind the other, that belong to the module of `node`, or to `inside` of it."""
 
     exported: Exported
     node: fx.Node
-    before: fx.Node  # what stood behind `node` when it was made
+    before: fx.Node
     inside: str = ""
 
     @staticmethod
     def behind(exported: Exported, node: fx.Node) -> Editor:
         return Editor(exported, node, node.next)
+
+    @staticmethod
+    def in_front_of(exported: Exported, node: fx.Node) -> Editor:
+        return Editor(exported, node, node)
 
     def within(self, name: str) -> Editor:
         """The same for nodes of a module inside."""

@@ -22,9 +22,8 @@ from torch import nn
 
 from ..errors import AdaptError
 from .attach import Attachment
-from .targets import Targets, check_found, matches, number_in_list
+from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, matches, number_in_list
 
-ALL_LINEAR = "all-linear"
 BIASES = ("none", "all", "lora_only")
 SITES = "lora_sites"  # attribute of an adapted module
 LORA_A, LORA_B = "lora_A", "lora_B"  # the modules of the two factors
@@ -159,7 +158,7 @@ class LoRA:
     def _sites(self, model: nn.Module) -> dict[str, tuple[LoraSite, ...]]:
         """The adapted parameters by module."""
         modules = {name: module for name, module in model.named_modules() if name}
-        targets = all_linear(model, modules) if self.target_modules == ALL_LINEAR else self.target_modules
+        targets = all_linear(model) if self.target_modules == ALL_LINEAR else self.target_modules
         found = {name: (self._site(name, modules[name]),) for name in modules if targets and self._is_target(targets, name)}
         if targets and not found:
             check_found("module", targets, modules)
@@ -180,18 +179,16 @@ class LoRA:
         return number_in_list(name, self.layers_pattern) in ([wanted] if isinstance(wanted, int) else wanted)
 
     def _site(self, name: str, module: nn.Module) -> LoraSite:
-        weight = getattr(module, "weight", None)
-        is_conv1d = type(module).__name__ == "Conv1D"
-        if not isinstance(weight, nn.Parameter) or not isinstance(module, (nn.Linear, nn.Embedding)) and not is_conv1d:
+        kind = layer_kind(module)
+        if kind is None:
             raise AdaptError(
                 f"{name} is a {type(module).__name__}, and LoRA adapts linear layers, Conv1D and embeddings",
                 fix="name such layers in target_modules, or a parameter of two or three dims in target_parameters",
             )
-        kind = "embedding" if isinstance(module, nn.Embedding) else "linear"
         if self.use_dora and kind == "embedding":
             raise AdaptError(f"{name} is an embedding, and DoRA is for linear layers", fix="leave it out, or use_dora=False")
         r, scaling = self.scaling(name)
-        return LoraSite("weight", kind, is_conv1d or kind == "embedding", r, scaling, self.lora_dropout, self.use_dora)
+        return LoraSite("weight", kind, is_conv1d(module) or kind == "embedding", r, scaling, self.lora_dropout, self.use_dora)
 
     def _parameter_sites(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[LoraSite, ...]]]:
         held = ((path, leaf) for path, m in modules.items() for leaf, p in m._parameters.items() if p is not None)
@@ -237,16 +234,6 @@ def _own(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
 
 def _behind(site: LoraSite, wrappers: int) -> LoraSite:
     return LoraSite(**{**vars(site), "prefix": "base_layer." * wrappers})
-
-
-def all_linear(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Every linear layer but the output embedding of a language model or the head of a classifier."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    names = [n for n, m in modules.items() if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") and m is not head]
-    if head is None:
-        heads = tuple(n for n in names if n.partition(".")[0] in ("classifier", "score"))
-        names = [n for n in names if n not in heads]
-    return names
 
 
 def _adapter_dtype(base: torch.dtype) -> torch.dtype:

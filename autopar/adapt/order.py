@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import AdaptError, InputError
 from .attach import Attachment
+from .fake_quant import FakeQuant
 from .lora import LoRA
 from .qlora import QLoRA
 
@@ -24,7 +25,7 @@ class Adaptation(Protocol):
         """Add to a model what the pass needs, and say what trains. Raises AdaptError."""
 
 
-KINDS = (LoRA, QLoRA)
+KINDS = (LoRA, QLoRA, FakeQuant)  # in the order of their passes: what LoRA adds beside a layer is not quantized
 # Names of two that exclude each other, and what to do instead.
 EXCLUDED = {
     ("lora", "qlora"): "QLoRA has LoRA's arguments too: give it alone",
@@ -45,7 +46,21 @@ def checked(adapt: object) -> tuple[Adaptation, ...]:
     for pair, fix in EXCLUDED.items():
         if names.count(pair[0]) and names.count(pair[1]):
             raise AdaptError(f"adapt has both {pair[0]} and {pair[1]}", fix=fix)
-    return tuple(part for a in given for part in (a.parts if isinstance(a, QLoRA) else (a,)))
+    lora, fake_quant = (next((a for a in given if a.name == name), None) for name in ("lora", "fake_quant"))
+    if lora and fake_quant:
+        _check_both(lora, fake_quant)
+    ordered = sorted(given, key=lambda a: KINDS.index(type(a)))
+    return tuple(part for a in ordered for part in (a.parts if isinstance(a, QLoRA) else (a,)))
+
+
+def _check_both(lora: LoRA, fake_quant: FakeQuant) -> None:
+    if lora.use_dora or lora.target_parameters:
+        raise AdaptError(
+            "DoRA and adapters of target_parameters change the base's weight itself, and FakeQuant quantizes it as it is",
+            fix="LoRA of target_modules without use_dora",
+        )
+    if fake_quant.range_learning:
+        raise AdaptError("LoRA freezes the base, and range_learning trains its scales", fix="range_learning=False")
 
 
 def attach(model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0) -> Attachment:

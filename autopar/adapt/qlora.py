@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..errors import AdaptError
 from ..ops_nf4 import QUANT_TYPES, forms_of_parts, quantize, tile_of
 from .attach import Attachment
-from .lora import ALL_LINEAR, LoRA, all_linear
-from .targets import Targets, check_found, matches
+from .lora import LoRA
+from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, matches
 
 SITES = "quantized_weights"  # attribute of a module
 ENDS = {"packed": "packed", "absmax": "absmax", "scale": "absmax_scale", "offset": "absmax_offset"}  # of names
@@ -89,7 +89,7 @@ class Quantization:
         """(module, parameter, whether it is transposed)."""
         modules = {name: module for name, module in model.named_modules() if name}
         if self.modules == ALL_LINEAR:
-            weights = {n: modules[n].weight for n in all_linear(model, modules)}
+            weights = {n: modules[n].weight for n in all_linear(model)}
             names = [n for n, w in weights.items() if not w.requires_grad and id(w) not in shared and not n.endswith("lm_head")]
         else:
             check_found("module", self.modules, modules)
@@ -97,13 +97,12 @@ class Quantization:
         if not names and not self.parameters:
             raise AdaptError("the model has no frozen linear layer to quantize", fix="name layers in quantize_modules")
         for name in names:
-            is_conv1d = type(modules[name]).__name__ == "Conv1D"
-            if not isinstance(modules[name], nn.Linear) and not is_conv1d:
+            if layer_kind(modules[name]) != "linear":
                 raise AdaptError(
                     f"{name} is a {type(modules[name]).__name__}, and linear layers and Conv1D are quantized",
                     fix="leave it out of quantize_modules, or name a matrix of it in quantize_parameters",
                 )
-            yield name, "weight", is_conv1d
+            yield name, "weight", is_conv1d(modules[name])
         held = ((path, leaf, p) for path, m in modules.items() for leaf, p in m._parameters.items() if p is not None)
         held = {f"{path}.{leaf}": (path, leaf, p) for path, leaf, p in held}
         check_found("parameter", list(self.parameters), held)

@@ -9,9 +9,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from torch import nn
+
 from ..errors import AdaptError, nearest
 
 Targets = str | Sequence[str]
+ALL_LINEAR = "all-linear"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """transformers' linear layer with an (i, o) weight, as in GPT-2."""
+    return type(module).__name__ == "Conv1D"
+
+
+def layer_kind(module: nn.Module) -> str | None:
+    """"linear" or "embedding" of a layer that has one such weight, None of others."""
+    if not isinstance(getattr(module, "weight", None), nn.Parameter):
+        return None
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "linear" if isinstance(module, nn.Linear) or is_conv1d(module) else None
+
+
+def all_linear(model: nn.Module) -> list[str]:
+    """Every linear layer but the output embedding of a language model or the head of a classifier."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = dict(model.named_modules())
+    names = [n for n, m in modules.items() if n and (isinstance(m, nn.Linear) or is_conv1d(m)) and m is not head]
+    if head is None:
+        heads = tuple(n for n in names if n.partition(".")[0] in ("classifier", "score"))
+        names = [n for n in names if n not in heads]
+    return names
 
 
 def matches(targets: Targets, name: str) -> bool:

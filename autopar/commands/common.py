@@ -46,17 +46,26 @@ def add_planning(parser, hardware: str) -> None:
 
 
 def add_adapting(parser) -> None:
-    """--lora."""
+    """--lora, --qlora and --qat."""
     lora = "adapters on the linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
     parser.add_argument("--lora", nargs="?", const="", metavar="KEY=VALUE,...", help=lora)
+    qlora = "the same on a base in 4 bits: r=16,quant_type=nf4,double_quant=true, ... (see autopar.QLoRA)"
+    parser.add_argument("--qlora", nargs="?", const="", metavar="KEY=VALUE,...", help=qlora)
+    qat = "fake-quantize linear layers: int8, or int4,group_size=32,activations=int8, ... (see autopar.FakeQuant)"
+    parser.add_argument("--qat", metavar="DTYPE,...", help=qat)
 
 
 def adaptations(args: argparse.Namespace) -> list:
     """The arguments of `add_adapting` as `adapt=` takes them."""
-    from ..adapt import LoRA
+    from ..adapt import FakeQuant, LoRA, QLoRA
+    from ..adapt.order import checked
     from ..adapt.parse import parse
 
-    return [] if args.lora is None else [parse(LoRA, args.lora, target_modules="all-linear")]
+    found = [parse(LoRA, args.lora, target_modules="all-linear")] if args.lora is not None else []
+    found += [parse(QLoRA, args.qlora)] if args.qlora is not None else []
+    found += [FakeQuant.parse(args.qat)] if args.qat is not None else []
+    checked(found)
+    return found
 
 
 def count(text: str) -> int:

@@ -10,7 +10,7 @@ from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
 GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
-ADAPT = ("lora",)  # between canonicalize and differentiate, if the command line says so
+ADAPT = ("lora", "quantize", "fake_quant")  # between canonicalize and differentiate, if the command line asks for them
 LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "partition")
 STAGES = (*GLOBAL[:2], *ADAPT, *GLOBAL[2:], "plan", *LOCAL)
 
@@ -34,9 +34,11 @@ def run(args: argparse.Namespace) -> int:
     if args.diff and not args.after:
         raise AutoparError("--diff shows what one step changes", fix="name it, such as --after localize")
     common.check(args)
+    from ..adapt import order
+
     adapt = common.adaptations(args)
-    if args.after in ADAPT and args.after not in {a.name for a in adapt}:
-        raise AutoparError(f"the model is compiled without {args.after}", fix=f"add --{args.after}")
+    if args.after in ADAPT and args.after not in {a.name for a in order.checked(adapt)}:
+        raise AutoparError(f"the model is compiled without {args.after}", fix="add --lora, --qlora or --qat")
     from .. import api, debug, models
     from ..lower import lower
     from ..mesh import Mesh

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint is None and (args.every or args.keep or args.resume):
         raise CheckpointError("--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER")
     adapt = common.adaptations(args)
-    if args.save_adapter and args.lora is None:
-        raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora")
+    if args.save_adapter and args.lora is None and args.qlora is None:
+        raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora or --qlora")
     models.build(args.model, batch=args.batch, seq=args.seq)  # on meta: raises here rather than in every process
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
     devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")

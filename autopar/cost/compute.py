@@ -32,6 +32,7 @@ POINTWISE_NAMES = {
     "silu_backward", "gelu_backward", "tanh_backward", "sigmoid_backward", "threshold_backward", "_to_copy", "reciprocal", "abs",
     "eq", "ne", "le", "lt", "ge", "gt", "maximum", "minimum", "clamp", "clone", "masked_fill", "cos", "sin", "rsub", "logical_not",
     "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not", "full_like", "zeros_like", "ones_like", "erf", "sign",
+    "round", "clamp_min", "clamp_max", "fake_quantize", "fake_quantize_bw", "fake_quantize_dscale",
 }  # fmt: skip
 
 

@@ -93,6 +93,8 @@ enter("_to_copy prims.convert_element_type.default", cast)
 enter(POINTWISE_BACKWARDS, pointwise([0]))
 enter("fake_quantize_per_tensor_affine_cachemask", pointwise())
 enter("fake_quantize_per_channel_affine_cachemask", layers.per_channel)
+enter("autopar.fake_quantize.default", pointwise())
+enter("autopar.fake_quantize_bw.default autopar.fake_quantize_dscale.default", pointwise([0]))
 enter("bucketize.Tensor", einsum("..., _ -> ..."))
 
 # products

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..adapt.attach import Attachment
+from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
 from ..errors import AdaptError, SourceMethodError, StrategyError
 from ..mesh import Mesh
@@ -56,6 +57,7 @@ class ParallelModule(nn.Module):
         self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh)
         self._captures.add(traced, self.plan, program)
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
+        self._observers_are_frozen = False
         self._adapters = Adapters(self, lora, self._captures.modes.set_adapters) if lora else None
 
     def forward(self, *args, **kwargs):
@@ -141,6 +143,23 @@ class ParallelModule(nn.Module):
     def unmerge_adapter(self) -> None:
         """Take a merged adapter out of the base again."""
         self._lora().unmerge()
+
+    def freeze_observers(self, frozen: bool = True) -> None:
+        """The observers of fake-quantized inputs keep their ranges, or go on following the inputs, whatever `train()` and `eval()`
+        say meanwhile; calls in the new state are a capture of their own. In eval mode ranges are never changed."""
+        self._observers_are_frozen = frozen
+        self._set_observers()
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self._set_observers()
+        return self
+
+    def _set_observers(self) -> None:
+        """The training flags of observers: those of their layers, unless they are frozen."""
+        for layer in self.modules():
+            if OBSERVER in layer._modules:
+                layer._modules[OBSERVER].training = layer.training and not self._observers_are_frozen
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their norm over the whole model; returns the norm as a plain tensor."""

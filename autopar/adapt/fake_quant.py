@@ -1,0 +1,220 @@
+"""Fake quantization: which layers train as if their weights and inputs were small integers, in the words of torchao.
+
+Training rounds weights, and the inputs of linear layers if asked, to a grid (see grid.py) and goes on in floating point, so that
+the model learns to live with the rounding (quantization-aware training, arXiv 1712.05877); `autopar.convert` then stores the
+integers. Of a module M there may be added
+
+    M.weight_fake_quantizer.scale          (o, groups), a trained scale (LSQ, arXiv 1902.08153)
+    M.activation_fake_quantizer.min_val    (), the range of the inputs that an observer has seen; infinite before the first
+    M.activation_fake_quantizer.max_val    ()
+
+Observers run where M.activation_fake_quantizer is in train mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from ..errors import AdaptError, nearest
+from .attach import Attachment
+from .grid import DTYPES, MAPPINGS, Grid, at_least_float32
+from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, matches
+
+SITES = "fake_quant_sites"  # attribute of a quantized module
+SCALE = "weight_fake_quantizer.scale"
+OBSERVER = "activation_fake_quantizer"
+LOW, HIGH = f"{OBSERVER}.min_val", f"{OBSERVER}.max_val"
+OBSERVERS = ("moving_average_minmax", "minmax", "frozen")
+# Accepted values of the fields that have a few.
+CHOICES = {
+    "granularity": ("per_channel", "per_group"), "mapping_type": MAPPINGS, "activations": (None, *DTYPES),
+    "activation_granularity": ("per_token", "per_tensor"), "activation_mapping_type": MAPPINGS, "observer": OBSERVERS,
+    "scale_precision": (torch.float32, torch.bfloat16), "range_learning": (False, True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FakeQuant:
+    """Quantization-aware training for `autopar.compile(..., adapt=[FakeQuant("int4", group_size=32, activations="int8")])`.
+
+    dtype: of the weights, "int2" to "int8" (or torch.int8); granularity: "per_channel", a scale for each row (also "per_row" or
+    "per_axis"), or "per_group", one for each `group_size` elements of it, which alone says the same. mapping_type: "symmetric", or
+    "asymmetric" with a zero point. scale_precision: type of the scales, torch.float32 or torch.bfloat16. range_learning: scales are
+    trained (LSQ) instead of following from the weights at every step.
+    activations: dtype of the inputs of linear layers, None to leave them. activation_granularity: "per_token", scales follow from
+    each token, or "per_tensor", from a range that an observer keeps in buffers: "moving_average_minmax" with the weight
+    averaging_constant for the new, "minmax", or "frozen" for ranges that a checkpoint brings. activation_mapping_type as above.
+    target_modules, exclude_modules: ends of module names, a regular expression for whole names, or "all-linear".
+    Raises AdaptError for values that mean nothing."""
+
+    dtype: str = "int8"
+    granularity: str | None = None
+    group_size: int | None = None
+    mapping_type: str = "symmetric"
+    scale_precision: torch.dtype = torch.float32
+    range_learning: bool = False
+    activations: str | None = None
+    activation_granularity: str = "per_token"
+    activation_mapping_type: str = "asymmetric"
+    observer: str = "moving_average_minmax"
+    averaging_constant: float = 0.01
+    target_modules: Targets = ALL_LINEAR
+    exclude_modules: Targets = ()
+
+    name = "fake_quant"
+
+    def __post_init__(self):
+        given = {"granularity": self.granularity or ("per_channel" if self.group_size is None else "per_group")}
+        if given["granularity"] in ("per_row", "per_axis"):
+            given["granularity"] = "per_channel"
+        given |= {"dtype": _dtype_name(self.dtype), "activations": _dtype_name(self.activations)}
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        for name, allowed in (("dtype", DTYPES), *CHOICES.items()):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise AdaptError(f"FakeQuant has {name}={value!r}", fix=f"one of {nearest(str(value), map(str, allowed))}")
+        size = self.group_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+            raise AdaptError(f"FakeQuant has group_size={size!r}", fix="elements of a row that share a scale, 2 or more")
+        if (size is not None) != (self.granularity == "per_group"):
+            raise AdaptError(f"FakeQuant has granularity={self.granularity!r} and group_size={size}", fix="give both, or neither")
+        if self.range_learning and self.mapping_type != "symmetric":
+            raise AdaptError("range_learning has a trained scale and no zero point", fix='mapping_type="symmetric"')
+        if not 0 < self.averaging_constant <= 1:
+            raise AdaptError(f"FakeQuant has averaging_constant={self.averaging_constant!r}", fix="a number from above 0 to 1")
+        if not self.target_modules:
+            raise AdaptError("FakeQuant has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"')
+
+    @staticmethod
+    def parse(text: str) -> FakeQuant:
+        """From text such as "int8" or "int4,group_size=32,activations=int8": the dtype, then fields by name. Raises AdaptError."""
+        first, *rest = (word.strip() for word in text.split(","))
+        known, given = {f.name: f.type for f in fields(FakeQuant)}, {"dtype": first}
+        for word in rest:
+            name, equals, value = word.partition("=")
+            if not equals or name not in known:
+                raise AdaptError(f"cannot read {word!r} in {text!r}", fix=f"name=value, name one of {nearest(name, known)}")
+            given[name] = _read(name, value, known[name])
+        return FakeQuant(**given)
+
+    @property
+    def weight_grid(self) -> Grid:
+        return Grid(self.dtype, self.granularity, self.mapping_type, self.group_size, self.scale_precision)
+
+    @property
+    def activation_grid(self) -> Grid | None:
+        if self.activations is None:
+            return None
+        return Grid(self.activations, self.activation_granularity, self.activation_mapping_type, None, self.scale_precision)
+
+    def attach(self, to: Attachment) -> None:
+        """Mark the layers and add what is trained or observed. Raises AdaptError for targets that the model does not have, that
+        are no linear layer or embedding, or whose rows are not whole groups."""
+        if already := next((path for path, _, _ in sites_of(to.model)), None):
+            raise AdaptError(f"{already} is fake-quantized already", fix="compile the model that it was attached to")
+        for path in self._found(to.model):
+            module = to.model.get_submodule(path)
+            site = self._site(path, module)
+            to.mark(module, SITES, (site,))
+            if self.range_learning:
+                to.add(path, SCALE, self._first_scale(path, site, module.weight.detach(), to.device))
+            if site.observes:
+                dtype = at_least_float32(module.weight.dtype)
+                to.add_buffer(path, LOW, torch.full((), math.inf, dtype=dtype, device=to.device))
+                to.add_buffer(path, HIGH, torch.full((), -math.inf, dtype=dtype, device=to.device))
+
+    def _found(self, model: nn.Module) -> list[str]:
+        names = [name for name, _ in model.named_modules() if name]
+        targets = all_linear(model) if self.target_modules == ALL_LINEAR else self.target_modules
+        check_found("module", targets, names)
+        found = [n for n in names if matches(targets, n) and not (self.exclude_modules and matches(self.exclude_modules, n))]
+        if not found:
+            raise AdaptError("the targets and exclude_modules leave no layer to quantize", fix="exclude fewer of them")
+        return found
+
+    def _site(self, path: str, module: nn.Module) -> QuantSite:
+        kind = layer_kind(module)
+        if kind is None:
+            raise AdaptError(
+                f"{path} is a {type(module).__name__}, and linear layers, Conv1D and embeddings are fake-quantized",
+                fix="name such layers in target_modules",
+            )
+        rows, features = module.weight.shape
+        is_transposed = is_conv1d(module)
+        site = QuantSite(kind, is_transposed, (features, rows) if is_transposed else (rows, features), self)
+        if self.group_size is not None and site.shape[1] % self.group_size:
+            sizes = [n for n in range(2, site.shape[1] + 1) if site.shape[1] % n == 0]
+            near = sorted(sizes, key=lambda n: abs(n - self.group_size))[:3]
+            raise AdaptError(
+                f"group_size={self.group_size} does not divide the {site.shape[1]} inputs of {path}",
+                shape=site.shape, fix=f"one of {', '.join(map(str, sorted(near)))}, or leave the layer out by exclude_modules",
+            )  # fmt: skip
+        return site
+
+    def _first_scale(self, path: str, site: QuantSite, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """2 mean(|w|) / sqrt(qmax), section 2.1 of arXiv 1902.08153: (o, groups)."""
+        grid, (rows, features) = self.weight_grid, site.shape
+        if device.type == "meta":
+            return torch.empty(rows, grid.groups(features), dtype=self.scale_precision, device=device)
+        if weight.is_meta:
+            raise AdaptError(
+                f"{path} has no values yet from which its first scale follows", fix="compile a model with values, without weights="
+            )
+        weight = weight.t() if site.is_transposed else weight
+        grouped = weight.float().reshape(rows, grid.groups(features), -1)
+        scale = 2 * grouped.abs().mean(-1) / math.sqrt(grid.qmax)
+        return scale.clamp_min(torch.finfo(torch.float32).eps).to(device, self.scale_precision)
+
+
+@dataclass(frozen=True)
+class QuantSite:
+    """One fake-quantized layer. `kind`: "linear" or "embedding"; `is_transposed`: its weight is (i, o); `shape`: (o, i)."""
+
+    kind: str
+    is_transposed: bool
+    shape: tuple[int, int]
+    config: FakeQuant
+
+    @property
+    def activation_grid(self) -> Grid | None:
+        return self.config.activation_grid if self.kind == "linear" else None
+
+    @property
+    def observes(self) -> bool:
+        """Whether the layer has a range of its inputs."""
+        return self.activation_grid is not None and self.activation_grid.granularity == "per_tensor"
+
+    @property
+    def grad_factor(self) -> float:
+        """Of a trained scale: 1 / sqrt(elements that share it * qmax), section 2.2 of arXiv 1902.08153."""
+        grid = self.config.weight_grid
+        return 1 / math.sqrt(self.shape[1] // grid.groups(self.shape[1]) * grid.qmax)
+
+
+def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantSite]]:
+    """(path, module, site) of every fake-quantized layer."""
+    for path, module in model.named_modules():
+        for site in module.__dict__.get(SITES, ()):
+            yield path, module, site
+
+
+def _dtype_name(dtype: object) -> object:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def _read(name: str, value: str, kind: str) -> object:
+    """The value of a field of this annotated type."""
+    try:
+        if kind == "bool":
+            return {"true": True, "false": False}[value.lower()]
+        if kind == "torch.dtype":
+            return {str(d).removeprefix("torch."): d for d in CHOICES["scale_precision"]}[value]
+        return int(value) if kind.startswith("int") else float(value) if kind == "float" else value
+    except (ValueError, KeyError):
+        raise AdaptError(f"cannot read {value!r} as {name}", fix=f"{name} is a {kind}") from None

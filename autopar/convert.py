@@ -1,0 +1,123 @@
+"""`autopar.convert`: a compiled model that was trained with fake quantization -> a plain module of really quantized layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .adapt.fake_quant import HIGH, LOW, SCALE, QuantSite, sites_of
+from .adapt.fake_quant import SITES as QUANT_SITES
+from .adapt.lora import SITES as LORA_SITES
+from .adapt.targets import is_conv1d
+from .errors import AdaptError
+from .layout import Layout
+from .quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from .runtime import agree
+from .runtime.module import ParallelModule
+from .storage.gather import gather_everywhere
+from .storage.model_folder import local
+from .storage.quantized_folder import save_quantized
+
+PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
+
+
+def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Module:
+    """The model on one device, in eval mode, with integers for weights (see autopar/quantized.py). It runs with torch alone; its
+    outputs are those of the fake-quantized model in eval mode but for rounding. All ranks call this and each gets it whole; a
+    quantized weight is gathered, rounded and let go before the next one. With `folder` rank 0 also writes it there, for
+    `load_quantized`. The compiled model stays as it is.
+
+    Raises AdaptError for a model compiled without FakeQuant, one whose LoRA adapters are not merged, and one with a layer that
+    cannot be replaced or whose inputs no observer has seen."""
+    sites = {path: site for path, _, site in sites_of(model._source)} if isinstance(model, ParallelModule) else {}
+    if not sites:
+        raise AdaptError("the model was compiled without FakeQuant", fix='compile it with adapt=[autopar.FakeQuant("int8")]')
+    if model._adapters is not None and not model._adapters.merged:
+        raise AdaptError("the model has LoRA adapters beside its layers", fix="merge_adapter() first: the sum is quantized")
+    for path, site in sites.items():
+        _check(path, model._source.get_submodule(path), site, model)
+    plain = _without_adaptations(model, sites)
+    if folder is not None:
+        agree.from_rank_zero(lambda: save_quantized(plain, folder))
+    return plain
+
+
+def _check(path: str, layer: nn.Module, site: QuantSite, model: ParallelModule) -> None:
+    if type(layer).forward not in PLAIN_FORWARDS and not is_conv1d(layer):
+        raise AdaptError(
+            f"{path} is a {type(layer).__name__} with a forward of its own, which no quantized layer computes",
+            fix="leave it out by exclude_modules",
+        )
+    if site.observes and not torch.isfinite(model.get_buffer(f"{path}.{HIGH}")):
+        raise AdaptError(f"the inputs of {path} were never observed", fix="call the model in train mode first")
+
+
+def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite]) -> nn.Module:
+    """A copy of the source with the compiled model's values, in which quantized layers stand for those of `sites`."""
+    source, made, memo = model._source, {}, {}
+    names: dict[int, list[str]] = {}
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, parameter in source.named_parameters():
+        if name in model.adapter_names:
+            memo[id(parameter)] = nn.Parameter(torch.empty(0))
+            continue
+        whole = _whole(model, name)
+        owners = [other.rpartition(".") for other in names[id(parameter)]]
+        quantized = [path for path, _, leaf in owners if leaf == "weight" and path in sites]
+        for path in quantized:
+            made[path] = _quantized(model, path, sites[path], whole)
+        kept = whole.clone() if len(quantized) < len(owners) else whole.new_empty(0)
+        memo[id(parameter)] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
+    for name, buffer in source.named_buffers():
+        memo[id(buffer)] = model.get_buffer(name).detach().clone()
+    plain = copy.deepcopy(source, memo)
+    for path, layer in made.items():
+        bias = getattr(plain.get_submodule(path), "bias", None)
+        if bias is not None:
+            layer.bias = bias
+        plain.set_submodule(path, layer)
+    for name in model.adapter_names:
+        _drop(plain, name)
+    for module in plain.modules():
+        for mark in (QUANT_SITES, LORA_SITES):
+            vars(module).pop(mark, None)
+    return plain.eval()
+
+
+def _whole(model: ParallelModule, name: str) -> Tensor:
+    parameter = model.get_parameter(name)
+    layout = model.layouts.get(name) or Layout.replicated(parameter.dim())
+    return gather_everywhere(local(parameter), parameter.shape, layout, model.plan.mesh)
+
+
+def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor) -> QuantizedWeight:
+    config = site.config
+    arguments = (site.shape, config.weight_grid, weight.dtype)
+    if site.kind == "embedding":
+        layer = QuantizedEmbedding(*arguments, device=weight.device)
+    else:
+        has_bias = getattr(model._source.get_submodule(path), "bias", None) is not None
+        layer = QuantizedLinear(*arguments, site.activation_grid, has_bias, weight.device)
+    scale = _whole(model, f"{path}.{SCALE}") if config.range_learning else None
+    layer.store(weight.t() if site.is_transposed else weight, scale)
+    if site.observes:
+        layer.store_range(*(model.get_buffer(f"{path}.{name}") for name in (LOW, HIGH)))
+    return layer
+
+
+def _drop(module: nn.Module, name: str) -> None:
+    """Remove a parameter or buffer that was added, if it is still there, and the modules made for it that are empty then."""
+    head, _, rest = name.partition(".")
+    if not rest:
+        module._parameters.pop(head, None)
+        module._buffers.pop(head, None)
+    elif head in module._modules:
+        child = module._modules[head]
+        _drop(child, rest)
+        if type(child) is nn.Module and not (child._parameters or child._buffers or child._modules):
+            del module._modules[head]
