@@ -77,6 +77,12 @@ def test_version(capsys):
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
         (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
         (["train", *MLP, "--resume"], "--every, --keep and --resume", "--checkpoint FOLDER"),
+        (["train", *MLP, "--save-adapter", "there"], "--save-adapter", "--lora"),
+        (plan("--lora", "rank=2"), "no 'rank'", "r"),
+        (plan("--lora", "r=2,target_modules=upp"), "'upp'", "up"),
+        (plan("--lora", "--qlora"), "both lora and qlora", "give it alone"),
+        (plan("--qat", "int9"), "'int9'", "int8"),
+        (["graph", *MLP, "--after", "lora"], "without lora", "--lora"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, fix, capsys):
@@ -114,6 +120,16 @@ def test_plan_in_bf16_takes_less(capsys):
         assert main(plan("--json", "-", "--precision", precision, "--seq", "512")) == 0
         peak[precision] = json.loads(capsys.readouterr().out)["memory"]["activations"]
     assert 0.4 < peak["bf16"] / peak["fp32"] < 0.8  # the loss keeps fp32 copies of what it compares
+
+
+@pytest.mark.parametrize("words, trained", [
+    (("--lora", "r=2"), True), (("--qlora", "r=2,block_size=16"), True), (("--lora", "r=2", "--qat", "int8"), True),
+    (("--qat", "int8,range_learning=true"), False),
+])  # fmt: skip
+def test_plan_of_an_adapted_model(words, trained, capsys):
+    assert main(plan(*words)) == 0
+    out = capsys.readouterr().out
+    assert ("\ntrains " in out) is trained and (".lora" in out) is trained
 
 
 # graph and verify -----------------------------------------------------------------------------------------------------
@@ -190,10 +206,11 @@ def test_train():
 
 
 @pytest.mark.gloo
-def test_train_under_torchrun():
+def test_train_under_torchrun(tmp_path):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", "train"]
     process = subprocess.Popen(
-        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "dp=2", "--steps", "2"], text=True,
+        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "dp=2", "--steps", "2", "--lora", "r=2",
+         "--save-adapter", str(tmp_path / "adapter")], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
     )  # fmt: skip
     try:
@@ -202,6 +219,7 @@ def test_train_under_torchrun():
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 0, err
     assert out.count("step 1  loss") == 1 and "; measured " in out  # the first rank alone speaks
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
