@@ -39,7 +39,8 @@ def _replace(exported: Exported, path: str, site: QuantizedWeight, source: fx.No
     """The weight in one dtype."""
     if not users:
         return
-    edit = Editor(exported, next(node for node in source.graph.nodes if node in users))
+    first = next(node for node in source.graph.nodes if node in users)
+    edit = Editor(exported, first, first)  # before it
     parts = {part: edit.parameter(f"{path}.{name}") for part, name in site.names.items()}
     arguments = [parts.get(part) for part in ("packed", "absmax", "scale", "offset")]
     weight = edit.call(autopar.dequantize.default, *arguments, site.quant_type, source.meta["val"].dtype)
