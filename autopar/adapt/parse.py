@@ -34,4 +34,5 @@ def _value(kind: type, key: str, text: str, default: object) -> object:
         wanted = "true or false" if isinstance(default, bool) else "a number"
         raise AdaptError(f"{kind.__name__} has {key}={text!r}", fix=f"{key} is {wanted}, such as {default}") from None
     names = text.split("+")
-    return names if len(names) > 1 or isinstance(default, tuple) and text != "all-linear" else text
+    is_list = isinstance(default, tuple) or default == "all-linear"
+    return names if len(names) > 1 or is_list and text != "all-linear" else text

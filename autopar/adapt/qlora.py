@@ -107,7 +107,7 @@ class Quantization:
         held = {f"{path}.{leaf}": (path, leaf, p) for path, leaf, p in held}
         check_found("parameter", list(self.parameters), held)
         for whole, (path, leaf, parameter) in held.items():
-            if matches(list(self.parameters), whole):
+            if matches(list(self.parameters), whole) and not (leaf == "weight" and path in names):
                 if parameter.dim() not in (2, 3):
                     raise AdaptError(f"{whole} is no matrix and no stack of them", shape=tuple(parameter.shape), fix="leave it out")
                 yield path, leaf, False

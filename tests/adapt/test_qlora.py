@@ -9,6 +9,7 @@ from torch import nn
 import autopar
 from autopar import AdaptError, LoRA, QLoRA, api
 from autopar.adapt import order
+from autopar.adapt.parse import parse
 from autopar.fake_state import forms_of
 from autopar.graph import bytes_of
 from autopar.lower import lower
@@ -106,6 +107,13 @@ def test_refused(why):
     with pytest.raises(AdaptError, match=message):
         order.attach(model, order.checked(given if isinstance(given, list) else [QLoRA(**given)]))
     assert {n: p.requires_grad for n, p in model.named_parameters()} == before
+
+
+def test_read_from_a_command_line():
+    found = parse(QLoRA, "r=2,target_modules=q_proj,quant_type=fp4,double_quant=false,quantize_modules=q_proj+v_proj")
+    assert found == QLoRA(r=2, target_modules=["q_proj"], quant_type="fp4", double_quant=False,
+                          quantize_modules=["q_proj", "v_proj"])  # fmt: skip
+    assert parse(QLoRA, "r=2") == QLoRA(r=2) and QLoRA().target_modules == "all-linear"
 
 
 class Odd(nn.Module):
