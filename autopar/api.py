@@ -23,7 +23,7 @@ from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .capture import Captured
 from .collector import paused_collector
-from .errors import CaptureError, InputError, MeshError, StrategyError
+from .errors import CaptureError, InputError, MeshError, MovedParameterError, StrategyError
 from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .hardware import load as load_hardware
@@ -32,7 +32,7 @@ from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.fake_quant import fake_quant
-from .passes.lora import lora
+from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
 from .plan import Plan, fingerprint
@@ -77,6 +77,8 @@ def trace(
         for adaptation in adapt:
             debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
         captured = debug.run_pass("differentiate", capture.differentiate, exported)
+        if any(isinstance(a, LoRA) for a in adapt):
+            check_gradients(captured)
         if compute_dtype(precision) is not None:
             debug.run_pass("widen", widen, captured.graph_module)
         debug.run_pass("clean", clean, captured.graph_module)
@@ -119,7 +121,7 @@ def plan(
     `mesh`: text ("dp=8,tp=8"), autopar.Mesh, or a DeviceMesh. `hardware`: a profile's name, a device's own name, a TOML file
     (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
     glob of a parameter's name -> layout, "tp:S(0)" or "R". `precision`: "fp32", the model in its own types, or "bf16", mixed
-    precision as autopar/precision.py says. `adapt`: LoRA, FakeQuant (autopar/adapt), planned with the rest.
+    precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
     `baselines=False` leaves the expert strategies out. Raises subclasses of AutoparError."""
     checked = _mesh(mesh)
     check_model(model)
@@ -187,12 +189,13 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weigh
 
     values = agree.everywhere(opened)
     seed = agree.from_rank_zero(torch.initial_seed)
-    attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed))
+    attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
         return ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment)
     except BaseException:
-        attachment.undo()
+        with contextlib.suppress(MovedParameterError):  # what was taken over cannot be given back
+            attachment.undo()
         raise
     finally:
         if values is not None:

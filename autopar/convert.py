@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .adapt.fake_quant import HIGH, LOW, SCALE, QuantSite, sites_of
 from .adapt.fake_quant import SITES as QUANT_SITES
-from .adapt.lora import SITES as LORA_SITES
-from .adapt.targets import is_conv1d
+from .adapt.lora_site import SITES as LORA_SITES
+from .adapt.targets import has_plain_forward
 from .errors import AdaptError
 from .layout import Layout
 from .quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
@@ -21,8 +21,6 @@ from .runtime.module import ParallelModule
 from .storage.gather import gather_everywhere
 from .storage.model_folder import local
 from .storage.quantized_folder import save_quantized
-
-PLAIN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Module:
@@ -47,7 +45,7 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
 
 
 def _check(path: str, layer: nn.Module, site: QuantSite, model: ParallelModule) -> None:
-    if type(layer).forward not in PLAIN_FORWARDS and not is_conv1d(layer):
+    if not has_plain_forward(layer):
         raise AdaptError(
             f"{path} is a {type(layer).__name__} with a forward of its own, which no quantized layer computes",
             fix="leave it out by exclude_modules",

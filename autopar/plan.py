@@ -92,7 +92,7 @@ class Plan:
     reduce_scatter: str = "native"
     bucket_bytes: float = 0.0  # parameters and gradients travel in collectives of about this size
     fingerprint: str = ""
-    parameter_elements: int = 0  # of the whole model; under 4-bit quantization an element of packed bytes counts as one
+    parameter_elements: int = 0  # of the whole model, quantized weights as if they were dequantized
     trained_elements: int = 0
     planning_seconds: float = field(default=0.0, compare=False)
 

@@ -33,7 +33,7 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
     for path, module, site in sites_of(model):
         if path in done:
             continue
-        uses = uses_in(exported, f"{path}.weight", path)
+        uses = uses_in(exported, f"{path}.weight", model, module)
         if not uses:
             raise AdaptError(f"{path}.weight is not used in this call", fix="leave the layer out by exclude_modules")
         for user, argument in uses:

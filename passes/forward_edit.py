@@ -123,11 +123,14 @@ def is_read(exported: Exported, name: str) -> bool:
     return next(reads_of(exported, name), None) is not None
 
 
-def uses_in(exported: Exported, name: str, module: str) -> list[tuple[fx.Node, fx.Node]]:
-    """As `uses_of`, but of a shared parameter only what this module does with it."""
+def uses_in(exported: Exported, name: str, model: nn.Module, module: nn.Module) -> list[tuple[fx.Node, fx.Node]]:
+    """As `uses_of`, but of a shared parameter only what this module of the model does with it, under whichever of its names."""
     uses = uses_of(exported, name)
     is_shared = sum(first == exported.ties.get(name, name) for first in exported.ties.values()) > 1
-    return [(user, a) for user, a in uses if module_path(user) == module] if is_shared else uses
+    if not is_shared:
+        return uses
+    names = {n for n, m in model.named_modules(remove_duplicate=False) if m is module}
+    return [(user, argument) for user, argument in uses if module_path(user) in names]
 
 
 def replace_value(old: fx.Node, new: fx.Node, but: tuple[fx.Node, ...] = ()) -> None:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..adapt.lora import LORA_A, LORA_B, MAGNITUDE, LoraSite, sites_of
-from ..capture import Exported, source_line
+from ..adapt.lora_site import LORA_A, LORA_B, MAGNITUDE, LoraSite, is_factor, sites_of
+from ..capture import Captured, Exported, source_line
 from ..errors import AdaptError
+from ..graph import output_node
 from .canonicalize_random import number_streams, random_op
 from .forward_edit import Editor, finish, is_read, replace_value, uses_in, uses_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
+CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 def lora(exported: Exported, model: torch.nn.Module) -> Exported:
@@ -31,17 +33,32 @@ def lora(exported: Exported, model: torch.nn.Module) -> Exported:
         if is_read(exported, f"{path}.{site.names[0]}"):
             continue
         name = f"{path}.{site.parameter}"
-        uses = uses_of(exported, name) if site.kind == "parameter" else uses_in(exported, name, path)
+        uses = uses_of(exported, name) if site.kind == "parameter" else uses_in(exported, name, model, module)
         if not uses:
             raise AdaptError(f"{name} is not used in this call: its adapter would never train", fix="leave it out of the targets")
+        for user, _ in uses:
+            _refuse_untraced(path, site, user)
         if site.kind == "parameter":
-            _whole(exported, path, site)
+            for source in dict.fromkeys(_computed_from(argument) for _, argument in uses):
+                _whole(exported, path, site, source)
         else:
             for user, argument in uses:
                 _beside(exported, path, module, site, user, argument)
     number_streams(exported.graph_module.graph)
     finish(exported)
     return exported
+
+
+def check_gradients(captured: Captured) -> Captured:
+    """Raises AdaptError for adapters of a joint graph that no gradient reaches."""
+    trained = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "gradient"}
+    roles = [n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"]
+    lost = [r.name for r in roles if r.kind == "parameter" and r.trainable and is_factor(r.name) and r.name not in trained]
+    if lost:
+        raise AdaptError(
+            f"no gradient reaches {len(lost)} adapters, as behind a detach: {lost[0]}", fix="leave their layers out of the targets"
+        )
+    return captured
 
 
 def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node, argument: fx.Node) -> None:
@@ -83,12 +100,24 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
     replace_value(user, edit.cast(result, dtype))
 
 
-def _whole(exported: Exported, path: str, site: LoraSite) -> None:
-    """The adapter inside of the parameter: (o, i), or (experts, o, i), (experts, i, o) if it is transposed."""
-    name = f"{path}.{site.parameter}"
-    source = uses_of(exported, name)[0][1]
-    while source.op != "get_attr" and source.target is not aten.to.dtype:  # the parameter in the type that computes
-        source = source.args[0]
+def _refuse_untraced(path: str, site: LoraSite, user: fx.Node) -> None:
+    if isinstance(user.target, torch._ops.HigherOrderOperator):
+        raise AdaptError(
+            f"{path}.{site.parameter} is used under torch.no_grad, where its adapter would never train",
+            node=user.name, source=source_line(user) or None, fix="leave it out of the targets",
+        )  # fmt: skip
+
+
+def _computed_from(argument: fx.Node) -> fx.Node:
+    """The parameter in the type that computes: its cast, or itself."""
+    while argument.op != "get_attr" and argument.target not in CASTS:
+        argument = argument.args[0]
+    return argument
+
+
+def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> None:
+    """The adapter inside of the parameter: (o, i), or (experts, o, i), (experts, i, o) if it is transposed. What is cast from it
+    stays as it is: a cast that is used is a source of its own."""
     edit = Editor.behind(exported, source)
     a, b = (edit.cast(edit.parameter(f"{path}.{n}"), source.meta["val"].dtype) for n in site.names)
     shape = source.meta["val"].shape
@@ -102,7 +131,8 @@ def _whole(exported: Exported, path: str, site: LoraSite) -> None:
         product = edit.call(autopar.matmul.default, b, a)
     else:
         product = edit.call(aten.mm.default, b, a)
-    replace_value(source, edit.call(aten.add.Tensor, source, edit.call(aten.mul.Tensor, product, site.scaling)))
+    casts = tuple(user for user in source.users if user.target in CASTS)
+    replace_value(source, edit.call(aten.add.Tensor, source, edit.call(aten.mul.Tensor, product, site.scaling)), but=casts)
 
 
 def _length(edit: Editor, weight: fx.Node, a: fx.Node, b: fx.Node, site: LoraSite) -> fx.Node:
@@ -125,7 +155,7 @@ def _dropout(edit: Editor, x: fx.Node, p: float) -> fx.Node:
 def _is_narrowed(argument: fx.Node) -> bool:
     """Whether mixed precision casts the parameter, and so its adapter."""
     while argument.op != "get_attr":
-        if argument.target in (aten.to.dtype, aten._to_copy.default):
+        if argument.target in CASTS:
             return True
         argument = argument.args[0]
     return False

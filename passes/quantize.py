@@ -31,7 +31,10 @@ def quantize(exported: Exported, model: nn.Module) -> Exported:
                 _replace(exported, path, site, source, [user for user in source.users if user not in casts])
     finish(exported)
     for path, site in quantized_weights(model):
-        exported.graph_module.get_submodule(f"{ROOT}.{path}")._parameters.pop(site.parameter, None)
+        first = exported.ties.get(f"{path}.{site.parameter}", f"{path}.{site.parameter}")
+        for name in [name for name, tied in exported.ties.items() if tied == first] or [first]:
+            owner, _, leaf = f"{ROOT}.{name}".rpartition(".")
+            exported.graph_module.get_submodule(owner)._parameters.pop(leaf, None)
     return exported
 
 

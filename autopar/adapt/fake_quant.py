@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ from torch import nn
 from ..errors import AdaptError, nearest
 from .attach import Attachment
 from .grid import DTYPES, MAPPINGS, Grid, at_least_float32
-from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, matches
+from .parse import parse
+from .targets import ALL_LINEAR, Targets, chosen, is_conv1d, is_number, layer_kind
 
 SITES = "fake_quant_sites"  # attribute of a quantized module
 SCALE = "weight_fake_quantizer.scale"
@@ -86,7 +87,7 @@ class FakeQuant:
             raise AdaptError(f"FakeQuant has granularity={self.granularity!r} and group_size={size}", fix="give both, or neither")
         if self.range_learning and self.mapping_type != "symmetric":
             raise AdaptError("range_learning has a trained scale and no zero point", fix='mapping_type="symmetric"')
-        if not 0 < self.averaging_constant <= 1:
+        if not is_number(self.averaging_constant) or not 0 < self.averaging_constant <= 1:
             raise AdaptError(f"FakeQuant has averaging_constant={self.averaging_constant!r}", fix="a number from above 0 to 1")
         if not self.target_modules:
             raise AdaptError("FakeQuant has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"')
@@ -94,14 +95,7 @@ class FakeQuant:
     @staticmethod
     def parse(text: str) -> FakeQuant:
         """From text such as "int8" or "int4,group_size=32,activations=int8": the dtype, then fields by name. Raises AdaptError."""
-        first, *rest = (word.strip() for word in text.split(","))
-        known, given = {f.name: f.type for f in fields(FakeQuant)}, {"dtype": first}
-        for word in rest:
-            name, equals, value = word.partition("=")
-            if not equals or name not in known:
-                raise AdaptError(f"cannot read {word!r} in {text!r}", fix=f"name=value, name one of {nearest(name, known)}")
-            given[name] = _read(name, value, known[name])
-        return FakeQuant(**given)
+        return parse(FakeQuant, text, first="dtype")
 
     @property
     def weight_grid(self) -> Grid:
@@ -123,17 +117,14 @@ class FakeQuant:
             site = self._site(path, module)
             to.mark(module, SITES, (site,))
             if self.range_learning:
-                to.add(path, SCALE, self._first_scale(path, site, module.weight.detach(), to.device))
+                to.add(path, SCALE, self._first_scale(path, site, module.weight.detach(), to))
             if site.observes:
                 dtype = at_least_float32(module.weight.dtype)
                 to.add_buffer(path, LOW, torch.full((), math.inf, dtype=dtype, device=to.device))
                 to.add_buffer(path, HIGH, torch.full((), -math.inf, dtype=dtype, device=to.device))
 
     def _found(self, model: nn.Module) -> list[str]:
-        names = [name for name, _ in model.named_modules() if name]
-        targets = all_linear(model) if self.target_modules == ALL_LINEAR else self.target_modules
-        check_found("module", targets, names)
-        found = [n for n in names if matches(targets, n) and not (self.exclude_modules and matches(self.exclude_modules, n))]
+        found = chosen(model, self.target_modules, self.exclude_modules)
         if not found:
             raise AdaptError("the targets and exclude_modules leave no layer to quantize", fix="exclude fewer of them")
         return found
@@ -157,19 +148,19 @@ class FakeQuant:
             )  # fmt: skip
         return site
 
-    def _first_scale(self, path: str, site: QuantSite, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _first_scale(self, path: str, site: QuantSite, weight: torch.Tensor, to: Attachment) -> torch.Tensor:
         """2 mean(|w|) / sqrt(qmax), section 2.1 of arXiv 1902.08153: (o, groups)."""
         grid, (rows, features) = self.weight_grid, site.shape
-        if device.type == "meta":
-            return torch.empty(rows, grid.groups(features), dtype=self.scale_precision, device=device)
-        if weight.is_meta:
+        if to.device.type == "meta":
+            return torch.empty(rows, grid.groups(features), dtype=self.scale_precision, device=to.device)
+        if weight.is_meta or to.reads_files:
             raise AdaptError(
                 f"{path} has no values yet from which its first scale follows", fix="compile a model with values, without weights="
             )
         weight = weight.t() if site.is_transposed else weight
         grouped = weight.float().reshape(rows, grid.groups(features), -1)
         scale = 2 * grouped.abs().mean(-1) / math.sqrt(grid.qmax)
-        return scale.clamp_min(torch.finfo(torch.float32).eps).to(device, self.scale_precision)
+        return scale.clamp_min(torch.finfo(torch.float32).eps).to(to.device, self.scale_precision)
 
 
 @dataclass(frozen=True)
@@ -206,15 +197,3 @@ def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantSite]]:
 
 def _dtype_name(dtype: object) -> object:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-def _read(name: str, value: str, kind: str) -> object:
-    """The value of a field of this annotated type."""
-    try:
-        if kind == "bool":
-            return {"true": True, "false": False}[value.lower()]
-        if kind == "torch.dtype":
-            return {str(d).removeprefix("torch."): d for d in CHOICES["scale_precision"]}[value]
-        return int(value) if kind.startswith("int") else float(value) if kind == "float" else value
-    except (ValueError, KeyError):
-        raise AdaptError(f"cannot read {value!r} as {name}", fix=f"{name} is a {kind}") from None

@@ -3,10 +3,8 @@
 A frozen weight W (o, i) gets a trained product of two thin matrices, y = W x + scaling * B A x with A (r, i) and B (o, r)
 (arXiv 2106.09685); scaling is lora_alpha / r, or lora_alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732). DoRA (arXiv
 2402.09353) trains the length of every row of W + scaling * B A besides. Names, shapes, starting values and the meaning of every
-argument are those of PEFT's `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora).
-
-Of a module M the parameters are M.lora_A.weight and M.lora_B.weight, of an embedding M.lora_embedding_A and M.lora_embedding_B,
-with DoRA M.lora_magnitude_vector; of a second adapted parameter of one module M.base_layer.lora_A.weight and so on.
+argument are those of PEFT's `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora); what PEFT would do silently
+to a shared parameter, or what no file of an adapter holds, is refused.
 """
 
 from __future__ import annotations
@@ -20,44 +18,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import AdaptError
+from ..errors import AdaptError, nearest
 from .attach import Attachment
-from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, matches, number_in_list
+from .lora_site import MAGNITUDE, SITES, LoraSite
+from .targets import (
+    ALL_LINEAR,
+    Targets,
+    check_found,
+    chosen,
+    has_plain_forward,
+    is_conv1d,
+    is_number,
+    layer_kind,
+    listed,
+    matches,
+    number_in_list,
+    pattern,
+)
 
 BIASES = ("none", "all", "lora_only")
-SITES = "lora_sites"  # attribute of an adapted module
-LORA_A, LORA_B = "lora_A", "lora_B"  # the modules of the two factors
-
-
-@dataclass(frozen=True)
-class LoraSite:
-    """One adapted parameter of a module. `kind`: "linear", "embedding" or "parameter" (of any use, such as stacked experts);
-    `is_transposed`: the parameter is (i, o), or (experts, i, o). `prefix` stands before the names of its adapter."""
-
-    parameter: str
-    kind: str
-    is_transposed: bool
-    r: int
-    scaling: float
-    dropout: float
-    use_dora: bool
-    prefix: str = ""
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Names of A and B in the module."""
-        if self.kind == "embedding":
-            return "lora_embedding_A", "lora_embedding_B"
-        return f"{self.prefix}{LORA_A}.weight", f"{self.prefix}{LORA_B}.weight"
-
-    def shapes(self, weight: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of A and B for a parameter of this shape."""
-        experts = weight[0] if len(weight) == 3 else 1
-        o, i = weight[-2:] if not self.is_transposed else reversed(weight[-2:])
-        return (self.r * experts, i), (o, self.r * experts)
-
-
-MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
@@ -89,10 +68,20 @@ class LoRA:
     name = "lora"
 
     def __post_init__(self):
+        tidied = {name: listed(getattr(self, name)) for name in ("target_parameters", "modules_to_save")}
+        tidied |= {name: getattr(self, name) or () for name in ("target_modules", "exclude_modules")}
+        tidied |= {name: getattr(self, name) or {} for name in ("rank_pattern", "alpha_pattern")}  # None, as PEFT writes them
+        for name, value in tidied.items():
+            object.__setattr__(self, name, value)
+        for text in (*self.rank_pattern, *self.alpha_pattern, *listed(self.layers_pattern)):
+            pattern(text)
+        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
+            if not is_number(alpha) or alpha <= 0:
+                raise AdaptError(f"LoRA has lora_alpha={alpha!r}", fix="a number above 0")
         for r in (self.r, *self.rank_pattern.values()):
             if isinstance(r, bool) or not isinstance(r, int) or r < 1:
                 raise AdaptError(f"LoRA has r={r!r}", fix="r is the rank of the adapters, a whole number from 1 on")
-        if not 0 <= self.lora_dropout < 1:
+        if not is_number(self.lora_dropout) or not 0 <= self.lora_dropout < 1:
             raise AdaptError(f"LoRA has lora_dropout={self.lora_dropout!r}", fix="a probability below 1")
         if self.bias not in BIASES:
             raise AdaptError(f"LoRA has bias={self.bias!r}", fix=f"one of {', '.join(BIASES)}")
@@ -100,6 +89,8 @@ class LoRA:
             raise AdaptError(f"LoRA has init_lora_weights={self.init_lora_weights!r}", fix='True, False or "gaussian"')
         if not self.target_modules and not self.target_parameters:
             raise AdaptError("LoRA has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"')
+        if self.layers_to_transform is not None and isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise AdaptError("layers_to_transform goes with a list of target_modules", fix="say them in the pattern")
         if self.target_parameters and (self.lora_dropout or self.use_dora):
             raise AdaptError("adapters of target_parameters have neither dropout nor DoRA", fix="leave both out")
 
@@ -113,11 +104,14 @@ class LoRA:
 
         Raises AdaptError for targets that the model does not have or that have no matrix, and for a rank above a matrix's."""
         model = to.model
+        if self.use_dora and to.reads_files:
+            raise AdaptError("DoRA starts from the weights, and weights= comes later", fix="compile a model with values")
         if already := next((n for n, _ in model.named_parameters() if "lora_" in n), None):
             raise AdaptError(f"the model has adapters already: {already}", fix="compile the model that they were added to")
         found = self._sites(model)
         saved = [m for n, m in model.named_modules() if n and matches(list(self.modules_to_save), n)]
         check_found("module", list(self.modules_to_save), [n for n, _ in model.named_modules() if n])
+        _check_saved(model, saved)
         kept = {id(p) for module in saved for p in module.parameters()} | {id(p) for p in self._biases(model, found)}
         for parameter in model.parameters():
             to.train(parameter, id(parameter) in kept)
@@ -158,25 +152,28 @@ class LoRA:
     def _sites(self, model: nn.Module) -> dict[str, tuple[LoraSite, ...]]:
         """The adapted parameters by module."""
         modules = {name: module for name, module in model.named_modules() if name}
-        targets = all_linear(model) if self.target_modules == ALL_LINEAR else self.target_modules
-        found = {name: (self._site(name, modules[name]),) for name in modules if targets and self._is_target(targets, name)}
-        if targets and not found:
-            check_found("module", targets, modules)
+        names = chosen(model, self.target_modules, self.exclude_modules) if self.target_modules else []
+        found = {name: (self._site(name, modules[name]),) for name in self._in_layers(names)}
+        if self.target_modules and not found:
             raise AdaptError("exclude_modules and layers_to_transform leave no module to adapt", fix="give fewer of them")
-        check_found("module", targets, modules)
         for name, sites in self._parameter_sites(modules):
             found[name] = (*found.get(name, ()), *sites)
+        adapted = [*found, *(f"{name}.{site.parameter}" for name, sites in found.items() for site in sites)]
+        for key in (*self.rank_pattern, *self.alpha_pattern):
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):
+                raise AdaptError(f"nothing adapted is called {key!r}, as a pattern says", fix=f"such as {nearest(key, adapted)}")
         return found
 
-    def _is_target(self, targets: Targets, name: str) -> bool:
-        if self.exclude_modules and matches(self.exclude_modules, name):
-            return False
-        if any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", name) for m in self.modules_to_save):
-            return False
-        if not matches(targets, name) or self.layers_to_transform is None or isinstance(targets, str):
-            return matches(targets, name)
-        wanted = self.layers_to_transform
-        return number_in_list(name, self.layers_pattern) in ([wanted] if isinstance(wanted, int) else wanted)
+    def _in_layers(self, names: Sequence[str]) -> list[str]:
+        """Those that layers_to_transform and modules_to_save leave."""
+        names = [n for n in names if not any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", n) for m in self.modules_to_save)]
+        if self.layers_to_transform is None:
+            return names
+        wanted = [self.layers_to_transform] if isinstance(self.layers_to_transform, int) else list(self.layers_to_transform)
+        numbers = {name: number_in_list(name, self.layers_pattern) for name in names}
+        if missing := [n for n in wanted if n not in numbers.values()]:
+            raise AdaptError(f"no target lies in layer {missing[0]}", fix=f"layers of {sorted({*numbers.values()} - {None})}")
+        return [name for name in names if numbers[name] in wanted]
 
     def _site(self, name: str, module: nn.Module) -> LoraSite:
         kind = layer_kind(module)
@@ -184,6 +181,11 @@ class LoRA:
             raise AdaptError(
                 f"{name} is a {type(module).__name__}, and LoRA adapts linear layers, Conv1D and embeddings",
                 fix="name such layers in target_modules, or a parameter of two or three dims in target_parameters",
+            )
+        if not has_plain_forward(module) and not hasattr(module, "embed_scale"):
+            raise AdaptError(
+                f"{name} is a {type(module).__name__} whose forward does more than the product that an adapter stands beside",
+                fix="leave it out by exclude_modules",
             )
         if self.use_dora and kind == "embedding":
             raise AdaptError(f"{name} is an embedding, and DoRA is for linear layers", fix="leave it out, or use_dora=False")
@@ -216,16 +218,16 @@ class LoRA:
         return []
 
 
-def is_factor(name: str) -> bool:
-    """Whether a parameter, or the module that an op belongs to, is one of the thin matrices."""
-    return any(part in (LORA_A, LORA_B, "lora_embedding_A", "lora_embedding_B") for part in name.split(".")[-2:])
-
-
-def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, LoraSite]]:
-    """(path, module, site) of every adapted parameter."""
-    for path, module in model.named_modules():
-        for site in module.__dict__.get(SITES, ()):
-            yield path, module, site
+def _check_saved(model: nn.Module, saved: Sequence[nn.Module]) -> None:
+    """Raises AdaptError for modules_to_save that hold what an adapter's file has no place for."""
+    inside = {id(module) for part in saved for module in part.modules()}
+    outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+    held = {id(p): name for name, module in outside for p in module._parameters.values() if p is not None}
+    for part in saved:
+        if shared := next((held[id(p)] for p in part.parameters() if id(p) in held), None):
+            raise AdaptError(f"modules_to_save has a parameter of {shared} too, which would train as well", fix="leave it out")
+        if buffers := [name for name, _ in part.named_buffers()]:
+            raise AdaptError(f"modules_to_save has buffers, which are not saved: {', '.join(buffers)}", fix="leave it out")
 
 
 def _own(patterns: Mapping[str, float], module: str, otherwise: float) -> float:

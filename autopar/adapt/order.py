@@ -63,9 +63,11 @@ def _check_both(lora: LoRA, fake_quant: FakeQuant) -> None:
         raise AdaptError("LoRA freezes the base, and range_learning trains its scales", fix="range_learning=False")
 
 
-def attach(model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0) -> Attachment:
-    """Attach all of them, or none if one cannot be."""
-    to = Attachment(model, device, seed)
+def attach(
+    model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0, reads_files: bool = False
+) -> Attachment:
+    """Attach all of them, or none if one cannot be. Arguments as of Attachment."""
+    to = Attachment(model, device, seed, reads_files)
     if adapt and not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
     try:

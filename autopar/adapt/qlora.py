@@ -18,7 +18,7 @@ from ..errors import AdaptError
 from ..ops_nf4 import QUANT_TYPES, forms_of_parts, quantize, tile_of
 from .attach import Attachment
 from .lora import LoRA
-from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, matches
+from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, listed, matches
 
 SITES = "quantized_weights"  # attribute of a module
 ENDS = {"packed": "packed", "absmax": "absmax", "scale": "absmax_scale", "offset": "absmax_offset"}  # of names
@@ -145,6 +145,9 @@ class QLoRA(LoRA):
     name = "qlora"
 
     def __post_init__(self):
+        object.__setattr__(self, "target_modules", self.target_modules or ALL_LINEAR)
+        object.__setattr__(self, "quantize_modules", self.quantize_modules or ())
+        object.__setattr__(self, "quantize_parameters", listed(self.quantize_parameters))
         super().__post_init__()
         if self.quant_type not in QUANT_TYPES:
             raise AdaptError(f"QLoRA has quant_type={self.quant_type!r}", fix=f"one of {', '.join(QUANT_TYPES)}")

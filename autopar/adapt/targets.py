@@ -6,6 +6,7 @@ module whose dotted name is one of these or ends in one, a text is a regular exp
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +16,15 @@ from ..errors import AdaptError, nearest
 
 Targets = str | Sequence[str]
 ALL_LINEAR = "all-linear"
+
+
+def listed(value: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Names as a tuple; one alone, or none, may be given as it is."""
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -31,25 +41,45 @@ def layer_kind(module: nn.Module) -> str | None:
     return "linear" if isinstance(module, nn.Linear) or is_conv1d(module) else None
 
 
+def has_plain_forward(module: nn.Module) -> bool:
+    """Whether a layer computes the product with its weight and nothing else (or scales an embedding)."""
+    return type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module)
+
+
 def all_linear(model: nn.Module) -> list[str]:
-    """Every linear layer but the output embedding of a language model or the head of a classifier."""
+    """Every linear layer but the output embedding of a language model, the head of a classifier, and what nn.MultiheadAttention
+    keeps in one without calling it."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
-    names = [n for n, m in modules.items() if n and (isinstance(m, nn.Linear) or is_conv1d(m)) and m is not head]
+    inner = {id(m.out_proj) for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
+    linear = {n: m for n, m in modules.items() if n and (isinstance(m, nn.Linear) or is_conv1d(m))}
+    names = [n for n, m in linear.items() if m is not head and id(m) not in inner]
     if head is None:
         heads = tuple(n for n in names if n.partition(".")[0] in ("classifier", "score"))
         names = [n for n in names if n not in heads]
     return names
 
 
+def chosen(model: nn.Module, targets: Targets, excluded: Targets = ()) -> list[str]:
+    """Names of the modules that targets are for, in the order of the model. Raises AdaptError for one, or an exception, that is the
+    name of none."""
+    names = [name for name, _ in model.named_modules() if name]
+    check_found("module", excluded, names)
+    if targets != ALL_LINEAR:
+        check_found("module", targets, names)
+    found = all_linear(model) if targets == ALL_LINEAR else [name for name in names if matches(targets, name)]
+    return [name for name in found if not (excluded and matches(excluded, name))]
+
+
 def matches(targets: Targets, name: str) -> bool:
     """Whether a qualified name is among the targets. Raises AdaptError for a text that is no regular expression."""
     if isinstance(targets, str):
-        return re.fullmatch(_pattern(targets), name) is not None
+        return re.fullmatch(pattern(targets), name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _pattern(text: str) -> re.Pattern:
+def pattern(text: str) -> re.Pattern:
+    """Raises AdaptError for a text that is no regular expression."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -63,8 +93,8 @@ def number_in_list(name: str, patterns: Targets | None) -> int | None:
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
         return int(found.group(1)) if found else None
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
+    for words in (patterns,) if isinstance(patterns, str) else patterns:
+        if found := re.match(rf"(?:^|.*?\.){words}\.(\d+)\.", name):
             return int(found.group(1))
     return None
 
@@ -72,7 +102,7 @@ def number_in_list(name: str, patterns: Targets | None) -> int | None:
 def check_found(what: str, targets: Targets, names: Iterable[str]) -> None:
     """Raises AdaptError for targets that are none of `names`, with the ones that look like them."""
     names = list(names)
-    wanted = [targets] if isinstance(targets, str) else list(targets)
+    wanted = [targets] if isinstance(targets, str) and targets else list(targets)
     missing = [t for t in wanted if not any(matches(targets if isinstance(targets, str) else [t], name) for name in names)]
     if missing:
         ends = {name.rpartition(".")[2] for name in names} | {name for name in names if name.count(".") < 2}

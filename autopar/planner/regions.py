@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
-from ..adapt.lora import is_factor
+from ..adapt.lora_site import is_factor
 from ..plan import Region
 from .evaluate import Evaluation
 from .problem import Problem

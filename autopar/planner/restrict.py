@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..adapt.lora import is_factor
+from ..adapt.lora_site import is_factor
 from ..errors import StrategyError
 from ..layout import Layout
 from ..mesh import Mesh

@@ -6,6 +6,7 @@ the active one. While adapters are merged or disabled the model runs graphs with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _torch
-from ..adapt.lora import MAGNITUDE, LoRA, LoraSite, sites_of
+from ..adapt.lora import LoRA
+from ..adapt.lora_site import MAGNITUDE, LoraSite, sites_of
 from ..errors import AdaptError, nearest
 from ..layout import Layout, local_ranges
 from ..storage.adapter_folder import file_names, load_adapter, save_adapter
@@ -31,7 +33,8 @@ class Adapters:
 
     def __init__(self, module: nn.Module, config: LoRA, switch: Callable[[bool], None]):
         self.module, self.config, self.switch = module, config, switch
-        self.active, self.kept, self.merged = FIRST, {FIRST: None}, False
+        self.active, self.kept, self.merged, self.disabled_by = FIRST, {FIRST: None}, False, 0
+        self.trained = tuple(file_names(module))  # what an adapter is, also if some of it is frozen later
         self.sites = [(path, site) for path, _, site in sites_of(module._source)]
         self._lengths: dict[str, Tensor] = {}  # what the rows of a merged DoRA layer were multiplied by
 
@@ -43,13 +46,13 @@ class Adapters:
         return _torch.local_of(self.module.get_parameter(name)).detach()
 
     def save(self, folder: str | Path) -> None:
-        self._refuse_merged("save it")
-        save_adapter(self.module, self.config, folder)
+        self.refuse_merged("save it")
+        save_adapter(self.module, self.config, self.trained, folder)
 
     def load(self, folder: str | Path, name: str | None) -> None:
         """Into the active adapter, or as another one that `activate` makes active."""
-        self._refuse_merged("load another one")
-        parts = agree.everywhere(lambda: load_adapter(self.module, self.config, folder))
+        self.refuse_merged("load another one")
+        parts = agree.everywhere(lambda: load_adapter(self.module, self.config, self.trained, folder))
         if name is None or name == self.active:
             self._write(parts)
         else:
@@ -57,11 +60,11 @@ class Adapters:
 
     def activate(self, name: str) -> None:
         """Raises AdaptError for an adapter that is not there."""
-        self._refuse_merged("change it")
+        self.refuse_merged("change it")
         if name not in self.kept:
             raise AdaptError(f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first")
         if name != self.active:
-            replaced = {*file_names(self.module), *self.kept[name]}
+            replaced = {*self.trained, *self.kept[name]}
             self.kept[self.active] = {n: self._local(n).clone() for n in replaced}
             self._write(self.kept[name])
             self.kept[name], self.active = None, name
@@ -71,27 +74,37 @@ class Adapters:
             for name, part in parts.items():
                 self._local(name).copy_(part)
 
-    def _refuse_merged(self, wish: str) -> None:
+    def refuse_merged(self, wish: str) -> None:
+        """Raises AdaptError while the adapter is part of the base, where its values would count twice."""
         if self.merged:
             raise AdaptError("the adapter is merged into the base", fix=f"unmerge_adapter() before you {wish}")
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model computes as if it had none."""
-        self._refuse_merged("disable it")
+        """Inside, the model computes without them; what trains besides, such as modules_to_save, stays as it is."""
+        self.refuse_merged("disable it")
+        self.disabled_by += 1
         self.switch(False)
         try:
             yield
         finally:
-            self.switch(True)
+            self.disabled_by -= 1
+            self.switch(not self.disabled_by)
 
     def merge(self) -> None:
         """Add the active adapter to the base's parameters, each rank to its parts, in place. Raises AdaptError for a quantized
-        base."""
+        base, and for a weight that another layer reads too."""
         if packed := [n for n in (f"{path}.{site.parameter}" for path, site in self.sites) if n in self.module.quantized_names]:
             raise AdaptError(
                 f"{packed[0]} is quantized, and the sum would have to be rounded to its code book",
                 fix="save_adapter(folder), then load and merge it on a base that is not quantized",
+            )
+        if self.disabled_by:
+            raise AdaptError("the adapter is disabled", fix="merge it outside of disable_adapter()")
+        if shared := self._shared():
+            raise AdaptError(
+                f"{shared[0]} is shared with another layer, which the merged adapter would change too",
+                fix="save_adapter(folder), and keep the adapter beside its base",
             )
         if not self.merged:
             for path, site in self.sites:
@@ -106,6 +119,13 @@ class Adapters:
                 self._change(path, site, -1.0)
             self.merged = False
             self.switch(True)
+
+    def _shared(self) -> list[str]:
+        """Adapted weights that several layers read."""
+        modules = self.module.modules()
+        held = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
+        beside = [f"{path}.{site.parameter}" for path, site in self.sites if site.kind != "parameter"]
+        return [name for name in beside if held[id(self.module.get_parameter(name))] > 1]
 
     @torch.no_grad()
     def _change(self, path: str, site: LoraSite, sign: float) -> None:

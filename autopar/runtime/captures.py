@@ -90,7 +90,9 @@ class Captures:
         self.mesh, self.device_mesh = mesh, device_mesh
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
         self.accumulation = Accumulation(module, layouts, mesh, mesh.coordinate(self.groups.rank))
-        self.is_trained = any(p.requires_grad for p in module.parameters())
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.is_trained = bool(trained)
+        self.trains_besides = any(name not in module.adapter_names for name in trained)  # while adapters are off
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
@@ -121,7 +123,7 @@ class Captures:
 
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
         ranks; DesyncError if this rank alone makes a call for the first time."""
-        flags, gradients = self.modes.now(), self.is_trained and self.modes.adapters and torch.is_grad_enabled()
+        flags, gradients = self.modes.now(), self._trains() and torch.is_grad_enabled()
         tensors = None
         for capture in (self.last, *self.table):
             if capture.gradients is gradients and capture.flags == flags:
@@ -201,8 +203,10 @@ class Captures:
         return total
 
     def _modes_text(self, gradients: bool) -> str:
-        trains = self.is_trained and self.modes.adapters
-        return self.modes.text() + (", no_grad" if trains and not gradients else "")
+        return self.modes.text() + (", no_grad" if self._trains() and not gradients else "")
+
+    def _trains(self) -> bool:
+        return self.is_trained if self.modes.adapters else self.trains_besides
 
 
 def lower_together(traced: Traced, plan: Plan) -> RankProgram:

@@ -133,7 +133,7 @@ class ParallelModule(nn.Module):
         self._lora().activate(adapter_name)
 
     def disable_adapter(self):
-        """A context in which the model computes as if it had no adapter."""
+        """A context in which the model computes without its adapters. What trains beside them (biases, modules_to_save) stays."""
         return self._lora().disabled()
 
     def merge_adapter(self) -> None:

@@ -116,6 +116,8 @@ def take_over(
         if id(parameter) in gone:
             if name in replaced:
                 whole = part_of(name, parameter, Layout.replicated(parameter.dim()))
+                if not torch.isfinite(whole).all():
+                    raise InputError(f"{name} has values that are not finite, and its blocks would be too", fix="mend the weights")
                 for new, value in zip(replaced[name].names, replaced[name].compute(whole)):
                     computed[new] = local_part(value, layout_of(new, value.dim()), plan.mesh, coordinate)
                 _empty(parameter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..adapt.lora import LoRA
+from ..adapt.lora_site import SITES
 from ..errors import AdaptError
 from ..layout import Layout, local_ranges
 from ..runtime import agree
@@ -29,33 +30,47 @@ CONFIG, STEM = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
 # What has to be equal for the values of one adapter to mean the same in another.
 SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+# Settings of PEFT under which the same tensors would mean something else.
+NOT_OURS = ("alora_invocation_tokens", "layer_replication", "use_qalora", "lora_bias", "trainable_token_indices", "arrow_config")
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
-    """Name of every tensor of a ParallelModule that its adapter's file holds -> its name there."""
-    parameters, names = dict(model.named_parameters()), _names_there(model)
-    return {name: names[name] for name in names if name in model.adapter_names or parameters[name].requires_grad}
+    """Name of every tensor that the file of a ParallelModule's adapter holds, adapters and what else trains -> its name there."""
+    adapted = _adapted(model)
+    trained = [n for n, p in model.named_parameters() if n in model.adapter_names or p.requires_grad]
+    return {name: _name_there(name, adapted, model) for name in trained}
 
 
-def _names_there(model: nn.Module) -> dict[str, str]:
-    """The name that PEFT's module has for every parameter of a ParallelModule: behind ".base_layer" if its module is adapted."""
-    adapted = {name.partition(".lora_")[0].removesuffix(".base_layer") for name in model.adapter_names if ".lora_" in name}
-    names = {}
-    for name, _ in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        is_inner = name not in model.adapter_names and path in adapted
-        names[name] = f"{PREFIX}{path}.base_layer.{leaf}" if is_inner else PREFIX + name
+def _base_names(model: nn.Module) -> dict[str, str]:
+    """The names that PEFT's modules may give a parameter of the base -> its first name; all names of a shared one."""
+    first = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    adapted, names = _adapted(model), {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in model.adapter_names:
+            names |= {there: first[id(parameter)] for there in (PREFIX + name, _name_there(name, adapted, model))}
     return names
 
 
-def save_adapter(model: nn.Module, config: LoRA, folder: str | Path) -> None:
-    """Write the folder; all ranks call this, rank 0 gathers and writes, a tensor at a time. Raises CheckpointError if it cannot be
-    written."""
+def _adapted(model: nn.Module) -> set[str]:
+    """Names of the modules with adapters."""
+    return {name.partition(".lora_")[0].removesuffix(".base_layer") for name in model.adapter_names if ".lora_" in name}
+
+
+def _name_there(name: str, adapted: set[str], model: nn.Module) -> str:
+    """What PEFT calls a parameter: the base's of an adapted module are behind ".base_layer"."""
+    path, _, leaf = name.rpartition(".")
+    return f"{PREFIX}{path}.base_layer.{leaf}" if name not in model.adapter_names and path in adapted else PREFIX + name
+
+
+def save_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> None:
+    """Write the folder with the parameters called `trained`; all ranks call this, rank 0 gathers and writes, a tensor at a time.
+    Raises CheckpointError if it cannot be written."""
     folder = Path(folder).expanduser()
     unfinished = folder / ".unfinished"
     parameters, held = dict(model.named_parameters()), {}
-    for name, stored in file_names(model).items():
-        tensor = parameters[name]
+    adapted = _adapted(model)
+    for name in trained:
+        tensor, stored = parameters[name], _name_there(name, adapted, model)
         layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
         held[stored] = Held(Form(tuple(tensor.shape), tensor.dtype), layout, lambda t=tensor: local(t))
     agree.from_rank_zero(lambda: make_folder(unfinished))
@@ -73,7 +88,7 @@ def save_adapter(model: nn.Module, config: LoRA, folder: str | Path) -> None:
 def peft_config(model: nn.Module, config: LoRA) -> dict:
     """The fields of PEFT's LoraConfig."""
     fields = asdict(config)
-    sources = {type(m).__name__ for n, m in model._source.named_modules() if "lora_sites" in vars(m)}
+    sources = {type(m).__name__ for n, m in model._source.named_modules() if SITES in vars(m)}
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or None
     lists = {k: _listed(fields[k]) for k in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save")}
     return fields | lists | {
@@ -86,7 +101,7 @@ def _listed(targets) -> list | str | None:
     return targets if isinstance(targets, str) else list(targets) or None
 
 
-def load_adapter(model: nn.Module, config: LoRA, folder: str | Path) -> dict[str, Tensor]:
+def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> dict[str, Tensor]:
     """This rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted embedding whole
     besides: what a file has of the base is read too.
 
@@ -96,7 +111,9 @@ def load_adapter(model: nn.Module, config: LoRA, folder: str | Path) -> dict[str
     file = TensorFile(folder / single_name(STEM))
     try:
         parameters = dict(model.named_parameters())
-        names = file_names(model) | {n: there for n, there in _names_there(model).items() if there in file.forms}
+        adapted = _adapted(model)
+        names = {n: there for there, n in _base_names(model).items() if there in file.forms}
+        names |= {name: _name_there(name, adapted, model) for name in trained}
         _compare({names[n]: tuple(parameters[n].shape) for n in names}, {n: f.shape for n, f in file.forms.items()}, folder)
         coordinate = model.plan.mesh.coordinate(dist.get_rank())
         parts = {}
@@ -119,6 +136,13 @@ def _check_config(path: Path, config: LoRA) -> None:
         raise AdaptError(f"{path} is not a configuration of an adapter: {error}", fix="save it again") from error
     if kind != "LORA":
         raise AdaptError(f"{path} is of a {kind} adapter", fix="load adapters of LoRA")
+    start = found.get("init_lora_weights", True)
+    if start not in (True, False, None, "gaussian"):
+        raise AdaptError(f"{path} is of an adapter that starts with {start!r}, which changes the base too",
+                         fix="save it in PEFT as an ordinary one: path_initial_model_for_weight_conversion")  # fmt: skip
+    if other := [key for key in NOT_OURS if found.get(key)]:
+        raise AdaptError(f"{path} has {', '.join(f'{k}={found[k]!r}' for k in other)}, of which autopar knows nothing",
+                         fix="load adapters without it")  # fmt: skip
     mine = asdict(config)
     empty = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "use_rslora": False}
     different = [f"{k} is {found.get(k) or empty.get(k)} there, {mine[k]} here" for k in SAME

@@ -126,6 +126,8 @@ def _check_model(model: nn.Module) -> None:
             f"checkpoints are of compiled models, not of a {type(model).__name__}",
             fix="pass what autopar.compile returned, compiled with example_inputs",
         )
+    if model._adapters is not None:
+        model._adapters.refuse_merged("save or load checkpoints")
 
 
 # saving -------------------------------------------------------------------------------------------------------------------

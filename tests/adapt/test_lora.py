@@ -78,6 +78,13 @@ REFUSED = {
     "a norm": (dict(target_modules=r".*norm.*"), "and LoRA adapts linear layers"),
     "no rank": (dict(target_modules=["q_proj"], r=0), "r=0"),
     "no target": (dict(), "no target_modules"),
+    "no layer of that number": (dict(target_modules=["q_proj"], layers_to_transform=[0, 9]), "no target lies in layer 9"),
+    "layers of a pattern": (dict(target_modules=r".*q_proj", layers_to_transform=[0]), "goes with a list"),
+    "an exception that is none": (dict(target_modules=["q_proj"], exclude_modules=["v_prj"]), "called 'v_prj'"),
+    "a pattern for nothing": (dict(target_modules=["q_proj"], rank_pattern={"v_proj": 2}), "nothing adapted is called 'v_proj'"),
+    "a bad pattern": (dict(target_modules=["q_proj"], alpha_pattern={"(": 2}), "not a regular expression"),
+    "no alpha": (dict(target_modules=["q_proj"], lora_alpha=0), "lora_alpha=0"),
+    "alpha as text": (dict(target_modules=["q_proj"], lora_alpha="16"), "lora_alpha='16'"),
     "not a pattern": (dict(target_modules="*.q_proj"), "not a regular expression"),
     "all left out": (dict(target_modules=["q_proj"], exclude_modules=["q_proj"]), "leave no module"),
     "dropout of a parameter": (dict(target_parameters=["x"], lora_dropout=0.1), "neither dropout nor DoRA"),
@@ -110,6 +117,54 @@ def test_a_weight_in_another_op():
         autopar.plan(Scored(), "dp=2", {"x": torch.randn(4, 4)}, adapt=[LoRA(target_modules=["inner"], r=2)])
 
 
+class Tripled(torch.nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+class Model(torch.nn.Module):
+    """Of `first` and a head whose weight is that of `tied`."""
+
+    def __init__(self, first, head=None, norm=None):
+        super().__init__()
+        self.first, self.head, self.norm = first, head or torch.nn.Linear(8, 8), norm or torch.nn.Identity()
+        self.tied = torch.nn.Linear(8, 8)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)) + self.tied(x)).square().mean()
+
+
+class Frozen(torch.nn.Linear):
+    """Its parameters never train."""
+
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+MISUSED = {
+    "a forward of its own": (Model(Tripled(8, 8)), dict(target_modules=["first"]), "forward does more than the product"),
+    "a tied module that trains": (Model(torch.nn.Linear(8, 8)), dict(target_modules=["first"], modules_to_save=["head"]), "tied"),
+    "buffers that train": (
+        Model(torch.nn.Linear(8, 8), norm=torch.nn.BatchNorm1d(8)), dict(target_modules=["first"], modules_to_save=["norm"]),
+        "running_mean",
+    ),
+    "no gradient": (Model(Frozen(8, 8)), dict(target_parameters=["first.weight"]), "no gradient reaches 2 adapters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_what_would_go_wrong_silently(case):
+    model, config, message = MISUSED[case]
+    with pytest.raises(AdaptError, match=message):
+        autopar.plan(model, "dp=2", {"x": torch.randn(4, 8)}, adapt=[LoRA(r=2, **config)])
+
+
+def test_the_defaults_of_peft():
+    config = LoRA(target_modules="all-linear", modules_to_save=None, target_parameters=None, rank_pattern=None, alpha_pattern=None)
+    assert config == LoRA(target_modules="all-linear")
+
+
 @pytest.mark.parametrize("adapt", ["lora", 3, [3], [LoRA(target_modules=["a"])] * 2, LoRA])
 def test_not_adaptations(adapt):
     with pytest.raises(AdaptError):
@@ -120,6 +175,11 @@ def test_text():
     found = parse(LoRA, "r=16, lora_alpha=32,target_modules=q_proj+v_proj,use_dora=true", lora_dropout=0.5)
     assert found == LoRA(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], use_dora=True, lora_dropout=0.5)
     assert parse(LoRA, "", target_modules="all-linear").target_modules == "all-linear"
-    for text, message in (("rank=3", "no 'rank'"), ("r", "no 'r'"), ("r=many", "a number"), ("use_dora=1", "true or false")):
+    found = parse(LoRA, "target_modules=q_proj,layers_to_transform=0+1,init_lora_weights=gaussian,lora_alpha=1e1")
+    assert (found.target_modules, found.layers_to_transform) == (["q_proj"], [0, 1])
+    assert parse(LoRA, "target_modules=.*_proj").target_modules == ".*_proj"
+    assert (found.init_lora_weights, found.lora_alpha) == ("gaussian", 10.0)
+    for text, message in (("rank=3", "no 'rank'"), ("r", "no 'r'"), ("r=many", "a number"), ("use_dora=1", "true or false"),
+                          ("rank_pattern=a", "in a program"), ("layers_to_transform=a", "numbers")):  # fmt: skip
         with pytest.raises(AdaptError, match=message):
             parse(LoRA, text, target_modules=["q_proj"])

@@ -193,6 +193,64 @@ def test_adapters_of_others(alone, tmp_path):
         model.load_adapter(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("change, message", [
+    ({"init_lora_weights": "pissa"}, "changes the base too"), ({"layer_replication": [[0, 2]]}, "layer_replication"),
+])  # fmt: skip
+def test_adapters_that_mean_something_else(alone, tmp_path, change, message):
+    base, batch = source()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
+    model.save_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(AdaptError, match=message):
+        model.load_adapter(tmp_path)
+
+
+def test_merged_and_disabled_do_not_mix(alone, tmp_path):
+    base, batch = source()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
+    _steps(model, batch)
+    with model.disable_adapter():
+        off = _logits(model, batch)
+        with model.disable_adapter():
+            pass
+        assert torch.equal(_logits(model, batch), off)
+        with pytest.raises(AdaptError, match="disabled"):
+            model.merge_adapter()
+    model.merge_adapter()
+    with pytest.raises(AdaptError, match="merged"):
+        autopar.save_checkpoint(tmp_path, model, step=1)
+
+
+def test_shared_weights(alone, tmp_path):
+    """GPT-2's embedding is its output head too: its adapter stands beside one of them, and cannot be merged into both."""
+    base, batch = source("gpt2")
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["wte"], r=2)], strategy="ddp")
+    with pytest.raises(AdaptError, match="shared with another layer"):
+        model.merge_adapter()
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["lm_head"], r=2, lora_alpha=8)
+    peft.get_peft_model(source("gpt2")[0], config).save_pretrained(tmp_path, save_embedding_layers=True)
+    other = autopar.compile(source("gpt2")[0], alone, batch, adapt=[LoRA(target_modules=["lm_head"], r=2)], strategy="ddp")
+    other.load_adapter(tmp_path)
+
+
+def test_lengths_of_weights_that_are_read_later(alone, tmp_path):
+    base, batch = source()
+    base.save_pretrained(tmp_path)
+    with pytest.raises(AdaptError, match="weights= comes later"):
+        autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], weights=tmp_path)
+
+
+def test_what_trains_besides_trains_while_adapters_are_off(alone):
+    base, batch = source()
+    adapt = [LoRA(target_modules=["q_proj"], r=2, modules_to_save=["lm_head"])]
+    model = autopar.compile(base, alone, batch, adapt=adapt, strategy="ddp")
+    with model.disable_adapter():
+        model(**batch).loss.backward()
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+
+
 def test_no_adapters(alone):
     base, batch = source()
     model = autopar.compile(base, alone, batch, strategy="ddp")
