@@ -51,9 +51,9 @@ def _value(text: str, annotated: str) -> object:
         if not isinstance(found := getattr(torch, text, None), torch.dtype):
             raise ValueError("a dtype, such as float32")
         return found
-    if "str" in kind:
-        return text
-    raise ValueError("not for text: give it in a program")
+    if kind.startswith("Mapping"):
+        raise ValueError("not for text: give it in a program")
+    return text
 
 
 def _number(kind: type, text: str, wanted: str) -> float:

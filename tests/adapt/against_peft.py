@@ -17,6 +17,17 @@ from autopar.hardware import load
 from autopar.oracle import global_values
 from autopar.planner.make import PlanOptions, make_plan
 from autopar.simulated import StepResult, simulate_step
+from tests.families import FAMILIES
+
+# family: what of LoRA is tried on it
+CASES = {
+    "gpt2": dict(target_modules=["c_attn", "c_proj", "wte"]),
+    "llama": dict(target_modules="all-linear", use_rslora=True),
+    "llama-dora": dict(target_modules=["q_proj", "down_proj"], use_dora=True, modules_to_save=["lm_head"]),
+    "bert": dict(target_modules=r".*\.(query|value)", bias="lora_only", modules_to_save=["classifier"]),
+    "vit": dict(target_modules=["q_proj", "v_proj"], bias="all", rank_pattern={"v_proj": 2}, alpha_pattern={"q_proj": 4}),
+    "mixtral": dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+}
 
 
 @dataclass
@@ -54,6 +65,12 @@ def ours(name: str) -> str:
     ):  # fmt: skip
         name = name.replace(part, instead)
     return name if "lora_" in name else name.replace(".base_layer", "")
+
+
+def case_of(name: str) -> Adapted:
+    """One of CASES, on the family that its name begins with."""
+    torch.manual_seed(3)
+    return adapted(*FAMILIES[name.partition("-")[0]](4, 12), **CASES[name])
 
 
 def adapted(model: nn.Module, batch: dict[str, Tensor], **config) -> Adapted:

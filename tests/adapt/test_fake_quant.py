@@ -44,8 +44,9 @@ def test_values_that_mean_nothing(options, words):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("int8,group", "no 'group'(.|\n)*group_size"), ("int8,groupsize=8", "group_size"),
-    ("int8,group_size=many", "group_size='many'(.|\n)*a number"), ("int8,range_learning=1", "range_learning='1'(.|\n)*true or false"), ("", "dtype=''"),
+    ("int8,group", "no 'group'(.|\n)*group_size"), ("int8,groupsize=8", "group_size"), ("", "dtype=''"),
+    ("int8,group_size=many", "group_size='many'(.|\n)*a number"),
+    ("int8,range_learning=1", "range_learning='1'(.|\n)*true or false"),
 ])  # fmt: skip
 def test_texts_that_cannot_be_read(text, words):
     with pytest.raises(AdaptError, match=words):

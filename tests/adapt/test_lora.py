@@ -10,35 +10,22 @@ from autopar import AdaptError, LoRA
 from autopar.adapt import order
 from autopar.adapt.parse import parse
 from autopar.models import build
-from tests.families import FAMILIES
 
-from .against_peft import adapted
+from .against_peft import CASES, case_of
 
 pytest.importorskip("peft")
 
-# family: what of LoRA is tried on it, meshes and strategies
-CASES = {
-    "gpt2": (dict(target_modules=["c_attn", "c_proj", "wte"]),
-             [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
-    "llama": (dict(target_modules="all-linear", use_rslora=True),
-              [("dp=2,tp=2", "megatron_sp"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
-    "llama-dora": (dict(target_modules=["q_proj", "down_proj"], use_dora=True, modules_to_save=["lm_head"]),
-                   [("dp=2,tp=2", "megatron_sp"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
-    "bert": (dict(target_modules=r".*\.(query|value)", bias="lora_only", modules_to_save=["classifier"]),
-             [("dp=2,tp=2", "auto"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
-    "vit": (dict(target_modules=["q_proj", "v_proj"], bias="all", rank_pattern={"v_proj": 2}, alpha_pattern={"q_proj": 4}),
-            [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
-    "mixtral": (dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
-                [("dp=2,tp=2", "auto"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
+# benchmarks/lora.py has every case on every mesh
+CHOSEN = {
+    "gpt2": [("dp=2,tp=2", "megatron"), ("dp=4", "fsdp")], "llama": [("dp=2,tp=2", "megatron_sp"), ("tp=3", "megatron")],
+    "llama-dora": [("dp=4", "fsdp")], "bert": [("tp=3", "auto")], "vit": [("dp=2,tp=2", "auto")], "mixtral": [("dp=4", "fsdp")],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_peft(case):
-    config, runs = CASES[case]
-    torch.manual_seed(3)
-    found = adapted(*FAMILIES[case.partition("-")[0]](4, 12), **config)
-    for mesh, strategy in runs:
+    found = case_of(case)
+    for mesh, strategy in CHOSEN[case]:
         errors = found.errors(mesh, strategy)
         assert max(errors.values()) <= 1e-5, (mesh, strategy, max(errors, key=errors.get), max(errors.values()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -25,6 +26,11 @@ from autopar.unroll import tower_of
 from autopar.view.graph_text import graph_text
 
 LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=96"
+
+
+@functools.cache
+def usual():
+    return adapted()
 
 
 def adapted(name: str = LLAMA, batch: int = 4, seq: int = 8, precision: str = "fp32", **config):
@@ -66,7 +72,7 @@ def test_once_is_enough():
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_only_adapters_are_reduced_and_have_state(devices):
-    model, inputs, captured = adapted()
+    model, inputs, captured = usual()
     plan = planned(captured, f"dp={devices}", "ddp")
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert plan.trained_elements == elements and plan.parameter_elements == sum(p.numel() for p in model.parameters())
@@ -89,7 +95,7 @@ def test_layouts_follow_the_base():
         assert layouts[f"{down}.lora_A.weight"] == "tp:S(1)", layouts
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_shapes_and_meshes(seed):
     """Random sizes, uneven too, ranks, meshes and strategies: as on one device."""
     rng = random.Random(seed)
@@ -132,7 +138,7 @@ def test_half_precision_base():
 
 
 def test_recomputation():
-    model, inputs, captured = adapted()
+    model, inputs, captured = usual()
     plan = planned(captured, "dp=2,tp=2", "megatron")
     blocks = frozenset(filter(None, (block_of(n.meta.get("module", "")) for n in captured.graph.nodes)))
     assert blocks == {"layers.0", "layers.1"}
@@ -141,7 +147,7 @@ def test_recomputation():
 
 def test_deep_models_are_unrolled():
     """A plan made of five traced blocks fits the graph of all of them, adapters included."""
-    model, inputs = build(LLAMA.replace("layers=2", "layers=9"), batch=4, seq=8)
+    model, inputs = build(LLAMA.replace("layers=2", "layers=8"), batch=4, seq=8)
     adapt = [LoRA(target_modules=["q_proj", "down_proj"], r=2)]
     plan, short = plan_and_capture(model, "dp=2", inputs, strategy="ddp", baselines=False, hardware="cpu-gloo", adapt=adapt)
     assert tower_of(model) is not None
@@ -150,15 +156,10 @@ def test_deep_models_are_unrolled():
     assert fingerprint(short.graph) == fingerprint(whole.graph) == plan.fingerprint
 
 
-def test_a_plan_without_the_adapter_does_not_fit():
-    model, inputs, captured = adapted()
-    bare, batch = build(LLAMA, batch=4, seq=8)
-    plan = autopar.plan(bare, "dp=2", batch, strategy="ddp", baselines=False, hardware="cpu-gloo")
+def test_text_of_the_plan_and_whose_it_is():
+    _, _, captured = usual()
+    plan = planned(captured, "dp=2,tp=2", "fsdp")
+    assert "trains " in str(plan) and "layers.*.self_attn.q_proj.lora (x2)" in str(plan)
+    model, inputs = build(LLAMA, batch=4, seq=8)
     with pytest.raises(autopar.errors.PlanIncompatible):
-        plan.check_fits(captured.graph, Mesh.parse("dp=2"))
-
-
-def test_text_of_the_plan():
-    _, _, captured = adapted()
-    text = str(planned(captured, "dp=2,tp=2"))
-    assert "trains " in text and "layers.*.self_attn.q_proj.lora (x2)" in text
+        plan.check_fits(api.trace(model, inputs).graph, Mesh.parse("dp=2,tp=2"))

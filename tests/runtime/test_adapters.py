@@ -13,6 +13,7 @@ from autopar import AdaptError, LoRA
 from tests import gloo
 from tests.families import FAMILIES
 
+from . import tiny
 from .parity import assert_close, device_mesh, full, planned
 
 CONFIG = dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"])
@@ -128,7 +129,7 @@ def test_experts(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}])
 def test_merged_is_added(alone, options):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     reference = copy.deepcopy(base)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules="all-linear", r=3, **options)], strategy="ddp")
     _steps(model, batch)
@@ -142,7 +143,7 @@ def test_merged_is_added(alone, options):
 
 
 def test_accumulation_adds_up(alone):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
     model(**batch).loss.backward()
     once = {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -155,17 +156,17 @@ def test_accumulation_adds_up(alone):
 
 def test_weights_and_checkpoints(alone, tmp_path):
     """The base may be on the meta device; a checkpoint holds the adapters, a saved model does not."""
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     base.save_pretrained(tmp_path / "base")
     wanted = _logits(base, batch)
     with torch.device("meta"):
-        empty, _ = source()
+        empty, _ = tiny.llama(num_hidden_layers=1)
     adapt = [LoRA(target_modules=["q_proj"], r=2)]
     model = autopar.compile(empty, alone, batch, adapt=adapt, weights=tmp_path / "base", strategy="ddp")
     assert_close(_logits(model, batch), wanted, "read from files")
     _steps(model, batch)
     autopar.save_checkpoint(tmp_path / "run", model, step=3)
-    other = autopar.compile(source()[0], alone, batch, adapt=adapt, strategy="ddp")
+    other = autopar.compile(tiny.llama(num_hidden_layers=1)[0], alone, batch, adapt=adapt, strategy="ddp")
     autopar.load_checkpoint(tmp_path / "run", other)
     assert torch.equal(_logits(other, batch), _logits(model, batch))
     model.save_pretrained(tmp_path / "again")
@@ -173,15 +174,16 @@ def test_weights_and_checkpoints(alone, tmp_path):
 
 
 def test_adapters_of_others(alone, tmp_path):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj", "v_proj"], r=2)], strategy="ddp")
     model.save_adapter(tmp_path)
-    for config, message in (
-        (LoRA(target_modules=["q_proj", "v_proj"], r=3), "r is 2 there, 3 here"),
-        (LoRA(target_modules=["q_proj"], r=2), "of another model or other targets; unexpected: (.|\n)*v_proj.lora_A"),
-        (LoRA(target_modules=["q_proj", "v_proj", "o_proj"], r=2), "missing: (.|\n)*o_proj.lora_A"),
+    for settings, message in (
+        (dict(target_modules=["q_proj", "v_proj"], r=3), "r is 2 there, 3 here"),
+        (dict(target_modules=["q_proj"], r=2), "of another model or other targets; unexpected: (.|\n)*v_proj.lora_A"),
+        (dict(target_modules=["q_proj", "v_proj", "o_proj"], r=2), "missing: (.|\n)*o_proj.lora_A"),
     ):
-        other = autopar.compile(source()[0], alone, batch, adapt=[config], strategy="ddp")
+        base, batch = tiny.llama(num_hidden_layers=1)
+        other = autopar.compile(base, alone, batch, adapt=[LoRA(**settings)], strategy="ddp")
         with pytest.raises(AdaptError, match=message):
             other.load_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -197,7 +199,7 @@ def test_adapters_of_others(alone, tmp_path):
     ({"init_lora_weights": "pissa"}, "changes the base too"), ({"layer_replication": [[0, 2]]}, "layer_replication"),
 ])  # fmt: skip
 def test_adapters_that_mean_something_else(alone, tmp_path, change, message):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
     model.save_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -207,7 +209,7 @@ def test_adapters_that_mean_something_else(alone, tmp_path, change, message):
 
 
 def test_merged_and_disabled_do_not_mix(alone, tmp_path):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
     _steps(model, batch)
     with model.disable_adapter():
@@ -224,26 +226,26 @@ def test_merged_and_disabled_do_not_mix(alone, tmp_path):
 
 def test_shared_weights(alone, tmp_path):
     """GPT-2's embedding is its output head too: its adapter stands beside one of them, and cannot be merged into both."""
-    base, batch = source("gpt2")
+    base, batch = tiny.gpt2(n_layer=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["wte"], r=2)], strategy="ddp")
     with pytest.raises(AdaptError, match="shared with another layer"):
         model.merge_adapter()
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["lm_head"], r=2, lora_alpha=8)
-    peft.get_peft_model(source("gpt2")[0], config).save_pretrained(tmp_path, save_embedding_layers=True)
-    other = autopar.compile(source("gpt2")[0], alone, batch, adapt=[LoRA(target_modules=["lm_head"], r=2)], strategy="ddp")
+    peft.get_peft_model(tiny.gpt2(n_layer=1)[0], config).save_pretrained(tmp_path, save_embedding_layers=True)
+    other = autopar.compile(tiny.gpt2(n_layer=1)[0], alone, batch, adapt=[LoRA(target_modules=["lm_head"], r=2)], strategy="ddp")
     other.load_adapter(tmp_path)
 
 
 def test_lengths_of_weights_that_are_read_later(alone, tmp_path):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     base.save_pretrained(tmp_path)
     with pytest.raises(AdaptError, match="weights= comes later"):
         autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], weights=tmp_path)
 
 
 def test_what_trains_besides_trains_while_adapters_are_off(alone):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     adapt = [LoRA(target_modules=["q_proj"], r=2, modules_to_save=["lm_head"])]
     model = autopar.compile(base, alone, batch, adapt=adapt, strategy="ddp")
     with model.disable_adapter():
@@ -252,14 +254,14 @@ def test_what_trains_besides_trains_while_adapters_are_off(alone):
 
 
 def test_no_adapters(alone):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     model = autopar.compile(base, alone, batch, strategy="ddp")
     with pytest.raises(AdaptError, match="no adapters"):
         model.merge_adapter()
 
 
 def test_a_failed_compile_leaves_the_model_as_it_was(alone):
-    base, batch = source()
+    base, batch = tiny.llama(num_hidden_layers=1)
     before = list(base.state_dict())
     with pytest.raises(autopar.AutoparError):
         autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="no such")

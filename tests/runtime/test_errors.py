@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import CaptureError, InputError, StrategyError
+from autopar.errors import AdaptError, CaptureError, InputError, StrategyError
 from autopar.mesh import Mesh
 from autopar.runtime import agree, captures
 from tests import gloo
@@ -193,7 +193,7 @@ def test_calls(alone, mistake):
 
 def test_other_options(alone):
     x, _ = tiny.Regressor.batch()
-    with pytest.raises(StrategyError, match="adapt= is not available"):
+    with pytest.raises(AdaptError, match="adapt is"):
         autopar.compile(tiny.Regressor(), alone, (x,), adapt=("something",))
     with pytest.raises(StrategyError, match="cannot read 'lots' as a memory limit(.|\n)*40GiB"):
         autopar.compile(tiny.Regressor(), alone, (x,), memory="lots")
