@@ -62,7 +62,7 @@ BART = dict(
 T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, decoder_start_token_id=0)
 
 ENCODER_DECODERS = {
-    "t5": T5,
+    "t5": T5 | dict(num_layers=1, num_decoder_layers=1),
     "mt5": T5,
     "umt5": T5,
     "longt5": T5 | dict(local_radius=4, global_block_size=4),

@@ -22,7 +22,7 @@ from tests.runtime import tiny
 from .eager_quant import eager_quantized, observed
 
 FAKE = torch.ops.autopar.fake_quantize.default
-MESHES = {"dp=2,tp=2": "megatron", "tp=3": "megatron", "dp=4": "fsdp"}
+MESHES = {"tp=3": "megatron", "dp=4": "fsdp"}  # benchmarks/adapt.py has more
 
 
 def _traced(model, batch, adapt, precision="fp32"):
