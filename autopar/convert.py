@@ -14,12 +14,10 @@ from .adapt.fake_quant import SITES as QUANT_SITES
 from .adapt.lora_site import SITES as LORA_SITES
 from .adapt.targets import has_plain_forward
 from .errors import AdaptError
-from .layout import Layout
 from .quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from .runtime import agree
 from .runtime.module import ParallelModule
-from .storage.gather import gather_everywhere
-from .storage.model_folder import local
+from .storage.model_folder import whole as gathered
 from .storage.quantized_folder import save_quantized
 
 
@@ -64,7 +62,7 @@ def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite]) 
         if name in model.adapter_names:
             memo[id(parameter)] = nn.Parameter(torch.empty(0))
             continue
-        whole = _whole(model, name)
+        whole = gathered(model, name)
         owners = [other.rpartition(".") for other in names[id(parameter)]]
         quantized = [path for path, _, leaf in owners if leaf == "weight" and path in sites]
         for path in quantized:
@@ -87,12 +85,6 @@ def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite]) 
     return plain.eval()
 
 
-def _whole(model: ParallelModule, name: str) -> Tensor:
-    parameter = model.get_parameter(name)
-    layout = model.layouts.get(name) or Layout.replicated(parameter.dim())
-    return gather_everywhere(local(parameter), parameter.shape, layout, model.plan.mesh)
-
-
 def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor) -> QuantizedWeight:
     config = site.config
     arguments = (site.shape, config.weight_grid, weight.dtype)
@@ -101,7 +93,7 @@ def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor
     else:
         has_bias = getattr(model._source.get_submodule(path), "bias", None) is not None
         layer = QuantizedLinear(*arguments, site.activation_grid, has_bias, weight.device)
-    scale = _whole(model, f"{path}.{SCALE}") if config.range_learning else None
+    scale = gathered(model, f"{path}.{SCALE}") if config.range_learning else None
     layer.store(weight.t() if site.is_transposed else weight, scale)
     if site.observes:
         layer.store_range(*(model.get_buffer(f"{path}.{name}") for name in (LOW, HIGH)))

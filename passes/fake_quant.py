@@ -16,13 +16,12 @@ from torch import fx, nn
 
 from ..adapt.fake_quant import HIGH, LOW, OBSERVER, SCALE, QuantSite, sites_of
 from ..adapt.grid import Grid, at_least_float32, limits
-from ..capture import Exported, source_line
+from ..capture import Exported
 from ..errors import AdaptError
-from .forward_edit import Editor, finish, uses_in
+from .forward_edit import Editor, check_reads, finish, uses_in
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 MARK = "fake_quant"  # in the metadata of a node: the layer that it quantizes a weight for
-READS_WEIGHT = {"linear": (autopar.linear.default, 1), "embedding": (autopar.embedding.default, 0)}
 
 
 def fake_quant(exported: Exported, model: nn.Module) -> Exported:
@@ -37,7 +36,8 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
         if not uses:
             raise AdaptError(f"{path}.weight is not used in this call", fix="leave the layer out by exclude_modules")
         for user, argument in uses:
-            _check(path, site, user, argument)
+            fix = f'exclude_modules=["{path.rpartition(".")[2]}"]'
+            check_reads(site.kind, f"{path}.weight", user, argument, "which reads no quantized weight", fix)
             edit = Editor.in_front_of(exported, user)
             user.replace_input_with(argument, _weight(edit, path, site, argument))
             if site.activation_grid is not None:
@@ -46,16 +46,6 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
                 user.update_arg(0, quantized)
     finish(exported)
     return exported
-
-
-def _check(path: str, site: QuantSite, user: fx.Node, argument: fx.Node) -> None:
-    wanted, at = READS_WEIGHT[site.kind]
-    if user.target is not wanted or user.args[at] is not argument:
-        raise AdaptError(
-            f"{path}.weight goes into {user.target}, which reads no quantized weight",
-            node=user.name, source=source_line(user) or None, shape=tuple(argument.meta["val"].shape),
-            fix=f'exclude_modules=["{path.rpartition(".")[2]}"]',
-        )  # fmt: skip
 
 
 def _weight(edit: Editor, path: str, site: QuantSite, argument: fx.Node) -> fx.Node:

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
-from ..capture import ROOT, Exported, module_path
+from ..capture import ROOT, Exported, module_path, source_line
+from ..errors import AdaptError
 from ..fake_state import fake
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
-PASSED = (aten.to.dtype, aten._to_copy.default, aten.t.default, aten.detach.default)  # between a parameter and the op that uses it
+CASTS = (aten.to.dtype, aten._to_copy.default)
+PASSED = (*CASTS, aten.t.default, aten.detach.default)  # between a parameter and the op that uses it
+READS = {"linear": (autopar.linear.default, 1), "embedding": (autopar.embedding.default, 0)}  # op, place of the weight
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,23 @@ def uses_of(exported: Exported, name: str) -> list[tuple[fx.Node, fx.Node]]:
             else:
                 found.append((user, source))
     return found
+
+
+def computed_from(argument: fx.Node) -> fx.Node:
+    """What a parameter is computed with: its first cast on the way to `argument`, or itself."""
+    while argument.op != "get_attr" and argument.target not in CASTS:
+        argument = argument.args[0]
+    return argument
+
+
+def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str, fix: str) -> None:
+    """Raises AdaptError if a use of a layer's weight is not the layer's own op; `why` says what that means for an adaptation."""
+    op, at = READS[kind]
+    if user.target is not op or user.args[at] is not argument:
+        raise AdaptError(
+            f"{name} goes into {user.target}, {why}", node=user.name, source=source_line(user) or None,
+            shape=tuple(argument.meta["val"].shape), fix=fix,
+        )  # fmt: skip
 
 
 def is_read(exported: Exported, name: str) -> bool:

@@ -19,11 +19,9 @@ from ..capture import Captured, Exported, source_line
 from ..errors import AdaptError
 from ..graph import output_node
 from .canonicalize_random import number_streams, random_op
-from .forward_edit import Editor, finish, is_read, replace_value, uses_in, uses_of
+from .forward_edit import CASTS, Editor, check_reads, computed_from, finish, is_read, replace_value, uses_in, uses_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
-CASTS = (aten.to.dtype, aten._to_copy.default)
-
 
 def lora(exported: Exported, model: torch.nn.Module) -> Exported:
     """Rewrites in place, for every site that `LoRA.attach` marked in `model`; a site that has its adapter already stays.
@@ -39,7 +37,7 @@ def lora(exported: Exported, model: torch.nn.Module) -> Exported:
         for user, _ in uses:
             _refuse_untraced(path, site, user)
         if site.kind == "parameter":
-            for source in dict.fromkeys(_computed_from(argument) for _, argument in uses):
+            for source in dict.fromkeys(computed_from(argument) for _, argument in uses):
                 _whole(exported, path, site, source)
         else:
             for user, argument in uses:
@@ -63,22 +61,17 @@ def check_gradients(captured: Captured) -> Captured:
 
 def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node, argument: fx.Node) -> None:
     """The adapter beside one linear or embedding op."""
-    wanted = autopar.embedding.default if site.kind == "embedding" else autopar.linear.default
-    at = 0 if site.kind == "embedding" else 1
-    if user.target is not wanted or user.args[at] is not argument:
-        raise AdaptError(
-            f"{path}.{site.parameter} goes into {user.target}, beside which no adapter can stand",
-            node=user.name, source=source_line(user) or None, shape=tuple(argument.meta["val"].shape),
-            fix=f'adapt the parameter itself: target_parameters=["{path.rpartition(".")[2]}.{site.parameter}"]',
-        )  # fmt: skip
+    name, short = f"{path}.{site.parameter}", f"{path.rpartition('.')[2]}.{site.parameter}"
+    fix = f'adapt the parameter itself: target_parameters=["{short}"]'
+    check_reads(site.kind, name, user, argument, "beside which no adapter can stand", fix)
     edit = Editor.behind(exported, user)
     edit_a, edit_b = edit.within(LORA_A), edit.within(LORA_B)
     a, b = (edit.parameter(f"{path}.{n}") for n in site.names)
     dtype = user.meta["val"].dtype
-    wide = dtype if _is_narrowed(argument) else torch.promote_types(dtype, a.meta["val"].dtype)
+    wide = dtype if computed_from(argument).op != "get_attr" else torch.promote_types(dtype, a.meta["val"].dtype)
     a, b = edit_a.cast(a, wide), edit_b.cast(b, wide)
     if site.kind == "embedding":
-        hidden = edit_a.call(wanted, edit_a.call(aten.t.default, a), *user.args[1:])
+        hidden = edit_a.call(autopar.embedding.default, edit_a.call(aten.t.default, a), *user.args[1:])
     else:
         x = edit.cast(user.args[0], wide)
         dropped = _dropout(edit, x, site.dropout) if module.training and site.dropout else x
@@ -106,13 +99,6 @@ def _refuse_untraced(path: str, site: LoraSite, user: fx.Node) -> None:
             f"{path}.{site.parameter} is used under torch.no_grad, where its adapter would never train",
             node=user.name, source=source_line(user) or None, fix="leave it out of the targets",
         )  # fmt: skip
-
-
-def _computed_from(argument: fx.Node) -> fx.Node:
-    """The parameter in the type that computes: its cast, or itself."""
-    while argument.op != "get_attr" and argument.target not in CASTS:
-        argument = argument.args[0]
-    return argument
 
 
 def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> None:
@@ -150,13 +136,3 @@ def _dropout(edit: Editor, x: fx.Node, p: float) -> fx.Node:
     plain.replace_all_uses_with(drawn)
     edit.graph.erase_node(plain)
     return drawn
-
-
-def _is_narrowed(argument: fx.Node) -> bool:
-    """Whether mixed precision casts the parameter, and so its adapter."""
-    while argument.op != "get_attr":
-        if argument.target in CASTS:
-            return True
-        argument = argument.args[0]
-    return False
-

@@ -16,10 +16,9 @@ from torch import fx, nn
 
 from ..adapt.qlora import QuantizedWeight, quantized_weights
 from ..capture import ROOT, Exported
-from .forward_edit import Editor, finish, reads_of
+from .forward_edit import CASTS, Editor, finish, reads_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
-CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 def quantize(exported: Exported, model: nn.Module) -> Exported:

@@ -24,7 +24,7 @@ from ..errors import AdaptError, nearest
 from .attach import Attachment
 from .grid import DTYPES, MAPPINGS, Grid, at_least_float32
 from .parse import parse
-from .targets import ALL_LINEAR, Targets, chosen, is_conv1d, is_number, layer_kind
+from .targets import ALL_LINEAR, Targets, checked_kind, chosen, is_conv1d, is_number
 
 SITES = "fake_quant_sites"  # attribute of a quantized module
 SCALE = "weight_fake_quantizer.scale"
@@ -130,12 +130,7 @@ class FakeQuant:
         return found
 
     def _site(self, path: str, module: nn.Module) -> QuantSite:
-        kind = layer_kind(module)
-        if kind is None:
-            raise AdaptError(
-                f"{path} is a {type(module).__name__}, and linear layers, Conv1D and embeddings are fake-quantized",
-                fix="name such layers in target_modules",
-            )
+        kind = checked_kind(path, module, "fake-quantized", "name such layers in target_modules")
         rows, features = module.weight.shape
         is_transposed = is_conv1d(module)
         site = QuantSite(kind, is_transposed, (features, rows) if is_transposed else (rows, features), self)

@@ -25,11 +25,11 @@ from .targets import (
     ALL_LINEAR,
     Targets,
     check_found,
+    checked_kind,
     chosen,
     has_plain_forward,
     is_conv1d,
     is_number,
-    layer_kind,
     listed,
     matches,
     number_in_list,
@@ -176,12 +176,8 @@ class LoRA:
         return [name for name in names if numbers[name] in wanted]
 
     def _site(self, name: str, module: nn.Module) -> LoraSite:
-        kind = layer_kind(module)
-        if kind is None:
-            raise AdaptError(
-                f"{name} is a {type(module).__name__}, and LoRA adapts linear layers, Conv1D and embeddings",
-                fix="name such layers in target_modules, or a parameter of two or three dims in target_parameters",
-            )
+        fix = "name such layers in target_modules, or a parameter of two or three dims in target_parameters"
+        kind = checked_kind(name, module, "what LoRA adapts", fix)
         if not has_plain_forward(module) and not hasattr(module, "embed_scale"):
             raise AdaptError(
                 f"{name} is a {type(module).__name__} whose forward does more than the product that an adapter stands beside",

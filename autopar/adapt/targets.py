@@ -41,6 +41,13 @@ def layer_kind(module: nn.Module) -> str | None:
     return "linear" if isinstance(module, nn.Linear) or is_conv1d(module) else None
 
 
+def checked_kind(path: str, module: nn.Module, done: str, fix: str) -> str:
+    """As `layer_kind`. Raises AdaptError for a module that is neither; `done` is what cannot be done to it."""
+    if (kind := layer_kind(module)) is None:
+        raise AdaptError(f"{path} is a {type(module).__name__}, and linear layers, Conv1D and embeddings are {done}", fix=fix)
+    return kind
+
+
 def has_plain_forward(module: nn.Module) -> bool:
     """Whether a layer computes the product with its weight and nothing else (or scales an embedding)."""
     return type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import _torch
 from ..adapt.lora import LoRA
 from ..adapt.lora_site import MAGNITUDE, LoraSite, sites_of
 from ..errors import AdaptError, nearest
-from ..layout import Layout, local_ranges
+from ..layout import local_ranges
 from ..storage.adapter_folder import file_names, load_adapter, save_adapter
 from ..storage.gather import gather_everywhere
+from ..storage.model_folder import local, whole
 from ..storage.tensor_file import cut
 from . import agree
 
@@ -43,7 +43,7 @@ class Adapters:
         return list(self.kept)
 
     def _local(self, name: str) -> Tensor:
-        return _torch.local_of(self.module.get_parameter(name)).detach()
+        return local(self.module.get_parameter(name))
 
     def save(self, folder: str | Path) -> None:
         self.refuse_merged("save it")
@@ -133,7 +133,7 @@ class Adapters:
         weight, shape = self._local(name), tuple(self.module.get_parameter(name).shape)
         layout, mesh = self.module.layouts[name], self.module.plan.mesh
         ranges = local_ranges(shape, layout, mesh, mesh.coordinate(dist.get_rank()))
-        a, b = (self._whole(f"{path}.{n}") for n in site.names)
+        a, b = (whole(self.module, f"{path}.{n}") for n in site.names)
         product = _part(a, b, site, ranges)
         wide = torch.promote_types(weight.dtype, product.dtype)
         if not site.use_dora:
@@ -142,16 +142,11 @@ class Adapters:
         rows, across = (ranges[1], (1, -1)) if site.is_transposed else (ranges[0], (-1, 1))
         if sign > 0:
             changed = weight.to(wide) + product
-            whole = gather_everywhere(changed, shape, layout, mesh)
-            self._lengths[path] = self._whole(f"{path}.{MAGNITUDE}") / whole.norm(dim=0 if site.is_transposed else 1)
+            length = gather_everywhere(changed, shape, layout, mesh).norm(dim=0 if site.is_transposed else 1)
+            self._lengths[path] = whole(self.module, f"{path}.{MAGNITUDE}") / length
             weight.copy_(changed * cut(self._lengths[path], [rows]).view(across))
         else:
             weight.copy_(weight.to(wide) / cut(self._lengths.pop(path), [rows]).view(across) - product)
-
-    def _whole(self, name: str) -> Tensor:
-        parameter = self.module.get_parameter(name)
-        layout = self.module.layouts.get(name) or Layout.replicated(parameter.dim())
-        return gather_everywhere(self._local(name), parameter.shape, layout, self.module.plan.mesh)
 
 
 def _part(a: Tensor, b: Tensor, site: LoraSite, ranges) -> Tensor:

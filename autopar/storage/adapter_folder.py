@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ..adapt.lora import LoRA
 from ..adapt.lora_site import SITES
 from ..errors import AdaptError
-from ..layout import Layout, local_ranges
+from ..layout import local_ranges
 from ..runtime import agree
 from .durable import disk_errors, write_file
-from .model_folder import local, make_folder
-from .shards import Held, write_shards
-from .tensor_file import Form, TensorFile
+from .model_folder import held_of, layout_of, make_folder
+from .shards import write_shards
+from .tensor_file import TensorFile
 from .weights import shortened, single_name
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"
@@ -70,9 +70,7 @@ def save_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder:
     parameters, held = dict(model.named_parameters()), {}
     adapted = _adapted(model)
     for name in trained:
-        tensor, stored = parameters[name], _name_there(name, adapted, model)
-        layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
-        held[stored] = Held(Form(tuple(tensor.shape), tensor.dtype), layout, lambda t=tensor: local(t))
+        held[_name_there(name, adapted, model)] = held_of(model, name, parameters[name])
     agree.from_rank_zero(lambda: make_folder(unfinished))
     agree.everywhere(lambda: write_shards(held, unfinished, STEM, model.plan.mesh, files=1))
 
@@ -118,8 +116,7 @@ def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder:
         coordinate = model.plan.mesh.coordinate(dist.get_rank())
         parts = {}
         for name, stored in names.items():
-            layout = model.layouts.get(name) or Layout.replicated(parameters[name].dim())
-            ranges = local_ranges(tuple(parameters[name].shape), layout, model.plan.mesh, coordinate)
+            ranges = local_ranges(tuple(parameters[name].shape), layout_of(model, name), model.plan.mesh, coordinate)
             parts[name] = file.read(stored, ranges).to(parameters[name].dtype)
         return parts
     finally:

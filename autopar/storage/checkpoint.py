@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, CheckpointMismatch, InputError
-from ..layout import Layout
 from ..runtime import agree
 from . import optimizer_state
 from .durable import Digest, disk_errors, sync_folder, write_file
 from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete
-from .model_folder import local, make_folder, write_model
+from .model_folder import layout_of, local, make_folder, write_model
 from .plain import canonical, decode, encode
 from .shards import write_shards
 from .tensor_file import Form, TensorFile, TensorFileWriter
@@ -221,8 +220,7 @@ def _restore(path: Path, state: Mapping, weights: Weights, tensors: WeightsFolde
     coordinate = mesh.coordinate(rank)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *dict(persistent_buffers(model)).items()):
-            layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
-            local(tensor).copy_(weights.part(name, tensor.dtype, layout, mesh, coordinate))
+            local(tensor).copy_(weights.part(name, tensor.dtype, layout_of(model, name), mesh, coordinate))
     weights.close()
     if tensors is not None:
         optimizer_state.restore(model, optimizer, tensors, state["optimizer"])

@@ -8,13 +8,14 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..layout import Layout
 from ..runtime import agree
 from .durable import Digest, disk_errors, sync_folder, write_file
+from .gather import gather_everywhere
 from .shards import Held, write_shards
 from .tensor_file import Form
 from .weights import STEM, index_name, persistent_buffers, ties_of
@@ -48,9 +49,25 @@ def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
     held = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
         if name not in skipped and (adapters or name not in model.adapter_names):
-            layout = model.layouts.get(name) or Layout.replicated(tensor.dim())
-            held[name] = Held(Form(tuple(tensor.shape), tensor.dtype), layout, lambda t=tensor: local(t))
+            held[name] = held_of(model, name, tensor)
     return held
+
+
+def held_of(model: nn.Module, name: str, tensor) -> Held:
+    """A parameter or buffer of a ParallelModule, in its layout; what has none is whole on every rank."""
+    return Held(Form(tuple(tensor.shape), tensor.dtype), layout_of(model, name), lambda: local(tensor))
+
+
+def layout_of(model: nn.Module, name: str) -> Layout:
+    """Of a parameter or buffer of a ParallelModule."""
+    owner, _, leaf = name.rpartition(".")
+    return model.layouts.get(name) or Layout.replicated(getattr(model.get_submodule(owner), leaf).dim())
+
+
+def whole(model: nn.Module, name: str) -> Tensor:
+    """A parameter of a ParallelModule, gathered on every rank; all ranks call this."""
+    parameter = model.get_parameter(name)
+    return gather_everywhere(local(parameter), parameter.shape, layout_of(model, name), model.plan.mesh)
 
 
 def local(tensor):

@@ -62,7 +62,7 @@ REFUSED = {
     "no such layer": (dict(target_modules=["q_prj"]), "no module of the model is called 'q_prj'(.|\n)*q_proj"),
     "no such expert": (dict(target_parameters=["experts.gate_up"]), "no parameter of the model is called 'experts.gate_up'"),
     "rank above the layer's": (dict(target_modules=["q_proj"], r=1000), "r=1000 is above the rank(.|\n)*r at most"),
-    "a norm": (dict(target_modules=r".*norm.*"), "and LoRA adapts linear layers"),
+    "a norm": (dict(target_modules=r".*norm.*"), "embeddings are what LoRA adapts"),
     "no rank": (dict(target_modules=["q_proj"], r=0), "r=0"),
     "no target": (dict(), "no target_modules"),
     "no layer of that number": (dict(target_modules=["q_proj"], layers_to_transform=[0, 9]), "no target lies in layer 9"),

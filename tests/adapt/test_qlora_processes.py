@@ -12,23 +12,12 @@ import autopar
 from autopar import AdaptError
 from autopar.models import build
 from tests import gloo
-from tests.runtime.parity import device_mesh
+from tests.runtime.parity import device_mesh, train
 
 
 def llama(device: str):
     torch.manual_seed(0)
     return build("llama:hidden=512,layers=1,heads=8,kv_heads=4,ffn=1024,vocab=96,seq=16", batch=4, seq=8, device=device)
-
-
-def take_steps(model, optimizer, batch, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def bytes_of(parameters) -> int:
@@ -47,12 +36,12 @@ def trained_saved_and_resumed(rank: int, folder: str):
 
     trained = [p for p in compiled.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
-    losses = take_steps(compiled, optimizer, batch, 2)
+    losses = train(compiled, batch, 2, optimizer=optimizer)
     autopar.save_checkpoint(f"{folder}/steps", compiled, optimizer, step=2)
-    losses += take_steps(compiled, optimizer, batch, 2)
+    losses += train(compiled, batch, 2, optimizer=optimizer)
     after = {n: p.to_local().clone() for n, p in compiled.named_parameters()}
     autopar.load_checkpoint(f"{folder}/steps", compiled, optimizer)
-    assert take_steps(compiled, optimizer, batch, 2) == losses[2:]
+    assert train(compiled, batch, 2, optimizer=optimizer) == losses[2:]
     assert all(torch.equal(after[n], p.to_local()) for n, p in compiled.named_parameters())
 
     with compiled.disable_adapter(), torch.no_grad():

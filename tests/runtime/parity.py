@@ -31,6 +31,18 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def train(model, batch, steps: int, lr: float = 1e-2, optimizer=None) -> list[float]:
+    """The losses of so many steps of AdamW over what trains, all on one batch."""
+    optimizer, losses = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr), []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def assert_close(mine, whole, what: str = "", tolerance: float = 1e-5) -> None:
     """Relative to the largest element, since sums in another order differ by rounding of their terms."""
     mine, whole = full(mine).detach(), whole.detach()

@@ -14,7 +14,7 @@ from tests import gloo
 from tests.families import FAMILIES
 
 from . import tiny
-from .parity import assert_close, device_mesh, full, planned
+from .parity import assert_close, device_mesh, full, planned, train
 
 CONFIG = dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"])
 EXPERTS = dict(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
@@ -23,14 +23,6 @@ EXPERTS = dict(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=[
 def source(family: str = "llama"):
     torch.manual_seed(0)
     return FAMILIES[family](4, 8)
-
-
-def _steps(model, batch, count: int = 3) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(count):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _logits(model, batch) -> torch.Tensor:
@@ -45,7 +37,7 @@ def _life(rank: int, mesh: str, plan: autopar.Plan, folder: str) -> None:
     assert {n.rpartition("lora_")[2] for n in model.adapter_names} == {"A.weight", "B.weight", "embedding_A", "embedding_B"}
     plain = _logits(reference, batch)
     assert_close(_logits(model, batch), plain, "before training the adapters add nothing")
-    _steps(model, batch)
+    train(model, batch, 3)
     trained = _logits(model, batch)
     assert (trained - plain).abs().max() > 1e-2
     model.save_adapter(f"{folder}/mine")
@@ -54,7 +46,7 @@ def _life(rank: int, mesh: str, plan: autopar.Plan, folder: str) -> None:
 
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), f"{folder}/mine", is_trainable=True)
         assert_close(trained, _logits(theirs, batch), "PEFT's logits of our adapter", 1e-6)
-        _steps(theirs, batch)
+        train(theirs, batch, 3)
         theirs.save_pretrained(f"{folder}/theirs")
     torch.distributed.barrier()
     _switching(model, batch, trained, folder)
@@ -107,7 +99,7 @@ def _experts(rank: int, plan: autopar.Plan, folder: str) -> None:
     base, batch = source("mixtral")
     reference = copy.deepcopy(base)
     model = autopar.compile(base, device_mesh("dp=2"), batch, adapt=[LoRA(**EXPERTS)], plan=plan)
-    _steps(model, batch)
+    train(model, batch, 3)
     trained = _logits(model, batch)
     model.save_adapter(folder)
     assert_close(trained, _logits(peft.PeftModel.from_pretrained(reference, folder), batch), "experts", 1e-5)
@@ -131,7 +123,7 @@ def test_merged_is_added(alone, options):
     base, batch = tiny.llama(num_hidden_layers=1)
     reference = copy.deepcopy(base)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules="all-linear", r=3, **options)], strategy="ddp")
-    _steps(model, batch)
+    train(model, batch, 3)
     trained = _logits(model, batch)
     model.merge_adapter()
     model.merge_adapter()  # once is enough
@@ -163,7 +155,7 @@ def test_weights_and_checkpoints(alone, tmp_path):
     adapt = [LoRA(target_modules=["q_proj"], r=2)]
     model = autopar.compile(empty, alone, batch, adapt=adapt, weights=tmp_path / "base", strategy="ddp")
     assert_close(_logits(model, batch), wanted, "read from files")
-    _steps(model, batch)
+    train(model, batch, 3)
     autopar.save_checkpoint(tmp_path / "run", model, step=3)
     other = autopar.compile(tiny.llama(num_hidden_layers=1)[0], alone, batch, adapt=adapt, strategy="ddp")
     autopar.load_checkpoint(tmp_path / "run", other)
@@ -210,7 +202,7 @@ def test_adapters_that_mean_something_else(alone, tmp_path, change, message):
 def test_merged_and_disabled_do_not_mix(alone, tmp_path):
     base, batch = tiny.llama(num_hidden_layers=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
-    _steps(model, batch)
+    train(model, batch, 3)
     with model.disable_adapter():
         off = _logits(model, batch)
         with model.disable_adapter():

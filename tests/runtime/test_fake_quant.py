@@ -11,7 +11,7 @@ from autopar.quantized import pack, unpack
 from tests import gloo
 
 from . import tiny
-from .parity import device_mesh, full, planned
+from .parity import device_mesh, full, planned, train
 
 STATIC = dict(activations="int8", activation_granularity="per_tensor")
 
@@ -29,24 +29,13 @@ def _outputs(model, batch) -> torch.Tensor:
         return full(model(**batch).logits)
 
 
-def _train(model, batch, steps: int) -> list[float]:
-    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3), []
-    for _ in range(steps):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _fit_and_convert(rank, text, mesh, plan, folder):
     """(losses, state, difference of the converted model's outputs, what of it was read back differently)."""
     config = autopar.FakeQuant.parse(text)
     model, batch = tiny.gpt2(n_layer=1)
     model = autopar.compile(model, device_mesh(mesh), batch, plan=plan, adapt=[config])
     assert any(p.to_local().numel() < p.numel() for p in model.parameters())
-    losses = _train(model, batch, 5)
+    losses = train(model, batch, 5, lr=3e-3)
     expected = _outputs(model.eval(), batch)
     plain = autopar.convert(model, folder)
     difference = (_outputs(plain, batch) - expected).abs().max() / expected.abs().max()
