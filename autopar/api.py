@@ -36,7 +36,8 @@ from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
 from .plan import Plan, fingerprint
-from .planner.make import PlanOptions, make_plan
+from .planner.make import Planned, PlanOptions, make_plan
+from .planner.make import search as search_plan
 from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
 from .runtime.captures import Traced
@@ -123,6 +124,17 @@ def plan(
     glob of a parameter's name -> layout, "tp:S(0)" or "R". `precision`: "fp32", the model in its own types, or "bf16", mixed
     precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
     `baselines=False` leaves the expert strategies out. Raises subclasses of AutoparError."""
+    return search(
+        model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
+        pin=pin, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, name=name, report=report,
+    ).plan  # fmt: skip
+
+
+def search(
+    model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
+    pin=None, adapt=(), loss_fn=None, strict=False, baselines=True, name=None, report=lambda text: None,
+) -> Planned:  # fmt: skip
+    """`plan`, with all that the search knows beside the plan."""
     checked = _mesh(mesh)
     check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines)
@@ -131,7 +143,7 @@ def plan(
     adaptations = order.checked(adapt)
     with order.attached(model, adaptations):
         captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision, adaptations)
-    return make_plan(captured, checked, options, name or type(model).__name__, report)
+    return search_plan(captured, checked, options, name or type(model).__name__, report)
 
 
 def compile(

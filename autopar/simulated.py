@@ -38,10 +38,8 @@ class StepResult:
 
 def plan_and_capture(model: nn.Module, mesh: object, example_inputs, **options) -> tuple[Plan, Captured]:
     """`autopar.plan`, with the capture that the plan was made for."""
-    results = {}
-    with debug.observe(lambda stage: results.update({stage.name: stage.result})):
-        plan = api.plan(model, mesh, example_inputs, **options)
-    return plan, results.get("unroll") or results["differentiate"]
+    planned = api.search(model, mesh, example_inputs, **options)
+    return planned.plan, planned.captured
 
 
 def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) -> StepResult:

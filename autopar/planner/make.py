@@ -1,13 +1,12 @@
-"""From a captured graph to a Plan: build the problem, search, and write down what was decided and what it costs."""
+"""From a captured graph to a finished search, which autopar/planner/describe.py writes down as a Plan."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import torch
+from functools import cached_property
 
 from ..capture import Captured
 from ..collector import paused_collector
@@ -18,14 +17,12 @@ from ..graph import describe
 from ..hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..plan import Alternative, Collective, Plan, fingerprint
+from ..plan import Plan
 from ..precision import compute_dtype
-from ..sharding import NodeSharding, Sharding
 from .ascend import Search
-from .evaluate import Pricer
+from .evaluate import Evaluation, Pricer
 from .fold import fold, unfolded
-from .problem import STATE, Problem, build
-from .regions import regions_of
+from .problem import Problem, build
 from .restrict import Restriction
 from .solve import Outcome, Solver
 
@@ -53,21 +50,58 @@ class PlanOptions:
         StateBytes.of(self.optimizer, 4, 0)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A finished search with all that it knows: what explanations, reports and traces read."""
+
+    model: str
+    captured: Captured
+    options: PlanOptions
+    solver: Solver
+    chosen: Outcome
+    others: Mapping[str, Outcome | AutoparError]  # expert strategies, by name
+    warnings: tuple[str, ...]
+    seconds: float  # that planning took
+
+    @property
+    def problem(self) -> Problem:
+        return self.solver.problem
+
+    @property
+    def pricer(self) -> Pricer:
+        return self.solver.pricer
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.chosen.evaluation
+
+    @cached_property
+    def plan(self) -> Plan:
+        from .describe import describe_plan
+
+        return describe_plan(self)
+
+
+def make_plan(captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model",
+              report: Callable[[str], None] = lambda t: None) -> Plan:  # fmt: skip
+    """Raises UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
+    return search(captured, mesh, options, model, report).plan
+
+
 @paused_collector()
-def make_plan(
+def search(
     captured: Captured,
     mesh: Mesh,
     options: PlanOptions,
     model: str = "model",
     report: Callable[[str], None] = lambda t: None,
-) -> Plan:
-    """Raises UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
+) -> Planned:
+    """The best plan of a captured graph, with the search that found it. Raises as `make_plan` does."""
     options.check(mesh)
     start = time.perf_counter()
     hardware = options.hardware
     restriction = Restriction.of(options.strategy, mesh)
-    links = hardware.links_for(mesh)
-    redistribute = Redistributor(mesh, links, hardware.reached_memory_bytes_per_second)
+    redistribute = Redistributor(mesh, hardware.links_for(mesh), hardware.reached_memory_bytes_per_second)
     report("building the problem")
     problem = build(
         captured, mesh, hardware, options.optimizer,
@@ -75,16 +109,15 @@ def make_plan(
     )  # fmt: skip
     warnings = _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
-    pricer = Pricer(problem, redistribute, bucket_bytes)
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    solver = Solver(problem, pricer, limit, options.search, report)
+    solver = Solver(problem, Pricer(problem, redistribute, bucket_bytes), limit, options.search, report)
     others = solver.baselines() if options.baselines else {}
     report("searching")
     chosen = solver.solve(restriction, dict(options.pin))
     if restriction.name == "auto" and not options.pin:
         chosen = _not_worse(chosen, others)
     report("done")
-    return _plan(problem, chosen, others, options, mesh, pricer, limit, model, warnings, time.perf_counter() - start)
+    return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
 
 
 def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
@@ -124,106 +157,3 @@ def _not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError]) -> Ou
                 other.restriction, other.evaluation, min(chosen.bound_seconds, other.evaluation.seconds), True
             )
     return chosen
-
-
-def _plan(problem: Problem, chosen: Outcome, others, options: PlanOptions, mesh: Mesh, pricer: Pricer, limit: float,
-          model: str, warnings, seconds: float) -> Plan:  # fmt: skip
-    e = chosen.evaluation
-    alternatives = []
-    for name, other in others.items():
-        if isinstance(other, Outcome):
-            o = other.evaluation
-            alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
-        else:
-            alternatives.append(Alternative(name, None, None, None, False, other.message))
-    memory = {
-        "parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0,
-        "gathered parameters kept": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind == "parameter"),
-        "activations": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind != "parameter"),
-        "recomputed block": e.transient_bytes,
-    }  # fmt: skip
-    memory["gradients"] += e.whole_gradient_bytes
-    for v in problem.vertices:
-        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]])
-        if v.kind == "parameter":
-            trainable, state = v.node.meta["role"].trainable, v.state_bytes(options.optimizer)
-            elements = resident / state.resident(trainable)
-            memory["parameters"] += elements * (state.master + state.copy)
-            memory["gradients"] += elements * state.gradient if trainable else 0.0
-            memory["optimizer"] += elements * state.optimizer if trainable else 0.0
-        else:
-            memory["buffers"] += resident
-    return Plan(
-        model=model, mesh=mesh, hardware=options.hardware.name, precision=options.precision, optimizer=options.optimizer,
-        strategy=chosen.restriction.name, memory_limit_bytes=limit, step_seconds=e.seconds, compute_seconds=e.compute_seconds,
-        communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
-        bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=e.bytes_,
-        memory={k: v for k, v in memory.items() if v}, collectives=_collectives(e), regions=regions_of(problem, e),
-        alternatives=tuple(alternatives), recomputed=tuple(sorted(e.recomputed_blocks)), warnings=warnings,
-        layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
-        reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
-        fingerprint=fingerprint(problem.graph), planning_seconds=seconds,
-        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
-    )  # fmt: skip
-
-
-def _elements(problem: Problem, trained: bool) -> int:
-    """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is dequantized."""
-    found = {v.node for v in problem.vertices if v.kind == "parameter"}
-    if trained:
-        return sum(n.meta["val"].numel() for n in found if n.meta["role"].trainable)
-    packed = {n.args[0]: n for n in problem.graph.nodes if n.target is torch.ops.autopar.dequantize.default}
-    parts = {part for n in packed.values() for part in n.all_input_nodes}
-    return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
-
-
-def _collectives(e) -> tuple[Collective, ...]:
-    count, wire, seconds = Counter(), Counter(), Counter()
-    for transfer in e.transfers:
-        r = transfer.redistribution
-        # a bucketed tensor pays part of the latency: its steps share what the plan charges for the transfer
-        charged = transfer.seconds / max(r.latency_seconds + r.seconds_per_byte * transfer.bytes_, 1e-30)
-        for step in r.steps:
-            if step.move.kind == "slice":
-                continue
-            key = (step.move.kind, step.move.axes, transfer.phase)
-            count[key] += 1
-            wire[key] += step.wire_fraction * transfer.bytes_
-            seconds[key] += charged * (step.latency_seconds + step.seconds_per_byte * transfer.bytes_)
-    return tuple(
-        Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
-        for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
-    )
-
-
-def _layouts(problem: Problem, e) -> dict[str, str]:
-    return {
-        v.node.meta["role"].name: problem.choices(v.index).strategies[e.choice[v.index]].outputs[0].text()
-        for v in problem.vertices
-        if v.kind in ("parameter", "input")
-    }
-
-
-def _sharding(problem: Problem, e, pricer: Pricer) -> Sharding:
-    def strategy(index: int):
-        return problem.choices(index).strategies[e.choice[index]]
-
-    nodes, leaves, outputs = {}, {}, []
-    for v in problem.vertices:
-        if v.kind == "op":
-            s = strategy(v.index)
-            nodes[v.name] = NodeSharding(s.inputs, s.outputs, s.choice)
-        elif v.kind != "output":
-            leaves[v.name] = strategy(v.index).outputs[0]
-        for output, cast in v.casts.items():
-            layout = strategy(v.index).outputs[output]
-            nodes[cast.name] = NodeSharding((layout,), (layout,), ())
-    for use in problem.output_uses:
-        s = strategy(use.consumer)
-        outputs.append(s.outputs[0] if use.slot == STATE else s.inputs[use.slot])
-    kept = frozenset((*problem.vertices[v].tensor_name(o), layout) for v, o, layout in e.kept)
-    redistribute = pricer.redistribute
-    return Sharding(
-        problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, tuple(outputs), kept,
-        frozenset(e.recomputed_blocks),
-    )  # fmt: skip
