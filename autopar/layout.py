@@ -31,11 +31,14 @@ class Layout:
 
     def __post_init__(self):
         """Equal placements become equal values: partial axes are sorted, and an unsharded dim has one part."""
-        if self.parts and len(self.parts) != len(self.dims):
+        if not self.parts:
+            object.__setattr__(self, "parts", (1,) * len(self.dims))
+        elif len(self.parts) != len(self.dims):
             raise StrategyError(f"a layout of {len(self.dims)} dims has {len(self.parts)} counts of parts")
-        parts = zip(self.parts, self.dims) if self.parts else ((1, axes) for axes in self.dims)
-        object.__setattr__(self, "parts", tuple(count if axes else 1 for count, axes in parts))
-        object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+        elif max(self.parts) > 1:
+            object.__setattr__(self, "parts", tuple([n if axes else 1 for n, axes in zip(self.parts, self.dims)]))
+        if len(self.partial) > 1:
+            object.__setattr__(self, "partial", tuple(sorted(self.partial)))
 
     @staticmethod
     def replicated(ndim: int) -> Layout:

@@ -57,8 +57,9 @@ class Tower:
 
 
 def tower_of(model: nn.Module) -> Tower | None:
-    """The model's longest list of equal blocks, None if it has none of at least FEWEST or several of one length."""
-    lists = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
+    """The model's list of equal blocks, None if it has none of at least FEWEST or several. Lists inside of a list are its own."""
+    found = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
+    lists = [(n, m) for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
     others = [m for m in model.modules() if isinstance(m, (nn.ParameterList, nn.ParameterDict, nn.ModuleDict))]
     if len(lists) != 1 or others or any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
         return None

@@ -18,42 +18,26 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..hardware import Link
 from ..layout import Layout
 from ..mesh import Mesh
+from .moves import Core, Move, State
 
 REFERENCE_BYTES = 16 * 2**20  # global bytes at which the order of moves is chosen, for every tensor alike
 
 
 @dataclass(frozen=True)
-class Move:
-    """One step. `axes` has one axis except for an all_reduce over several. `dim` is cut or joined; all_to_all joins
-    `dim` and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
-
-    kind: str
-    axes: tuple[str, ...]
-    dim: int | None = None
-    to_dim: int | None = None
-    reduction: str = "sum"
-    parts: int = 1
-    to_parts: int = 1
-
-    def __str__(self) -> str:
-        where = {"all_to_all": f" S({self.dim})->S({self.to_dim})", "all_reduce": f" {self.reduction}"}
-        return f"{self.kind}[{','.join(self.axes)}]" + where.get(self.kind, f" S({self.dim})")
-
-
-@dataclass(frozen=True)
 class Step:
-    """A move with its price for a tensor of B global bytes: `wire_fraction` * B bytes sent by each device."""
+    """A move with its price for a tensor of B global bytes, of which a device holds `held` * B before and sends
+    `wire_fraction` * B."""
 
     move: Move
     before: Layout
     after: Layout
+    held: float
     wire_fraction: float
     latency_seconds: float
     seconds_per_byte: float
@@ -83,91 +67,79 @@ class Redistributor:
 
     def __init__(self, mesh: Mesh, links: dict[str, Link], memory_bytes_per_second: float):
         self.mesh, self.links, self.memory_bytes_per_second = mesh, links, memory_bytes_per_second
-        self._known: dict[tuple[Layout, Layout], Redistribution | None] = {}
+        self._found: dict[tuple[Layout, Layout], Redistribution | None] = {}
+        self._paths: dict[Core, tuple[tuple[Move, State, float], ...] | None] = {}
+        self._prices: dict[tuple, tuple[float, float, float]] = {}
+        self._order = {axis: i for i, axis in enumerate(mesh.names)}
 
     def __call__(self, source: Layout, target: Layout) -> Redistribution | None:
         """The cheapest redistribution, None if there is none (nothing becomes partial that was not)."""
         key = (source, target)
-        if key not in self._known:
-            self._known[key] = self._search(source, target)
-        return self._known[key]
+        if key not in self._found:
+            self._found[key] = self._whole(source, target)
+        return self._found[key]
 
-    def _search(self, source: Layout, target: Layout) -> Redistribution | None:
-        if source == target:
-            return Redistribution(())
-        if any(source.reduction_of(axis) != op for axis, op in target.partial):
+    def path(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
+        """(move, state after it, share of the elements that a device holds before it) of what moves, as if all else were whole."""
+        if core not in self._paths:
+            self._paths[core] = self._search(core)
+        return self._paths[core]
+
+    def share_in_place(self, source: Layout, dims: tuple[int, ...]) -> float:
+        """Share of the elements that the dims which stay in place leave to a device; `dims` are those that move."""
+        size = self.mesh.size
+        return 1.0 / math.prod([size(axis) for d, axes in enumerate(source.dims) if axes and d not in dims for axis in axes])
+
+    def price(self, kind: str, axes: tuple[str, ...], held: float) -> tuple[float, float, float]:
+        """(wire fraction, latency in seconds, seconds a global byte) of a move that finds a share `held` on each device."""
+        key = (kind, axes, held)
+        if key not in self._prices:
+            self._prices[key] = self._price(kind, axes, held)
+        return self._prices[key]
+
+    def _whole(self, source: Layout, target: Layout) -> Redistribution | None:
+        core, dims = Core.of(source, target)
+        path = self.path(core)
+        if path is None:
             return None
-        order = itertools.count()
-        queue: list = [(0.0, next(order), source, ())]
-        done = set()
+        share, before, steps = self.share_in_place(source, dims), source, []
+        for move, state, held in path:
+            place, to_place = (d if d is None else dims[d] for d in (move.dim, move.to_dim))
+            after = _embedded(state, dims, source, core)
+            wire, latency, per_byte = self.price(move.kind, move.axes, held * share)
+            moved = move._replace(dim=place, to_dim=to_place)
+            steps.append(Step(moved, before, after, held * share, wire, latency, per_byte))
+            before = after
+        return Redistribution(tuple(steps))
+
+    def _search(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
+        """Dijkstra over states."""
+        if core.target.partial:
+            return None
+        source = State(core.source.dims, core.source.parts, tuple(sorted(core.source.partial, key=lambda p: self._order[p[0]])))
+        order, queue, size = itertools.count(), [(0.0, 0, source, ())], self.mesh.size
+        nearest = {source: 0.0}
         while queue:
-            seconds, _, layout, steps = heapq.heappop(queue)
-            if layout == target:
-                return Redistribution(steps)
-            if layout in done:
+            seconds, _, state, path = heapq.heappop(queue)
+            if state == core.target:
+                return path
+            if seconds > nearest[state]:
                 continue
-            done.add(layout)
-            for step in self._steps(layout, target):
-                price = step.latency_seconds + step.seconds_per_byte * REFERENCE_BYTES
-                heapq.heappush(queue, (seconds + price, next(order), step.after, (*steps, step)))
+            held = 1.0 / math.prod([size(axis) for axes in state.dims for axis in axes])
+            for move, after in core.moves(state):
+                _, latency, per_byte = self.price(move.kind, move.axes, held)
+                price = seconds + latency + per_byte * REFERENCE_BYTES
+                if price < nearest.get(after, math.inf):
+                    nearest[after] = price
+                    heapq.heappush(queue, (price, next(order), after, (*path, (move, after, held))))
         return None
 
-    def _steps(self, layout: Layout, target: Layout) -> Iterator[Step]:
-        share = 1.0 / math.prod(self.mesh.size(a) for a in layout.sharding_axes)  # of the global bytes, held before
-        for axis, reduction in layout.partial:
-            if target.reduction_of(axis):
-                continue
-            without = tuple(p for p in layout.partial if p[0] != axis)
-            reduced = replace(layout, partial=without)
-            yield self._step("all_reduce", (axis,), layout, reduced, share, reduction=reduction)
-            d = target.dim_of(axis)
-            if d is not None and reduction == "sum" and self._may_append(layout, target, d, axis):
-                after = _with_axis(reduced, target, d, axis)
-                yield self._step("reduce_scatter", (axis,), layout, after, share, dim=d, parts=target.parts[d])
-        ending = [a for a in self.mesh.names if layout.reduction_of(a) and not target.reduction_of(a)]
-        for reduction in ("sum", "max"):
-            axes = tuple(a for a in ending if layout.reduction_of(a) == reduction)
-            if len(axes) > 1:
-                rest = tuple(p for p in layout.partial if p[0] not in axes)
-                yield self._step("all_reduce", axes, layout, replace(layout, partial=rest), share, reduction=reduction)
-        for d, axes in enumerate(layout.dims):
-            if not axes or self._settled(layout, target, d):
-                continue
-            axis, gathered = axes[-1], _without_innermost(layout, d)
-            yield self._step("all_gather", (axis,), layout, gathered, share, dim=d, parts=layout.parts[d])
-            e = target.dim_of(axis)
-            if e is not None and e != d and self._may_append(layout, target, e, axis):
-                after = _with_axis(gathered, target, e, axis)
-                yield self._step(
-                    "all_to_all", (axis,), layout, after, share,
-                    dim=d, to_dim=e, parts=layout.parts[d], to_parts=target.parts[e],
-                )  # fmt: skip
-        busy = {*layout.sharding_axes, *(a for a, _ in layout.partial)}
-        for d, axes in enumerate(target.dims):
-            for axis in axes:
-                if axis not in busy and self._may_append(layout, target, d, axis):
-                    after = _with_axis(layout, target, d, axis)
-                    yield self._step("slice", (axis,), layout, after, share, dim=d, parts=target.parts[d])
-
-    def _settled(self, layout: Layout, target: Layout, d: int) -> bool:
-        """Whether dim d already starts as the target wants it: its axes need not move."""
-        wanted = target.dims[d][: len(layout.dims[d])]
-        return layout.dims[d] == wanted and layout.parts[d] == target.parts[d]
-
-    def _may_append(self, layout: Layout, target: Layout, d: int, axis: str) -> bool:
-        """Whether adding `axis` as innermost axis of dim d leads towards the target."""
-        if layout.dims[d] and layout.parts[d] != target.parts[d]:
-            return False
-        longer = (*layout.dims[d], axis)
-        return target.dims[d][: len(longer)] == longer
-
-    def _step(self, kind, axes, before, after, share, **fields) -> Step:
+    def _price(self, kind: str, axes: tuple[str, ...], held: float) -> tuple[float, float, float]:
         sizes = [self.mesh.size(a) for a in axes]
         if kind == "slice":
-            return Step(Move(kind, axes, **fields), before, after, 0.0, 0.0,
-                        2 * share / sizes[0] / self.memory_bytes_per_second)  # fmt: skip
+            return 0.0, 0.0, 2 * held / sizes[0] / self.memory_bytes_per_second
+        latency = max((self.links[a].latency_seconds for a, n in zip(axes, sizes) if n > 1), default=0.0)
         wire = seconds_per_byte = 0.0
-        held = share
         for axis, n in zip(reversed(axes), reversed(sizes)):  # the last axis is the closest: reduce there first
             sent = held * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
             wire += sent
@@ -175,19 +147,13 @@ class Redistributor:
             speed = link.all_to_all_bytes_per_second if kind == "all_to_all" else None
             seconds_per_byte += sent / (speed or link.bytes_per_second)
             held /= n
-        latency = max((self.links[a].latency_seconds for a, n in zip(axes, sizes) if n > 1), default=0.0)
-        return Step(Move(kind, axes, **fields), before, after, wire, latency, seconds_per_byte)
+        return wire, latency, seconds_per_byte
 
 
-def _without_innermost(layout: Layout, d: int) -> Layout:
-    dims, parts = list(layout.dims), list(layout.parts)
-    dims[d] = dims[d][:-1]
-    if not dims[d]:
-        parts[d] = 1
-    return Layout(tuple(dims), layout.partial, tuple(parts))
-
-
-def _with_axis(layout: Layout, target: Layout, d: int, axis: str) -> Layout:
-    dims, parts = list(layout.dims), list(layout.parts)
-    dims[d], parts[d] = (*dims[d], axis), target.parts[d]
-    return Layout(tuple(dims), layout.partial, tuple(parts))
+def _embedded(state: State, dims: tuple[int, ...], source: Layout, core: Core) -> Layout:
+    """A state of the core as a layout of the whole tensor."""
+    axes, parts = list(source.dims), list(source.parts)
+    for d, cut, count in zip(dims, state.dims, state.parts):
+        axes[d], parts[d] = cut, count
+    in_place = tuple(p for p in source.partial if p not in core.source.partial)
+    return Layout(tuple(axes), (*in_place, *state.partial), tuple(parts))

@@ -10,13 +10,13 @@ layout, in a copy that the forward made anyway, or both; with a price on memory 
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..cost.redistribute import Redistribution, Redistributor
+from ..cost.transfer_prices import TransferPrices
 from ..layout import Layout, largest_local_numel
 from .problem import STATE, Problem, Use
 
@@ -75,37 +75,26 @@ class Pricer:
 
     def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float):
         self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
-        self._pairs: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        self.prices = TransferPrices(redistribute)
         self._local: dict[tuple, float] = {}
 
     def is_bucketed(self, producer: int, slots) -> bool:
         """Whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of one."""
         return self.problem.vertices[producer].kind == "parameter" or STATE in slots
 
-    def latency_share(self, bytes_: int, bucketed: bool) -> float:
-        return min(1.0, bytes_ / self.bucket_bytes) if bucketed else 1.0
-
     def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
-        r = self.redistribute(source, target)
-        if r is None:
-            return np.inf
-        return r.latency_seconds * self.latency_share(bytes_, bucketed) + r.seconds_per_byte * bytes_
+        """Seconds of one redistribution of a tensor of so many global bytes, inf if there is none."""
+        if bucketed and bytes_ < self.bucket_bytes:
+            return self.prices.pair(source, target, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
+        return self.prices.pair(source, target, bytes_)
 
     def matrix(
         self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
     ) -> np.ndarray:
-        """Seconds for every (source, target), inf where impossible."""
-        key = (sources, targets)
-        if key not in self._pairs:
-            latency = np.full((len(sources), len(targets)), np.inf)
-            per_byte = np.zeros_like(latency)
-            for (i, p), (j, q) in itertools.product(enumerate(sources), enumerate(targets)):
-                r = self.redistribute(p, q)
-                if r is not None:
-                    latency[i, j], per_byte[i, j] = r.latency_seconds, r.seconds_per_byte
-            self._pairs[key] = latency, per_byte
-        latency, per_byte = self._pairs[key]
-        return latency * self.latency_share(bytes_, bucketed) + per_byte * bytes_
+        """Seconds for every (source, target), inf where impossible. What is smaller than a bucket pays its share of one."""
+        if bucketed and bytes_ < self.bucket_bytes:
+            return self.prices.matrix(sources, targets, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
+        return self.prices.matrix(sources, targets, bytes_)
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Bytes on the device that holds most of a tensor in this layout."""
