@@ -20,6 +20,7 @@ from torch import fx, nn
 from . import _torch
 from ._torch import tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
+from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .functions import inline, kept_backwards
@@ -44,12 +45,14 @@ class Exported:
 
 @dataclass
 class Captured:
-    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it."""
+    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it. `compact`: the same with few of many equal
+    blocks, if it was captured so."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
     returns: Returns
     ties: dict[str, str]
+    compact: Compact | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from ._torch import graph_module
 from .capture import Captured
+from .compact import BLOCKS, Compact
 from .errors import CaptureError
 from .graph import leaf_name, mark_phases, op_base_name, values_of
 from .ops_random import STREAM, stream_of
@@ -112,11 +113,13 @@ def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured:
     zones = _Zones.of(captured.graph, tower.name)
     if zones is None or not zones.are_shifted():
         raise CaptureError(f"the blocks of {tower.name} are not alike", fix="trace all of them")
-    graph = _Unrolled(captured.graph, zones, tower.count - TRACED).build()
-    module = graph_module(captured.graph_module, graph)
-    mark_phases(graph)
-    graph.lint()
-    return replace(captured, graph_module=module, ties=ties)
+    whole, few = (_Unrolled(captured.graph, zones, more) for more in (tower.count - TRACED, BLOCKS - TRACED))
+    modules = [graph_module(captured.graph_module, unrolled.build()) for unrolled in (whole, few)]
+    for module in modules:
+        mark_phases(module.graph)
+        module.graph.lint()
+    compact = Compact(modules[1], tower.name, tower.count, {node: key for key, node in few.made.items()}, whole.made)
+    return replace(captured, graph_module=modules[0], ties=ties, compact=compact)
 
 
 def _number(list_name: str, name: str) -> int | None:

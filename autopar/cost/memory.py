@@ -34,5 +34,5 @@ class StateBytes:
         return StateBytes(master, copy, master, OPTIMIZER_STATES[optimizer] * master)
 
     def resident(self, trainable: bool) -> int:
-        """Bytes an element takes all through training."""
-        return self.master + self.copy + (self.gradient + self.optimizer if trainable else 0)
+        """Bytes an element takes all through training. A gradient lives from the backward to the optimizer's step alone."""
+        return self.master + self.copy + (self.optimizer if trainable else 0)

@@ -1,6 +1,6 @@
 """From bounds to a plan: ascend the dual, round, improve, and let the integer program decide what is left.
 
-One call minimizes seconds + byte_price * bytes over the allowed strategies. The ascent alone usually closes the gap; where it
+One call minimizes the priced cost over the allowed strategies. The ascent alone usually closes the gap; where it
 stalls, strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly.
 """
 
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from .dual import Dual
-from .evaluate import Pricer
-from .problem import Problem
 from .program import Program, Solution
 from .tied import Tied
 
@@ -28,23 +26,13 @@ class Search:
     largest_program: int = 80_000  # variables
 
 
-def minimize(
-    problem: Problem,
-    pricer: Pricer,
-    allowed: dict[int, np.ndarray],
-    byte_price: float = 0.0,
-    price_saved: bool = False,
-    keep_parameters: bool | None = None,
-    starts: Sequence[dict[int, int]] = (),
-    search: Search = Search(),
-) -> Solution:
-    """The best choice by class that was found, its objective (price included) and a proven lower bound on the objective.
-    `starts` are choices to do at least as well as; those that are not allowed are left out."""
-    dual = Dual(problem, pricer, allowed, byte_price, price_saved, keep_parameters)
+def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
+    """The best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on it. `starts` are
+    choices to do at least as well as; those that are not allowed are left out."""
     tied = Tied(dual)
     best = None
     for start in starts:
-        if all(allowed[cls][k] for cls, k in start.items()):
+        if all(dual.allowed[cls][k] for cls, k in start.items()):
             value = tied.objective(start)
             if best is None or value < best.objective:
                 best = Solution(start, value, -np.inf)
@@ -56,11 +44,8 @@ def minimize(
             continue
         bound = max(bound, dual.bound())
         if best is None or best.objective - bound > search.gap * abs(best.objective):
-            rounded = dual.round()
+            rounded = tied.improve(dual.round())
             value = tied.objective(rounded)
-            if value - bound > search.gap * abs(value) and (best is None or value < 1.05 * best.objective):
-                rounded = tied.improve(rounded)
-                value = tied.objective(rounded)
             if best is None or value < best.objective:
                 best = Solution(rounded, value, bound)
         if best.objective - bound <= search.gap * abs(best.objective):
@@ -68,20 +53,20 @@ def minimize(
         if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.1 * (best.objective - bound)):
             break  # the ascent would take many more sweeps, the program that is left perhaps few seconds
         last = bound
-    return _finish(problem, pricer, dual, Solution(best.choice, best.objective, bound), search)
+    return _finish(dual, tied, Solution(best.choice, best.objective, bound), search)
 
 
-def _finish(problem: Problem, pricer: Pricer, dual: Dual, best: Solution, search: Search) -> Solution:
+def _finish(dual: Dual, tied: Tied, best: Solution, search: Search) -> Solution:
     """Exact solution over the strategies that can still improve on `best`."""
     base, reduced = dual.reduced_costs()
     slack = (best.objective - base) * (1 + 1e-9)
     remaining = {}
     for i, cls in enumerate(dual.classes):
-        mask = np.zeros(len(problem.classes[cls].strategies), bool)
+        mask = np.zeros(len(dual.problem.classes[cls].strategies), bool)
         mask[dual.index[i][reduced[i] <= slack]] = True
         mask[best.choice[cls]] = True
         remaining[cls] = mask
-    program = Program(problem, pricer, remaining, dual.byte_price, dual.price_saved, dual.keep_parameters)
+    program = Program(dual.problem, dual.hubs, remaining, dual.prices, dual.keep_parameters)
     if program.variables > search.largest_program:
         return best
     solved = program.solve(search.program_seconds, search.gap / 2)
@@ -89,6 +74,6 @@ def _finish(problem: Problem, pricer: Pricer, dual: Dual, best: Solution, search
         return best
     # a plan outside the remaining strategies costs more than `best`, one inside at least the program's bound
     bound = max(best.bound, min(solved.bound, best.objective))
-    value = Tied(dual).objective(solved.choice)
+    value = tied.objective(solved.choice)
     winner = solved.choice if value < best.objective else best.choice
     return Solution(winner, min(value, best.objective), min(bound, value, best.objective))

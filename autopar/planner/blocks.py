@@ -7,9 +7,10 @@ comes to it. Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .evaluate import Evaluation, Pricer
 from .problem import Problem
@@ -25,12 +26,13 @@ def block_of(module: str) -> str:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What recomputing one block of an evaluated plan frees and costs."""
+    """What recomputing one block of an evaluated plan frees and costs; `copies` blocks of the whole graph are like it."""
 
     block: str
     freed: tuple[tuple, ...]  # keys of Evaluation.saved
     freed_bytes: float
     seconds: float
+    copies: int
 
 
 class Blocks:
@@ -71,8 +73,9 @@ class Blocks:
                 again.add(v)
                 stack += [p for p, _ in problem.vertices[v].inputs]
             seconds = sum(float(problem.choices(v).seconds[evaluation.choice[v]]) + arriving.get(v, 0.0) for v in again)
-            total = sum(evaluation.saved[key] for key in keys)
-            result.append(Recomputation(block, tuple(keys), total, seconds))
+            copies = problem.vertices[keys[0][0]].copies
+            total = sum(evaluation.saved[key] for key in keys) / copies
+            result.append(Recomputation(block, tuple(keys), total, seconds, copies))
         return result
 
     def fit(self, evaluation: Evaluation, pricer: Pricer, limit_bytes: float) -> Evaluation | None:
@@ -80,20 +83,23 @@ class Blocks:
         missing = evaluation.bytes_ - limit_bytes
         if missing <= 0:
             return evaluation
-        options = sorted(
-            self.recomputation(evaluation, pricer), key=lambda r: (r.seconds / max(r.freed_bytes, 1), r.block)
-        )
+        options = [r for r in self.recomputation(evaluation, pricer) if r.freed_bytes > 0]
+        options.sort(key=lambda r: (r.seconds / r.freed_bytes, r.block))
         # one block at a time is alive again during its backward
         largest = max((r.freed_bytes for r in options), default=0.0)
         missing += largest
+        saved, recomputed, freed, seconds = dict(evaluation.saved), {}, {}, 0.0
         for r in options:
             if missing <= 0:
                 break
-            evaluation.recomputed_blocks.append(r.block)
-            evaluation.recompute_seconds += r.seconds
-            for key in r.freed:
-                evaluation.saved.pop(key)
-                evaluation.kept.discard(key)
-            missing -= r.freed_bytes
-        evaluation.transient_bytes = largest if evaluation.recomputed_blocks else 0.0
-        return evaluation if missing <= 0 else None
+            count = min(r.copies, math.ceil(missing / r.freed_bytes))
+            recomputed[r.block] = count
+            seconds += r.seconds * count
+            freed |= dict.fromkeys(r.freed, r.block)
+            saved |= {key: saved[key] * (1 - count / r.copies) for key in r.freed}
+            missing -= r.freed_bytes * count
+        if missing > 0:
+            return None
+        return replace(
+            evaluation, saved=saved, recomputed=recomputed, freed=freed, recompute_seconds=seconds, transient_bytes=largest
+        )

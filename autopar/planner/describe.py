@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from ..graph import output_node
 from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
 from .evaluate import Evaluation, Pricer
@@ -19,6 +20,7 @@ def describe_plan(planned: Planned) -> Plan:
     """The plan of a search."""
     problem, options, chosen, pricer = planned.problem, planned.options, planned.chosen, planned.pricer
     e = chosen.evaluation
+    problem.split(e.first)
     alternatives = []
     for name, other in planned.others.items():
         if isinstance(other, Outcome):
@@ -26,44 +28,60 @@ def describe_plan(planned: Planned) -> Plan:
             alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
         else:
             alternatives.append(Alternative(name, None, None, None, False, other.message))
-    memory = {
-        "parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0,
-        "gathered parameters kept": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind == "parameter"),
-        "activations": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind != "parameter"),
-        "recomputed block": e.transient_bytes,
-    }  # fmt: skip
-    memory["gradients"] += e.whole_gradient_bytes
-    for v in problem.vertices:
-        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]])
-        if v.kind == "parameter":
-            trainable, state = v.node.meta["role"].trainable, v.state_bytes(options.optimizer)
-            elements = resident / state.resident(trainable)
-            memory["parameters"] += elements * (state.master + state.copy)
-            memory["gradients"] += elements * state.gradient if trainable else 0.0
-            memory["optimizer"] += elements * state.optimizer if trainable else 0.0
-        else:
-            memory["buffers"] += resident
     return Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=e.bytes_,
-        memory={k: v for k, v in memory.items() if v}, collectives=_collectives(e), regions=regions_of(problem, e),
-        alternatives=tuple(alternatives), recomputed=tuple(sorted(e.recomputed_blocks)), warnings=planned.warnings,
+        memory=_memory(problem, e, options.optimizer), collectives=_collectives(e), regions=regions_of(problem, e),
+        alternatives=tuple(alternatives), recomputed=tuple(sorted(_recomputed(problem, e))), warnings=planned.warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
-        fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
+        fingerprint=fingerprint(problem.whole), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
     )  # fmt: skip
 
 
+def _memory(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, float]:
+    """Bytes of a device by kind, those that are not zero."""
+    memory = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
+    kept = {"gathered parameters kept": True, "activations": False}
+    for kind, is_parameter in kept.items():
+        memory[kind] = sum(b for (v, _, _), b in e.saved.items() if (problem.vertices[v].kind == "parameter") == is_parameter)
+    memory["recomputed block"] = e.transient_bytes
+    memory["gradients"] = e.gradient_bytes + e.whole_gradient_bytes
+    for v in problem.vertices:
+        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]]) * v.copies
+        if v.kind == "parameter":
+            trainable, state = v.node.meta["role"].trainable, v.state_bytes(optimizer)
+            elements = resident / state.resident(trainable)
+            memory["parameters"] += elements * (state.master + state.copy)
+            memory["optimizer"] += elements * state.optimizer if trainable else 0.0
+        else:
+            memory["buffers"] += resident
+    return {kind: bytes_ for kind, bytes_ in memory.items() if bytes_}
+
+
+def _recomputed(problem: Problem, e: Evaluation) -> list[str]:
+    """Names of the blocks of the whole graph whose values are computed again."""
+    if problem.compact is None:
+        return list(e.recomputed)
+    names = []
+    for name, count in e.recomputed.items():
+        tower, _, number = name.rpartition(".")
+        numbers = problem.compact.stands_for(int(number), e.first)
+        names += [f"{tower}.{n}" for n in numbers[:count]]
+    return names
+
+
 def _elements(problem: Problem, trained: bool) -> int:
     """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is dequantized."""
-    found = {v.node for v in problem.vertices if v.kind == "parameter"}
+    leaves = [n for n in problem.whole.nodes if n.op == "placeholder"]
+    found = {n for n in leaves if n.meta["role"].kind == "parameter" and isinstance(n.meta["val"], torch.Tensor)}
     if trained:
         return sum(n.meta["val"].numel() for n in found if n.meta["role"].trainable)
-    packed = {n.args[0]: n for n in problem.graph.nodes if n.target is torch.ops.autopar.dequantize.default}
+    packed = {n.args[0]: n for n in problem.whole.nodes if n.target is torch.ops.autopar.dequantize.default}
     parts = {part for n in packed.values() for part in n.all_input_nodes}
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
@@ -78,9 +96,9 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
             if step.move.kind == "slice":
                 continue
             key = (step.move.kind, step.move.axes, transfer.phase)
-            count[key] += 1
-            wire[key] += step.wire_fraction * transfer.bytes_
-            seconds[key] += charged * (step.latency_seconds + step.seconds_per_byte * transfer.bytes_)
+            count[key] += transfer.copies
+            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.copies
+            seconds[key] += transfer.copies * charged * (step.latency_seconds + step.seconds_per_byte * transfer.bytes_)
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
@@ -89,32 +107,52 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
 
 def _layouts(problem: Problem, e: Evaluation) -> dict[str, str]:
     return {
-        v.node.meta["role"].name: problem.choices(v.index).strategies[e.choice[v.index]].outputs[0].text()
+        node.meta["role"].name: problem.choices(v.index).strategies[e.choice[v.index]].outputs[0].text()
         for v in problem.vertices
         if v.kind in ("parameter", "input")
+        for node in problem.whole_nodes(v.node)
     }
 
 
 def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
+    """The decisions for the whole graph."""
+
     def strategy(index: int):
         return problem.choices(index).strategies[e.choice[index]]
 
-    nodes, leaves, outputs = {}, {}, []
+    nodes, leaves, kept = {}, {}, set()
     for v in problem.vertices:
+        s = strategy(v.index)
         if v.kind == "op":
-            s = strategy(v.index)
-            nodes[v.name] = NodeSharding(s.inputs, s.outputs, s.choice)
+            nodes |= {n.name: NodeSharding(s.inputs, s.outputs, s.choice) for n in problem.whole_nodes(v.node)}
         elif v.kind != "output":
-            leaves[v.name] = strategy(v.index).outputs[0]
+            leaves |= {n.name: s.outputs[0] for n in problem.whole_nodes(v.node)}
         for output, cast in v.casts.items():
-            layout = strategy(v.index).outputs[output]
-            nodes[cast.name] = NodeSharding((layout,), (layout,), ())
-    for use in problem.output_uses:
-        s = strategy(use.consumer)
-        outputs.append(s.outputs[0] if use.slot == STATE else s.inputs[use.slot])
-    kept = frozenset((*problem.vertices[v].tensor_name(o), layout) for v, o, layout in e.kept)
+            layout = s.outputs[output]
+            nodes |= {n.name: NodeSharding((layout,), (layout,), ()) for n in problem.whole_nodes(cast)}
+    for v, output, layout in e.kept:
+        node, item = problem.vertices[v].tensor(output)
+        dropped = e.recomputed.get(e.freed.get((v, output, layout), ""), 0)
+        kept |= {(n.name, item, layout) for n in problem.whole_nodes(node)[dropped:]}
     redistribute = pricer.redistribute
     return Sharding(
-        problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, tuple(outputs), kept,
-        frozenset(e.recomputed_blocks),
+        problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
+        frozenset(kept), frozenset(_recomputed(problem, e)),
     )  # fmt: skip
+
+
+PARTNER = {"gradient": "parameter", "mutation": "buffer", "output": "tangent"}  # kind of leaf whose layout an output takes
+
+
+def _outputs(problem: Problem, strategy) -> tuple:
+    """Layout of every output of the whole graph."""
+    layouts = {}
+    for use in problem.output_uses:
+        s, v = strategy(use.consumer), problem.vertices[use.consumer]
+        if use.slot == STATE:
+            layouts |= {(v.kind, n.meta["role"].name): s.outputs[0] for n in problem.whole_nodes(v.node)}
+        else:
+            layouts[v.name] = s.inputs[use.slot]
+    roles = output_node(problem.whole).meta["roles"]
+    own = [layouts.get(f"{r.kind}:{r.name}") for r in roles]
+    return tuple(own_ or layouts[PARTNER[r.kind], r.name] for own_, r in zip(own, roles))

@@ -12,14 +12,14 @@ a block, so the minimum is over partitions of the consumers into blocks, min_q (
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .evaluate import RESIDENT_LEAVES, Pricer
+from .hubs import FORWARD, HubPrices, Mode
+from .prices import Prices
 from .problem import STATE, Problem
-from .program import Hub, hubs_of
 
 IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost
@@ -38,9 +38,6 @@ class _Side:
         return np.minimum.reduceat(values[self.order], self.starts)
 
 
-FORWARD, BACKWARD = 1, 2  # phases of a factor's consumers, as bits
-
-
 @dataclass
 class _End:
     """One variable of a factor: the class at `position` and the message that the factor sends it, by layout."""
@@ -52,23 +49,25 @@ class _End:
     phase: int = FORWARD
 
 
-@dataclass(frozen=True)
-class _Mode:
-    """One way to serve all consumers of a hub: a price by producer layout p, and for every column q what a block of consumers
-    that takes q pays, by the phases in the block: {FORWARD: (p, q), BACKWARD: (p, q), FORWARD | BACKWARD: (p, q)}."""
-
-    base: np.ndarray
-    block: dict[int, np.ndarray]
-
-
 class _Factor:
     """The payments of a hub with one producer and a few consumers: the cheapest of its modes."""
 
-    def __init__(self, modes: list[_Mode], tail: _End, heads: list[_End]):
-        self.modes, self.tail, self.heads = modes, tail, heads
-        self.width = next(iter(modes[0].block.values())).shape[1]
+    def __init__(self, hub: HubPrices, sources: np.ndarray, universe: np.ndarray, scale: float, tail: _End, heads: list[_End]):
+        self.hub, self.sources, self.universe, self.scale, self.tail, self.heads = hub, sources, universe, scale, tail, heads
+        self.width = len(universe)
         positions = [tail.position, *(h.position for h in heads)]
         self.first, self.last = min(positions), max(positions)
+
+    def price(self, modes: list[Mode]) -> None:
+        """Take over the part of a hub's prices that is allowed, times its share of the copies."""
+        place = np.ix_(self.sources, self.universe)
+        self.modes = [
+            Mode(
+                np.minimum(mode.base[self.sources] * self.scale, IMPOSSIBLE_SECONDS),
+                {phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS) for phase, price in mode.block.items()},
+            )
+            for mode in modes
+        ]
 
     def _added(self, head: _End) -> np.ndarray:
         """What a consumer adds, by column; impossible where it does not want the column."""
@@ -76,7 +75,7 @@ class _Factor:
         added[head.columns] = -head.message
         return added
 
-    def _partitions(self, mode: _Mode, heads: list[_End], added: list[np.ndarray]) -> dict[int, np.ndarray]:
+    def _partitions(self, mode: Mode, heads: list[_End], added: list[np.ndarray]) -> dict[int, np.ndarray]:
         """For every set of these consumers (a bit mask), by p, the minimum over all ways in which they share payments."""
         count = len(heads)
         best = {0: np.zeros(len(mode.base))}
@@ -131,12 +130,11 @@ class _Factor:
         return float((self.to_tail() - self.tail.message).min())
 
 
-def _columns(targets: tuple, universe: tuple) -> np.ndarray | slice:
-    """Where a consumer's layouts stand among those of all consumers; a slice, which copies nothing, if they are all of them."""
-    if targets == universe:
-        return slice(None)
-    column = {q: i for i, q in enumerate(universe)}
-    return np.array([column[q] for q in targets])
+def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
+    """Of every strategy of a class: the priced seconds and bytes of all its copies."""
+    options = problem.classes[cls]
+    bytes_ = options.resident_bytes + prices.gradients * options.gradient_bytes
+    return (options.seconds * prices.compute(problem.vertices[cls].phase) + prices.byte_seconds * bytes_) * options.copies
 
 
 def _order(problem: Problem) -> list[int]:
@@ -151,108 +149,70 @@ def _order(problem: Problem) -> list[int]:
 
 
 class Dual:
-    """The dual of one problem for given allowed strategies and price of memory."""
+    """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned stays."""
 
-    def __init__(self, problem: Problem, pricer: Pricer, allowed: dict[int, np.ndarray], byte_price: float = 0.0,
-                 price_saved: bool = False, keep_parameters: bool | None = None,
-                 recomputable: Collection[int] = ()):  # fmt: skip
+    def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
+                 keep_parameters: bool | None = None, recomputable: Collection[int] = ()):  # fmt: skip
         """`recomputable`: vertices whose values may be made again in the backward instead of saved; with them the bound also
         holds for plans that recompute (each at least for the price of its own op)."""
-        self.problem, self.pricer, self.allowed = problem, pricer, allowed
-        self.byte_price, self.price_saved, self.keep_parameters = byte_price, price_saved, keep_parameters
+        self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
         self.recomputable = frozenset(recomputable)
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
         self.index = [np.flatnonzero(allowed[cls]) for cls in self.classes]
-        self.unary = []
-        for cls, index in zip(self.classes, self.index):
-            options = problem.classes[cls]
-            price = options.seconds[index] + byte_price * options.resident_bytes[index]
-            self.unary.append(price * len(options.members))
         self.factors: list[_Factor] = []
         self.ends: list[list[tuple[_Factor, _End]]] = [[] for _ in self.classes]
-        self.hubs = hubs_of(problem)
-        for hub in self.hubs:
-            self._add(hub)
+        self._loops: list[tuple[HubPrices, np.ndarray, np.ndarray]] = []
+        for hub in hubs:
+            parts = -(-len(hub.hub.consumers) // MOST_CONSUMERS)  # of a hub with many consumers each factor takes a share
+            for i in range(parts):
+                self._add(hub, range(len(hub.hub.consumers))[i::parts], parts)
         self.weights = []
         for i, ends in enumerate(self.ends):
             earlier, later = sum(f.first < i for f, _ in ends), sum(f.last > i for f, _ in ends)
             self.weights.append(1.0 / max(1, earlier, later))
+        self.price(prices)
 
-    # assembly
-
-    def _layouts(self, cls: int, slot: int, of_output: bool) -> tuple[tuple, np.ndarray]:
-        options = self.problem.classes[cls]
-        layouts = options.output_layouts(slot) if of_output else options.layouts(slot)
-        numbers: dict = {}
-        which = [numbers.setdefault(layouts[k], len(numbers)) for k in self.index[self.position[cls]]]
-        return tuple(numbers), np.array(which)
-
-    def _add(self, hub: Hub) -> None:
-        """Add a hub's factor, or several that share its prices if it has many consumers."""
-        parts = -(-len(hub.consumers) // MOST_CONSUMERS)
-        for i in range(parts):
-            self._factor(hub, hub.consumers[i::parts], parts)
-
-    def _factor(self, hub: Hub, consumers, parts: int) -> None:
-        sources, source_of = self._layouts(hub.producer, hub.output, True)
-        wanted = [self._layouts(cls, slot, False) for cls, slot, _ in consumers]
-        universe = tuple(dict.fromkeys(q for targets, _ in wanted for q in targets))
-        scale = hub.copies / parts
-        modes = [
-            _Mode(
-                np.minimum(mode.base * scale, IMPOSSIBLE_SECONDS),
-                {phase: np.minimum(price * scale, IMPOSSIBLE_SECONDS) for phase, price in mode.block.items()},
-            )
-            for mode in self._modes(hub, sources, universe)
-        ]
-        if len(consumers) == 1 and consumers[0][0] == hub.producer:  # a class that feeds itself: part of its own cost
-            phase = BACKWARD if consumers[0][2] == "backward" else FORWARD
-            values = [m.base[source_of] + m.block[phase][source_of, wanted[0][1]] for m in modes]  # its layouts: the columns
-            self.unary[self.position[hub.producer]] += np.minimum.reduce(values)
+    def _add(self, hub: HubPrices, consumers: Sequence[int], parts: int) -> None:
+        position = self.position[hub.hub.producer]
+        sources, source_of = np.unique(hub.source_of[self.index[position]], return_inverse=True)
+        wanted, ends = [], []
+        for i in consumers:
+            cls = hub.hub.consumers[i][0]
+            columns, which = np.unique(hub.target_of[i][self.index[self.position[cls]]], return_inverse=True)
+            wanted.append((cls, columns, which, hub.phases[i]))
+        if len(wanted) == 1 and wanted[0][0] == hub.hub.producer:  # a class that feeds itself: part of its own cost
+            self._loops.append((hub, hub.source_of[self.index[position]], hub.target_of[0][self.index[position]]))
             return
-        tail = _End(self.position[hub.producer], _Side(source_of), np.zeros(len(sources)))
-        heads = [
-            _End(self.position[cls], _Side(which), np.zeros(len(targets)), _columns(targets, universe),
-                 BACKWARD if phase == "backward" else FORWARD)
-            for (cls, _, phase), (targets, which) in zip(consumers, wanted)
-        ]  # fmt: skip
-        factor = _Factor(modes, tail, heads)
+        universe = np.unique(np.concatenate([columns for _, columns, _, _ in wanted]))
+        tail = _End(position, _Side(source_of), np.zeros(len(sources)))
+        for cls, columns, which, phase in wanted:
+            place = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
+            ends.append(_End(self.position[cls], _Side(which), np.zeros(len(columns)), place, phase))
+        factor = _Factor(hub, sources, universe, hub.hub.copies / parts, tail, ends)
         self.factors.append(factor)
-        for end in (tail, *heads):
+        for end in (tail, *ends):
             self.ends[end.position].append((factor, end))
 
-    def _modes(self, hub: Hub, sources, universe) -> list[_Mode]:
-        """The ways to serve a hub. With a price on saved values a forward tensor is saved as it is (then the backward may make
-        copies again or keep those of the forward) or not (then the backward reads only kept copies)."""
-        vertex = self.problem.vertices[hub.example[0]]
-        is_parameter = vertex.kind == "parameter"
-        bytes_ = self.problem.tensor_bytes[hub.example]
-        bucketed = self.pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
-        once = self.pricer.matrix(sources, universe, bytes_, bucketed)
-        nothing = np.zeros(len(sources))
-        is_saved = vertex.phase == "forward" and (is_parameter or vertex.kind not in RESIDENT_LEAVES)
-        reads_saved = any(phase == "backward" for _, _, phase in hub.consumers)
-        if is_parameter and self.keep_parameters is False:
-            return [_Mode(nothing, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: 2 * once})]
-        if not (self.price_saved and is_saved and reads_saved):
-            return [_Mode(nothing, dict.fromkeys((FORWARD, BACKWARD, FORWARD | BACKWARD), once))]
-        same = np.array([[p == q for q in universe] for p in sources])
-        held = self.byte_price * np.array([self.pricer.local_bytes(*hub.example, q) for q in universe])
-        keep = once + held[None, :]
-        must_keep = is_parameter and self.keep_parameters
-        both = np.where(same, 0.0, keep if must_keep else np.minimum(keep, 2 * once))
-        saved = _Mode(nothing, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: both})
-        if is_parameter:
-            return [saved]
-        base = self.byte_price * np.array([self.pricer.local_bytes(*hub.example, p) for p in sources])
-        saved = _Mode(base, saved.block)
-        gone = np.where(same, np.inf, keep)
-        dropped = _Mode(nothing, {FORWARD: once, BACKWARD: np.full_like(once, np.inf), FORWARD | BACKWARD: gone})
-        if hub.example[0] not in self.recomputable:
-            return [saved, dropped]
-        again = np.full(len(sources), float(self.problem.classes[hub.producer].seconds.min()))
-        return [saved, dropped, _Mode(again, {FORWARD: once, BACKWARD: once, FORWARD | BACKWARD: 2 * once})]
+    def price(self, prices: Prices) -> None:
+        """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""
+        self.prices = prices
+        self.unary = [own_cost(self.problem, cls, prices)[index] for cls, index in zip(self.classes, self.index)]
+        for hub, source_of, target_of in self._loops:
+            modes = self._modes(hub)
+            values = [m.base[source_of] + m.block[hub.phases[0]][source_of, target_of] for m in modes]
+            self.unary[self.position[hub.hub.producer]] += np.minimum.reduce(values) * hub.hub.copies
+        priced = {}
+        for factor in self.factors:
+            if id(factor.hub) not in priced:
+                priced[id(factor.hub)] = self._modes(factor.hub)
+            factor.price(priced[id(factor.hub)])
+
+    def _modes(self, hub: HubPrices) -> list[Mode]:
+        again = None
+        if hub.hub.example[0] in self.recomputable:
+            again = float(self.problem.classes[hub.hub.producer].seconds.min()) * self.prices.compute("backward")
+        return hub.modes(self.prices, self.keep_parameters, again)
 
     # ascent
 

@@ -18,6 +18,7 @@ import numpy as np
 from ..cost.redistribute import Redistribution, Redistributor
 from ..cost.transfer_prices import TransferPrices
 from ..layout import Layout, largest_local_numel
+from .prices import Prices
 from .problem import STATE, Problem, Use
 
 RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "random")  # their base never has to be saved
@@ -25,7 +26,8 @@ RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "rando
 
 @dataclass(frozen=True)
 class Transfer:
-    """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and its price."""
+    """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of one of its
+    `copies`. What is hidden may run beside compute: parameters gathered ahead, gradients reduced behind."""
 
     producer: int
     output: int
@@ -36,30 +38,61 @@ class Transfer:
     redistribution: Redistribution
     bytes_: int  # global
     consumers: tuple[int, ...]
+    copies: int
+    is_hidden: bool
 
 
 @dataclass
 class Evaluation:
     """Cost of one complete choice. Bytes are per device, for the device that holds most."""
 
-    compute_seconds: float
+    compute: dict[str, float]  # seconds by phase
     transfers: list[Transfer]
     resident_bytes: float
-    saved: dict[tuple[int, int, Layout], float]  # saved for the backward: (vertex, output, layout) -> bytes
+    gradient_bytes: float
+    saved: dict[tuple[int, int, Layout], float]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    overlap: float = 0.0  # share of compute that hidden communication can run beside
     kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
-    recomputed_blocks: list[str] = field(default_factory=list)
+    first: int = 0  # how a compact graph was split, see Problem.split
+    recomputed: dict[str, int] = field(default_factory=dict)  # block -> how many of its copies the backward computes again
+    freed: dict[tuple[int, int, Layout], str] = field(default_factory=dict)  # what those do not save -> its block
     recompute_seconds: float = 0.0
     whole_gradient_bytes: float = 0.0  # what ZeRO-1's unreduced gradients take beyond their shards
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
 
     @property
+    def compute_seconds(self) -> float:
+        return sum(self.compute.values())
+
+    @property
     def communication_seconds(self) -> float:
-        return sum(t.seconds for t in self.transfers)
+        return sum(t.seconds * t.copies for t in self.transfers)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Communication that runs beside compute and costs no time."""
+        return sum(
+            min(self._hidden(phase), self.overlap * compute) for phase, compute in self.compute.items() if self.overlap
+        )
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.recompute_seconds
+        return self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
+
+    def exposed(self, phase: str) -> float:
+        """Seconds of a phase's hidden communication that its compute does not cover."""
+        return self._hidden(phase) - self.overlap * self.compute[phase]
+
+    def _hidden(self, phase: str) -> float:
+        return sum(t.seconds * t.copies for t in self.transfers if t.is_hidden and t.phase == phase)
+
+    def priced(self, prices: Prices) -> float:
+        """The cost that a search at these prices minimizes. Without recomputation."""
+        compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
+        moved = sum(t.seconds * t.copies * (prices.hidden(t.phase) if t.is_hidden else 1.0) for t in self.transfers)
+        held = self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
+        return compute + moved + prices.byte_seconds * held
 
     @property
     def saved_bytes(self) -> float:
@@ -67,7 +100,9 @@ class Evaluation:
 
     @property
     def bytes_(self) -> float:
-        return self.resident_bytes + self.saved_bytes + self.whole_gradient_bytes + self.transient_bytes
+        return (
+            self.resident_bytes + self.gradient_bytes + self.saved_bytes + self.whole_gradient_bytes + self.transient_bytes
+        )
 
 
 class Pricer:
@@ -107,50 +142,56 @@ class Pricer:
 
 
 def uses_by_tensor(problem: Problem) -> dict[tuple[int, int], list[Use]]:
-    result: dict[tuple[int, int], list[Use]] = defaultdict(list)
-    for use in problem.uses:
-        result[use.producer, use.output].append(use)
-    return result
+    """All uses of every tensor, in order of the graph."""
+    if problem.uses_of is None:
+        problem.uses_of = defaultdict(list)
+        for use in problem.uses:
+            problem.uses_of[use.producer, use.output].append(use)
+    return problem.uses_of
 
 
 def evaluate(
     problem: Problem,
     choice: dict[int, int],
     pricer: Pricer,
-    byte_price: float = 0.0,
+    prices: Prices = Prices(),
     keep_parameters: bool | None = None,
     whole_gradients: bool = False,
 ) -> Evaluation:
     """Cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
 
-    `byte_price` (seconds per byte) decides what is kept for the backward; `keep_parameters` overrides it for gathered
-    parameters (False gathers again, ZeRO-3; True keeps, ZeRO-1 and 2). `whole_gradients`: ZeRO-1, where gradients are whole
-    until they are reduced."""
-    compute = resident = 0.0
+    `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False gathers again,
+    ZeRO-3; True keeps, ZeRO-1 and 2). `whole_gradients`: ZeRO-1, where gradients are whole until they are reduced."""
+    result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first)
     for v in problem.vertices:
-        options = problem.choices(v.index)
-        compute += float(options.seconds[choice[v.index]])
-        resident += float(options.resident_bytes[choice[v.index]])
-    result = Evaluation(compute, [], resident, {}, choice=choice)
-    for (producer, output), uses in uses_by_tensor(problem).items():
-        _tensor(problem, choice, pricer, byte_price, keep_parameters, result, producer, output, uses)
-        if (
-            whole_gradients
-            and any(u.slot == STATE for u in uses)
-            and problem.vertices[uses[0].consumer].kind == "parameter"
-        ):
-            master = problem.vertices[uses[0].consumer]
-            shard = problem.choices(master.index).strategies[choice[master.index]].outputs[0]
-            whole = pricer.local_bytes(master.index, 0, Layout.replicated(len(shard.dims)))
-            result.whole_gradient_bytes += whole - pricer.local_bytes(master.index, 0, shard)
+        options, k = problem.choices(v.index), choice[v.index]
+        phase = "backward" if v.phase == "backward" else "forward"
+        result.compute[phase] += float(options.seconds[k]) * v.copies
+        result.resident_bytes += float(options.resident_bytes[k]) * v.copies
+        result.gradient_bytes += float(options.gradient_bytes[k]) * v.copies
+    uses_of = uses_by_tensor(problem)
+    for (producer, output), uses in uses_of.items():
+        _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses)
+        if whole_gradients:
+            result.whole_gradient_bytes += _unreduced_bytes(problem, choice, pricer, uses)
     return result
 
 
-def _tensor(problem, choice, pricer, byte_price, keep_parameters, result, producer, output, uses) -> None:
+def _unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use]) -> float:
+    """Bytes of a whole gradient beyond those of its shard; 0 for other tensors."""
+    consumer = problem.vertices[uses[0].consumer]
+    if consumer.kind != "parameter" or not any(u.slot == STATE for u in uses):
+        return 0.0
+    shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
+    whole = pricer.local_bytes(consumer.index, 0, Layout.replicated(len(shard.dims)))
+    return (whole - pricer.local_bytes(consumer.index, 0, shard)) * consumer.copies
+
+
+def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses) -> None:
     vertex = problem.vertices[producer]
     source = problem.choices(producer).strategies[choice[producer]].outputs[output]
-    bytes_ = problem.tensor_bytes[producer, output]
-    bucketed = pricer.is_bucketed(producer, [u.slot for u in uses])
+    bytes_, copies = problem.tensor_bytes[producer, output], vertex.copies
+    is_hidden = pricer.is_bucketed(producer, [u.slot for u in uses])
     wanted: dict[str, dict[Layout, list[int]]] = {"forward": {}, "backward": {}}
     reads_base = False
     for use in uses:
@@ -162,11 +203,11 @@ def _tensor(problem, choice, pricer, byte_price, keep_parameters, result, produc
             reads_base = True
 
     def transfer(target: Layout, phase: str, consumers: list[int]) -> None:
-        seconds = pricer.seconds(source, target, bytes_, bucketed)
+        seconds = pricer.seconds(source, target, bytes_, is_hidden)
+        moves = pricer.redistribute(source, target)
         result.transfers.append(
-            Transfer(producer, output, phase, source, target, seconds, pricer.redistribute(source, target), bytes_,
-                     tuple(consumers))
-        )  # fmt: skip
+            Transfer(producer, output, phase, source, target, seconds, moves, bytes_, tuple(consumers), copies, is_hidden)
+        )
 
     for target, consumers in wanted["forward"].items():
         transfer(target, "forward", consumers)
@@ -182,13 +223,15 @@ def _tensor(problem, choice, pricer, byte_price, keep_parameters, result, produc
     elif is_parameter and keep_parameters is not None:
         keep = set(shared) if keep_parameters else set()
     else:
-        price = {t: pricer.seconds(source, t, bytes_, bucketed) for t in shared}
-        keep = {t for t in shared if byte_price * size[t] <= price[t]}
+        weight = prices.hidden("backward") if is_hidden else 1.0
+        price = {t: pricer.seconds(source, t, bytes_, is_hidden) * weight for t in shared}
+        byte_seconds = prices.byte_seconds if prices.saved else 0.0
+        held = {t: byte_seconds * size[t] for t in shared}
+        keep = {t for t in shared if held[t] <= price[t]}
         needs_base = is_leaf or reads_base or len(shared) < len(wanted["backward"])
         if not needs_base and keep != set(shared):
-            base = byte_price * pricer.local_bytes(producer, output, source)
-            with_base = base + sum(byte_price * size[t] if t in keep else price[t] for t in shared)
-            if byte_price * sum(size[t] for t in shared) <= with_base:
+            base = byte_seconds * pricer.local_bytes(producer, output, source)
+            if sum(held.values()) <= base + sum(held[t] if t in keep else price[t] for t in shared):
                 keep = set(shared)
     redone = [t for t in wanted["backward"] if t not in keep]
     for target in redone:
@@ -196,6 +239,6 @@ def _tensor(problem, choice, pricer, byte_price, keep_parameters, result, produc
     for target in keep:
         result.kept.add((producer, output, target))
         if not is_leaf or is_parameter:
-            result.saved[producer, output, target] = size[target]
+            result.saved[producer, output, target] = size[target] * copies
     if (redone or reads_base) and not is_leaf:
-        result.saved[producer, output, source] = pricer.local_bytes(producer, output, source)
+        result.saved[producer, output, source] = pricer.local_bytes(producer, output, source) * copies

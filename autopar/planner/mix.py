@@ -3,8 +3,9 @@
 Prices of memory find plans on the lower convex hull of seconds and bytes only, and folding makes all equal blocks choose alike.
 What lies between two neighbours on the hull is found here: where the plans differ, their choices fall apart into components that
 share no tensor, so that each may be exchanged on its own and their seconds and bytes add up. The components that save most
-seconds per byte are exchanged first, block by block, as long as the memory lasts: a knapsack filled by density. What is left
-then holds gathered copies that the backward would have to make again.
+seconds per byte are exchanged first, block by block, as long as the memory lasts: a knapsack filled by density. (In a compact graph
+one kind of them may be exchanged in the first blocks alone; the border is where the graph is split.) What is left then holds
+gathered copies that the backward would have to make again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 import networkx
 
+from ..compact import FIRST
 from .evaluate import RESIDENT_LEAVES, Evaluation, Pricer, uses_by_tensor
 from .problem import Problem
 
@@ -22,24 +24,47 @@ def mix(
     problem: Problem, lean: Evaluation, fast: Evaluation, limit_bytes: float, judge: Callable[[dict[int, int]], Evaluation]
 ) -> Evaluation:
     """`lean`, or a faster plan that also fits, made of `lean` and parts of `fast`. `judge` evaluates a choice by vertex."""
-    base = judge(lean.choice)
-    gains: dict[tuple, tuple[float, float]] = {}  # by the classes of a component: seconds saved, bytes added
-    useful = []
+    kinds: dict[tuple, list[list[int]]] = {}  # components by the classes of their vertices
     for component in _components(problem, lean.choice, fast.choice):
-        kind = tuple(sorted(problem.vertices[v].cls for v in component))
-        if kind not in gains:
-            exchanged = judge(lean.choice | {v: fast.choice[v] for v in component})
-            gains[kind] = base.seconds - exchanged.seconds, exchanged.bytes_ - base.bytes_
-        seconds, bytes_ = gains[kind]
+        kinds.setdefault(tuple(sorted(problem.vertices[v].cls for v in component)), []).append(component)
+    problem.split(lean.first)
+    base, useful = judge(lean.choice), []
+    for kind, components in kinds.items():
+        one = judge(lean.choice | {v: fast.choice[v] for v in components[0]})
+        seconds, bytes_ = base.seconds - one.seconds, one.bytes_ - base.bytes_
         if seconds > 0:
-            useful.append((-seconds / max(bytes_, 1.0), component, bytes_))
-    choice, left = dict(lean.choice), limit_bytes - base.bytes_
-    for _, component, bytes_ in sorted(useful):
-        if bytes_ <= left:
-            choice |= {v: fast.choice[v] for v in component}
-            left -= bytes_
-    mixed = judge(choice)
-    return mixed if mixed.bytes_ <= limit_bytes and mixed.seconds < lean.seconds else lean
+            useful.append((-seconds / max(bytes_, 1.0), kind, bytes_))
+    best, is_split = base, False
+    for _, kind, bytes_ in sorted(useful):
+        components = kinds[kind]
+        every = judge(best.choice | {v: fast.choice[v] for c in components for v in c})
+        if every.bytes_ <= limit_bytes:
+            best = every if every.seconds < best.seconds else best
+        elif problem.compact is None:
+            some = components[: max(0, int((limit_bytes - best.bytes_) // max(bytes_, 1.0)))]
+            exchanged = judge(best.choice | {v: fast.choice[v] for c in some for v in c})
+            best = exchanged if exchanged.bytes_ <= limit_bytes and exchanged.seconds < best.seconds else best
+        elif not is_split:
+            best, is_split = _split(problem, best, fast, components, limit_bytes, judge), True
+    problem.split(best.first)
+    return best if best.bytes_ <= limit_bytes and best.seconds < lean.seconds else lean
+
+
+def _split(problem: Problem, best: Evaluation, fast: Evaluation, components, limit_bytes: float, judge) -> Evaluation:
+    """The best plan with components of the first blocks exchanged, as many blocks as fit."""
+    early = [c for c in components if all((problem.vertices[v].block or 0) <= FIRST + 1 for v in c)]
+    choice = best.choice | {v: fast.choice[v] for c in early for v in c}
+    low, high, found = 1, problem.compact.most - 1, best
+    while low <= high:
+        middle = (low + high) // 2
+        problem.split(middle)
+        exchanged = judge(choice)
+        if exchanged.bytes_ <= limit_bytes:
+            found = exchanged if exchanged.seconds < found.seconds else found
+            low = middle + 1
+        else:
+            high = middle - 1
+    return found
 
 
 def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pricer) -> Evaluation:
@@ -50,7 +75,7 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
         key, kind = (t.producer, t.output, t.target), problem.vertices[t.producer].kind
         if t.phase == "backward" and key in made and (kind == "parameter" or kind not in RESIDENT_LEAVES):
             bytes_ = pricer.local_bytes(*key)
-            again.append((-t.seconds / max(bytes_, 1.0), i, key, bytes_))
+            again.append((-t.seconds / max(bytes_, 1.0), i, key, bytes_ * t.copies))
     dropped, saved, left = set(), dict(e.saved), limit_bytes - e.bytes_
     for _, i, key, bytes_ in sorted(again, key=lambda entry: entry[:2]):
         if bytes_ <= left:

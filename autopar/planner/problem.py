@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from torch import fx
 
 from .. import rules
 from ..capture import Captured
+from ..compact import Compact
 from ..cost.compute import ComputeCost, flops_of, fraction, fused_inputs
 from ..cost.memory import StateBytes
 from ..graph import bytes_of, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
@@ -54,15 +56,17 @@ class Vertex:
     signature: tuple = ()
     cls: int = -1
     casts: dict[int, fx.Node] = field(default_factory=dict)
+    block: int | None = None  # of a compact graph (see autopar/compact.py)
+    copies: int = 1  # vertices of the whole graph that it stands for
 
     @property
     def values(self) -> list[torch.Tensor]:
         """What the vertex hands on, one tensor an output."""
         return [self.casts[i].meta["val"] if i in self.casts else value for i, value in enumerate(values_of(self.node))]
 
-    def tensor_name(self, output: int) -> tuple[str, int]:
+    def tensor(self, output: int) -> tuple[fx.Node, int]:
         """An output as the lowering knows it: its node, and which output of that node it is."""
-        return (self.casts[output].name, 0) if output in self.casts else (self.name, output)
+        return (self.casts[output], 0) if output in self.casts else (self.node, output)
 
     def state_bytes(self, optimizer: str) -> StateBytes:
         """Of a parameter: bytes of an element."""
@@ -83,12 +87,14 @@ class Use:
 
 @dataclass
 class Choices:
-    """What a class may choose: strategies with their price for one member."""
+    """What a class may choose: strategies with their price for one of its `copies` vertices of the whole graph."""
 
     strategies: list[Strategy]
     seconds: np.ndarray
     resident_bytes: np.ndarray
+    gradient_bytes: np.ndarray
     members: list[int] = field(default_factory=list)
+    copies: int = 0
 
     def layouts(self, slot: int) -> list[Layout]:
         """Layout at an input slot (or the vertex's own layout: STATE) for every strategy."""
@@ -100,7 +106,7 @@ class Choices:
 
 @dataclass
 class Problem:
-    """Everything the solver reads. Tensors are keyed (vertex, output)."""
+    """Everything the solver reads. Tensors are keyed (vertex, output). `compact`: the graph that is planned instead of `whole`."""
 
     mesh: Mesh
     vertices: list[Vertex]
@@ -111,6 +117,23 @@ class Problem:
     graph: fx.Graph
     rule_of: dict[int, Rule | None]
     output_uses: list[Use]  # one an output of the graph
+    whole: fx.Graph
+    compact: Compact | None = None
+    uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/evaluate.py
+    first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
+
+    def split(self, first: int) -> None:
+        """Let `first` of the blocks left out decide as block 2 does, the others as block 5."""
+        if first == self.first:
+            return
+        self.first = first
+        for v in self.vertices:
+            if v.block is not None:
+                v.copies = len(self.compact.stands_for(v.block, first))
+
+    def whole_nodes(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of the whole graph that a node of the planned graph stands for."""
+        return [node] if self.compact is None else self.compact.nodes(node, self.first)
 
     def choices(self, vertex: int) -> Choices:
         return self.classes[self.vertices[vertex].cls]
@@ -127,8 +150,11 @@ def build(
 ) -> Problem:
     """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes; leaves that
     different `pins` name do not share one."""
-    graph = captured.graph
+    compact = captured.compact
+    graph = compact.graph if compact else captured.graph
     vertices, uses = _vertices(graph)
+    for v in vertices if compact else ():
+        v.block = compact.block(v.node) if v.kind != "output" else None
     part_sets = rules.propagate_parts(graph)
     rule_of: dict[int, Rule | None] = {}
     unruled = []
@@ -163,7 +189,12 @@ def build(
         for i, value in enumerate(v.values)
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
-    return Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs)
+    problem = Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, compact)
+    if compact:
+        problem.split(compact.most // 2)
+    for v in vertices:
+        classes[v.cls].copies += v.copies
+    return problem
 
 
 def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
@@ -231,7 +262,7 @@ def _constants(node: fx.Node) -> list:
 
 
 def _no_digits(name: str) -> str:
-    return "".join("#" if c.isdigit() else c for c in name)
+    return re.sub(r"\d+", "#", name)
 
 
 def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
@@ -250,7 +281,7 @@ def _choices(
     shape = tuple(value.shape)
     if v.kind == "output":
         options = [Layout.replicated(0)] if not shape else leaf_layouts(shape, mesh, {}, orders=False)
-        return Choices([Strategy((o,), (o,), (), 1) for o in options], np.zeros(len(options)), np.zeros(len(options)))
+        return _free([Strategy((o,), (o,), (), 1) for o in options])
     if pinned is not None:
         options = [pinned]
     elif v.kind == "parameter":
@@ -260,13 +291,20 @@ def _choices(
         options = leaf_layouts(shape, mesh, {}, orders=False)
     else:
         options = [Layout.replicated(len(shape))]
-    per_element = 0
+    choices = _free([Strategy((), (o,), (), 1) for o in options])
+    elements = np.array([float(largest_local_numel(shape, o, mesh)) for o in options])
     if v.kind == "parameter":
-        per_element = v.state_bytes(optimizer).resident(v.node.meta["role"].trainable)
+        state, trainable = v.state_bytes(optimizer), v.node.meta["role"].trainable
+        choices.resident_bytes = elements * state.resident(trainable)
+        choices.gradient_bytes = elements * (state.gradient if trainable else 0)
     elif v.kind in ("buffer", "constant"):
-        per_element = value.element_size()
-    resident = np.array([float(per_element * largest_local_numel(shape, o, mesh)) for o in options])
-    return Choices([Strategy((), (o,), (), 1) for o in options], np.zeros(len(options)), resident)
+        choices.resident_bytes = elements * value.element_size()
+    return choices
+
+
+def _free(options: list[Strategy]) -> Choices:
+    """Choices that cost nothing."""
+    return Choices(options, *(np.zeros(len(options)) for _ in range(3)))
 
 
 def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bool) -> list[Layout]:
@@ -319,4 +357,6 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         if not is_fused_away:
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
         seconds.append(cost.seconds(node, flops, option.ways, traffic))
-    return Choices(options, np.array(seconds), np.zeros(len(options)))
+    choices = _free(options)
+    choices.seconds = np.array(seconds)
+    return choices

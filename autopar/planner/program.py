@@ -3,7 +3,7 @@
 For classes v with strategies k (x one-hot) and uses e = (tensor u -> consumer v) with flows y_e[p, q] >= 0 over the layouts p
 that u may come out in and q that v may want:
 
-    min   sum members_v (seconds_{v,k} + price * bytes_{v,k}) x_{v,k}  +  sum_hubs copies * (payments)
+    min   sum copies_v (seconds_{v,k} + price * bytes_{v,k}) x_{v,k}  +  sum_hubs copies * (payments)
     s.t.  sum_k x_{v,k} = 1                              -> Program._one_hot
           sum_q y_e[p, q] = sum_{k: out(k) = p} x_{u,k}  -> Program._flow
           sum_p y_e[p, q] = sum_{k: in_e(k) = q} x_{v,k} -> Program._flow
@@ -19,12 +19,14 @@ the plan. Memory enters as a price per byte (Lagrange), so the program has no co
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .evaluate import RESIDENT_LEAVES, Pricer
+from .dual import own_cost
+from .hubs import Hub, HubPrices
+from .prices import Prices
 from .problem import Problem
 
 SCALE = 1e6  # objective in microseconds, well inside the solver's tolerances
@@ -39,43 +41,18 @@ class Solution:
     bound: float
 
 
-@dataclass(frozen=True)
-class Hub:
-    """Copies of one tensor pattern: producer class and output, consumers as (class, slot, phase)."""
-
-    producer: int
-    output: int
-    consumers: tuple[tuple[int, int, str], ...]
-    copies: int
-    example: tuple[int, int]  # one member tensor
-
-
-def hubs_of(problem: Problem) -> list[Hub]:
-    members: dict[tuple, list[tuple[int, int]]] = {}
-    consumers: dict[tuple[int, int], set] = defaultdict(set)
-    for use in problem.uses:
-        key = (problem.vertices[use.consumer].cls, use.slot, use.phase)
-        consumers[use.producer, use.output].add(key)
-    for tensor, found in consumers.items():
-        cls = problem.vertices[tensor[0]].cls
-        members.setdefault((cls, tensor[1], tuple(sorted(found))), []).append(tensor)
-    return [Hub(cls, o, found, len(t), t[0]) for (cls, o, found), t in members.items()]
-
-
 class Program:
     """Assembles and solves the program for given allowed strategies (a boolean mask a class)."""
 
     def __init__(
         self,
         problem: Problem,
-        pricer: Pricer,
+        hubs: Sequence[HubPrices],
         allowed: dict[int, np.ndarray],
-        byte_price: float = 0.0,
-        price_saved: bool = False,
+        prices: Prices,
         keep_parameters: bool | None = None,
     ):
-        self.problem, self.pricer, self.allowed = problem, pricer, allowed
-        self.byte_price, self.price_saved, self.keep_parameters = byte_price, price_saved, keep_parameters
+        self.problem, self.allowed, self.prices, self.keep_parameters = problem, allowed, prices, keep_parameters
         self._cost: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
         self._columns: list[np.ndarray] = []
@@ -86,7 +63,7 @@ class Program:
         self.variables = self.constraints = 0
         self._one_hot()
         self.binaries = self.variables
-        for hub in hubs_of(problem):
+        for hub in hubs:
             self._hub(hub)
 
     # assembly
@@ -113,21 +90,11 @@ class Program:
     def _one_hot(self) -> None:
         self.first: dict[int, int] = {}
         self.index: dict[int, np.ndarray] = {}
-        for cls, options in self.problem.classes.items():
+        for cls in self.problem.classes:
             index = np.flatnonzero(self.allowed[cls])
-            price = options.seconds[index] + self.byte_price * options.resident_bytes[index]
-            variables = self._new_variables(price * len(options.members))
+            variables = self._new_variables(own_cost(self.problem, cls, self.prices)[index])
             self.first[cls], self.index[cls] = int(variables[0]), index
             self._entries(self._new_rows(1, 1.0, 1.0), variables, 1.0)
-
-    def _unique(self, cls: int, slot: int, of_output: bool) -> tuple[tuple, np.ndarray]:
-        """Distinct layouts of a class's output or input slot, and which of them each allowed strategy has."""
-        options = self.problem.classes[cls]
-        layouts = options.output_layouts(slot) if of_output else options.layouts(slot)
-        layouts = [layouts[k] for k in self.index[cls]]
-        numbers: dict = {}
-        which = np.array([numbers.setdefault(layout, len(numbers)) for layout in layouts])
-        return tuple(numbers), which
 
     def _flow(self, producer: int, sources, source_of, consumer: int, targets, target_of, possible) -> np.ndarray:
         """Flow variables for the possible pairs, as an array of variable numbers (-1: no variable)."""
@@ -143,25 +110,23 @@ class Program:
         flow[p, q] = variables
         return flow
 
-    def _hub(self, hub: Hub) -> None:
-        problem, pricer = self.problem, self.pricer
-        vertex = problem.vertices[hub.example[0]]
-        bytes_ = problem.tensor_bytes[hub.example]
-        bucketed = pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
-        sources, source_of = self._unique(hub.producer, hub.output, True)
+    def _hub(self, priced: HubPrices) -> None:
+        hub, prices = priced.hub, self.prices
+        sources, source_of = np.unique(priced.source_of[self.index[hub.producer]], return_inverse=True)
         flows = {"forward": [], "backward": []}
-        for cls, slot, phase in hub.consumers:
-            targets, target_of = self._unique(cls, slot, False)
-            seconds = pricer.matrix(sources, targets, bytes_, bucketed)
-            flow = self._flow(hub.producer, sources, source_of, cls, targets, target_of, np.isfinite(seconds))
-            for i, p in enumerate(sources):
-                for j, q in enumerate(targets):
-                    if flow[i, j] >= 0:
-                        flows[phase].append((p, q, int(flow[i, j]), float(seconds[i, j])))
-        is_saved = vertex.phase == "forward" and (vertex.kind == "parameter" or vertex.kind not in RESIDENT_LEAVES)
-        if self.price_saved and is_saved and flows["backward"]:
-            self._keep_or_redo(hub, flows)
-        elif vertex.kind == "parameter" and self.keep_parameters is False:
+        for i, (cls, _, phase) in enumerate(hub.consumers):
+            targets, target_of = np.unique(priced.target_of[i][self.index[cls]], return_inverse=True)
+            seconds = priced.once[np.ix_(sources, targets)] * (prices.hidden(phase) if priced.is_hidden else 1.0)
+            possible = priced.is_possible[np.ix_(sources, targets)]
+            flow = self._flow(hub.producer, sources, source_of, cls, targets, target_of, possible)
+            same = priced.same_as[targets][None, :] == sources[:, None]
+            flows[phase] += [
+                (int(sources[i]), int(targets[j]), bool(same[i, j]), int(flow[i, j]), float(seconds[i, j]))
+                for i, j in zip(*np.nonzero(flow >= 0))
+            ]
+        if prices.saved and priced.is_saved and flows["backward"]:
+            self._keep_or_redo(priced, flows)
+        elif priced.is_parameter and self.keep_parameters is False:
             self._pay_once(hub, flows["forward"])
             self._pay_once(hub, flows["backward"])
         else:
@@ -170,8 +135,8 @@ class Program:
     def _grouped(self, flows) -> dict[tuple, tuple[float, list[int]]]:
         """Flow variables by (source, target) where something must be moved."""
         groups: dict[tuple, tuple[float, list[int]]] = {}
-        for p, q, variable, seconds in flows:
-            if p != q:
+        for p, q, same, variable, seconds in flows:
+            if not same:
                 groups.setdefault((p, q), (seconds, []))[1].append(variable)
         return groups
 
@@ -193,24 +158,22 @@ class Program:
                 paid[pair] = int(payment)
         return paid
 
-    def _keep_or_redo(self, hub: Hub, flows) -> None:
+    def _keep_or_redo(self, priced: HubPrices, flows) -> None:
         """A forward tensor that the backward reads: copies kept or made again, base saved or not, at the price of memory."""
-        vertex = self.problem.vertices[hub.example[0]]
-        is_parameter = vertex.kind == "parameter"
+        hub, is_parameter = priced.hub, priced.is_parameter
         made = self._pay_once(hub, flows["forward"])
-        price = self.byte_price * hub.copies
+        price = self.prices.byte_seconds * hub.copies
         base: dict = {}
 
         def base_of(p) -> int | None:
             if is_parameter:
                 return None
             if p not in base:
-                local = self.pricer.local_bytes(*hub.example, p)
-                base[p] = int(self._new_variables(np.array([price * local]))[0])
+                base[p] = int(self._new_variables(np.array([price * priced.base_bytes[p]]))[0])
             return base[p]
 
-        for p, q, variable, _ in flows["backward"]:
-            if p == q and not is_parameter:
+        for p, _, same, variable, _ in flows["backward"]:
+            if same and not is_parameter:
                 row = self._new_rows(1, 0.0, np.inf)
                 self._entries(row, np.array([base_of(p)]), 1.0)
                 self._entries(row, np.array([variable]), -1.0)
@@ -219,8 +182,7 @@ class Program:
             cover = [redo]
             may_keep = not (is_parameter and self.keep_parameters is False)
             if (p, q) in made and may_keep:
-                local = self.pricer.local_bytes(*hub.example, q)
-                keep = int(self._new_variables(np.array([price * local]))[0])
+                keep = int(self._new_variables(np.array([price * priced.held_bytes[q]]))[0])
                 row = self._new_rows(1, 0.0, np.inf)  # only a copy that the forward made can be kept
                 self._entries(row, np.array([made[p, q]]), 1.0)
                 self._entries(row, np.array([keep]), -1.0)

@@ -41,30 +41,41 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
         name = home[v.index] = row_of(module)
         row, choices = rows[name], problem.choices(v.index)
         strategy = choices.strategies[e.choice[v.index]]
-        row["numbers"] |= set(re.findall(r"(?:^|\.)(\d+)(?:\.|$)", module)[:1])
-        row["bytes_"] += float(choices.resident_bytes[e.choice[v.index]])
+        row["numbers"] |= _numbers(problem, module)
+        k = e.choice[v.index]
+        row["bytes_"] += float(choices.resident_bytes[k] + choices.gradient_bytes[k]) * v.copies
         if v.kind == "parameter" and v.node.meta["val"].dim() > 1:
-            row["weights"][strategy.outputs[0].text()] += 1
+            row["weights"][strategy.outputs[0].text()] += v.copies
         elif v.kind == "op":
-            row["ops"] += 1
-            row["compute"] += float(choices.seconds[e.choice[v.index]])
+            row["ops"] += v.copies
+            row["compute"] += float(choices.seconds[k]) * v.copies
             if v.phase == "forward" and len(strategy.outputs[0].dims) >= 2:
-                row["activations"][strategy.outputs[0].text()] += problem.tensor_bytes[v.index, 0]
+                row["activations"][strategy.outputs[0].text()] += problem.tensor_bytes[v.index, 0] * v.copies
     for key, bytes_ in e.saved.items():
         if key[0] in home:
             rows[home[key[0]]]["bytes_"] += bytes_
     for transfer in e.transfers:
         at = next((c for c in transfer.consumers if c in home), transfer.producer)
         row = rows[home.get(at, "(outside of modules)")]
-        row["communication"] += transfer.seconds
+        row["communication"] += transfer.seconds * transfer.copies
         for step in transfer.redistribution.steps:
             if step.move.kind != "slice":
-                row["collectives"][step.move.kind] += 1
+                row["collectives"][step.move.kind] += transfer.copies
     return tuple(
         Region(name, max(1, len(r["numbers"])), r["ops"], _most(r["weights"]), _most(r["activations"]), r["compute"],
                r["communication"], r["bytes_"], dict(sorted(r["collectives"].items())))
         for name, r in rows.items()
     )  # fmt: skip
+
+
+def _numbers(problem: Problem, module: str) -> set[int]:
+    """Numbers in the whole model of the blocks that a module of the planned graph lies in."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
+    if not found:
+        return set()
+    number, compact = int(found[1]), problem.compact
+    in_tower = compact is not None and module[: found.start(1) - 1] == compact.tower
+    return set(compact.stands_for(number, problem.first)) if in_tower else {number}
 
 
 def _most(counter: Counter) -> str:

@@ -1,79 +1,61 @@
-"""The exact objective of a choice by class, and a local search on it.
+"""The exact priced cost of a choice by class, and a local search on it.
 
-The objective is that of the integer program: members times seconds, plus for every hub the payments of one copy times the
-copies. Changing one class touches only its own hubs, so the search re-prices those.
+The cost is that of the integer program: copies times what a class costs itself, plus for every hub the cheapest way to serve one
+copy times the copies. Changing one class touches only its own hubs; for all strategies of a class at once these are a few rows
+and columns of matrices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from .dual import Dual
-from .evaluate import RESIDENT_LEAVES
-from .program import Hub
+from .dual import Dual, own_cost
+from .hubs import HubPrices, Mode, served
 
 
 class Tied:
-    """Prices choices of the classes of a Dual's problem."""
+    """Prices choices of the classes of a Dual's problem at the dual's prices."""
 
     def __init__(self, dual: Dual):
-        self.dual, self.problem, self.pricer = dual, dual.problem, dual.pricer
+        self.dual, self.problem = dual, dual.problem
+        self.own = {cls: own_cost(dual.problem, cls, dual.prices) for cls in dual.classes}
+        self.modes: list[list[Mode]] = [hub.modes(dual.prices, dual.keep_parameters) for hub in dual.hubs]
         self.hubs_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
         for number, hub in enumerate(dual.hubs):
-            for cls in dict.fromkeys([hub.producer, *(c for c, _, _ in hub.consumers)]):
+            for cls in dict.fromkeys([hub.hub.producer, *(c for c, _, _ in hub.hub.consumers)]):
                 self.hubs_of_class[cls].append(number)
-        self._known: dict[tuple, float] = {}
 
     def objective(self, choice: dict[int, int]) -> float:
-        total = sum(self._own(cls, k) for cls, k in choice.items())
-        return total + sum(self._hub(h, choice) for h in range(len(self.dual.hubs)))
-
-    def _own(self, cls: int, k: int) -> float:
-        options = self.problem.classes[cls]
-        return (options.seconds[k] + self.dual.byte_price * options.resident_bytes[k]) * len(options.members)
+        total = sum(float(self.own[cls][k]) for cls, k in choice.items())
+        return total + sum(self._hub(number, choice) for number in range(len(self.dual.hubs)))
 
     def _hub(self, number: int, choice: dict[int, int]) -> float:
         hub = self.dual.hubs[number]
-        classes = self.problem.classes
-        source = classes[hub.producer].strategies[choice[hub.producer]].outputs[hub.output]
-        wanted = tuple((self._wanted(cls, slot, choice[cls]), phase) for cls, slot, phase in hub.consumers)
-        key = (number, source, wanted)
-        if key not in self._known:
-            self._known[key] = self._price(hub, source, wanted) * hub.copies
-        return self._known[key]
+        columns = [int(of[choice[cls]]) for of, (cls, _, _) in zip(hub.target_of, hub.hub.consumers)]
+        source = int(hub.source_of[choice[hub.hub.producer]])
+        return hub.hub.copies * float(served(self.modes[number], source, columns, hub.phases))
 
-    def _wanted(self, cls: int, slot: int, k: int):
-        strategy = self.problem.classes[cls].strategies[k]
-        return strategy.outputs[0] if slot < 0 else strategy.inputs[slot]
-
-    def _price(self, hub: Hub, source, wanted) -> float:
-        """Payments of one copy, as autopar/planner/evaluate.py decides them."""
-        dual, vertex = self.dual, self.problem.vertices[hub.example[0]]
-        bytes_ = self.problem.tensor_bytes[hub.example]
-        bucketed = self.pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
-        forward = {q for q, phase in wanted if phase == "forward" and q != source}
-        backward = {q for q, phase in wanted if phase == "backward" and q != source}
-        reads_base = any(phase == "backward" and q == source for q, phase in wanted)
-        price = {q: self.pricer.seconds(source, q, bytes_, bucketed) for q in forward | backward}
-        if not all(np.isfinite(s) for s in price.values()):
-            return np.inf
-        is_parameter = vertex.kind == "parameter"
-        is_saved = vertex.phase == "forward" and (is_parameter or vertex.kind not in RESIDENT_LEAVES)
-        if is_parameter and dual.keep_parameters is False:
-            return sum(price[q] for q in forward) + sum(price[q] for q in backward)
-        if not (dual.price_saved and is_saved):
-            return sum(price.values())
-        held = {q: dual.byte_price * self.pricer.local_bytes(*hub.example, q) for q in backward}
-        base = 0.0 if is_parameter else dual.byte_price * self.pricer.local_bytes(*hub.example, source)
-        shared, alone = backward & forward, backward - forward
-        if is_parameter and dual.keep_parameters:
-            return sum(price.values()) + sum(held[q] for q in shared)
-        fixed = sum(price[q] for q in forward) + sum(price[q] for q in alone)
-        with_base = base + sum(min(price[q], held[q]) for q in shared)
-        if reads_base or alone or not shared:
-            needs = bool(reads_base or alone)
-            return fixed + (with_base if needs else 0.0)
-        return fixed + min(with_base, sum(held[q] for q in shared))
+    def _hub_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
+        """Cost of a hub for every strategy of one of its classes, the others as they are chosen."""
+        hub, modes = self.dual.hubs[number], self.modes[number]
+        consumers = [c for c, _, _ in hub.hub.consumers]
+        mine = [i for i, c in enumerate(consumers) if c == cls]
+        columns = [int(of[choice[c]]) for of, c in zip(hub.target_of, consumers)]
+        if hub.hub.producer == cls:
+            if not mine:
+                every = served(modes, np.arange(len(hub.sources)), columns, hub.phases)
+                return hub.hub.copies * every[hub.source_of]
+        elif len(mine) == 1:
+            source = int(hub.source_of[choice[hub.hub.producer]])
+            return hub.hub.copies * _by_column(hub, modes, source, columns, mine[0])[hub.target_of[mine[0]]]
+        values, here = [], choice[cls]
+        for k in range(len(hub.source_of) if hub.hub.producer == cls else len(hub.target_of[mine[0]])):
+            choice[cls] = k
+            values.append(self._hub(number, choice))
+        choice[cls] = here
+        return np.array(values)
 
     def improve(self, choice: dict[int, int], passes: int = 8) -> dict[int, int]:
         """Change one class at a time for the better until nothing improves."""
@@ -84,14 +66,30 @@ class Tied:
                 options = self.dual.index[i]
                 if len(options) == 1:
                     continue
-                here, best, best_k = choice[cls], None, None
-                for k in options:
-                    choice[cls] = int(k)
-                    value = self._own(cls, int(k)) + sum(self._hub(h, choice) for h in self.hubs_of_class[cls])
-                    if best is None or value < best - 1e-15 or (int(k) == here and value <= best + 1e-15):
-                        best, best_k = value, int(k)
-                choice[cls] = best_k
-                changed |= best_k != here
+                values = self.own[cls].copy()
+                for number in self.hubs_of_class[cls]:
+                    values += self._hub_of(number, cls, choice)
+                best = int(options[values[options].argmin()])
+                if values[best] < values[choice[cls]] - 1e-15 - 1e-12 * abs(values[best]):
+                    choice[cls], changed = best, True
             if not changed:
                 break
         return choice
+
+
+def _by_column(hub: HubPrices, modes: Sequence[Mode], source: int, columns: list[int], mine: int) -> np.ndarray:
+    """Cost of one copy by the column that one consumer takes: a payment of its own, or what joining another's adds."""
+    others: dict[int, int] = {}
+    for i, (q, phase) in enumerate(zip(columns, hub.phases)):
+        if i != mine:
+            others[q] = others.get(q, 0) | phase
+    results = []
+    for mode in modes:
+        rest = mode.base[source] + sum(mode.block[phase][source, q] for q, phase in others.items())
+        value = mode.block[hub.phases[mine]][source] + rest
+        for q, phase in others.items():
+            joined = mode.block[phase | hub.phases[mine]][source, q]
+            alone = [mode.block[p][source, c] for c, p in others.items() if c != q]
+            value[q] = mode.base[source] + sum(alone) + joined
+        results.append(value)
+    return results[0] if len(results) == 1 else np.minimum.reduce(results)

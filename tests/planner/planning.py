@@ -15,9 +15,14 @@ from autopar.mesh import Mesh
 from autopar.models import registry
 from autopar.plan import Plan
 from autopar.planner import fold as folding
+from autopar.planner.ascend import Search, minimize
+from autopar.planner.dual import Dual
 from autopar.planner.evaluate import Evaluation, Pricer, evaluate
+from autopar.planner.hubs import HubPrices, hubs_of
 from autopar.planner.make import PlanOptions, make_plan
+from autopar.planner.prices import Prices
 from autopar.planner.problem import Problem, build
+from autopar.planner.program import Program, Solution
 from autopar.planner.restrict import Restriction, allowed_strategies
 
 TINY_GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
@@ -59,20 +64,25 @@ class Instance:
         self.problem: Problem = build(graph, self.mesh, self.hardware, optimizer, fold)
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
         self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth), self.hardware.links[-1].bucket_bytes)
+        self.hubs = [HubPrices(self.problem, self.pricer, hub) for hub in hubs_of(self.problem)]
         self.restriction = Restriction.of(strategy, self.mesh)
         self.allowed: dict[int, np.ndarray] = allowed_strategies(self.problem, self.restriction)
 
-    def evaluate(self, choice: dict[int, int], byte_price: float = 0.0, keep: bool | None = None) -> Evaluation:
+    def minimize(self, prices: Prices = Prices(), keep: bool | None = None, masks=None, search: Search = Search()) -> Solution:
+        """The best choice by class that the search finds among the strategies of `masks`, or all that are allowed."""
+        return minimize(Dual(self.problem, self.hubs, masks or self.allowed, prices, keep), search=search)
+
+    def program(self, prices: Prices = Prices(), keep: bool | None = None) -> Program:
+        return Program(self.problem, self.hubs, self.allowed, prices, keep)
+
+    def evaluate(self, choice: dict[int, int], prices: Prices = Prices(), keep: bool | None = None) -> Evaluation:
         """Cost of a choice by class on the unfolded graph."""
         every = {v.index: choice[v.cls] for v in self.problem.vertices}
-        return evaluate(self.problem, every, self.pricer, byte_price, keep)
+        return evaluate(self.problem, every, self.pricer, prices, keep)
 
-    def objective(
-        self, choice: dict[int, int], byte_price: float = 0.0, price_saved: bool = False, keep: bool | None = None
-    ) -> float:
-        """What the solver minimizes, recomputed by the judge."""
-        e = self.evaluate(choice, byte_price if price_saved else 0.0, keep)
-        return e.seconds + byte_price * (e.resident_bytes + (e.saved_bytes if price_saved else 0.0))
+    def objective(self, choice: dict[int, int], prices: Prices = Prices(), keep: bool | None = None) -> float:
+        """What the search minimizes, recomputed by the judge."""
+        return self.evaluate(choice, prices, keep).priced(prices)
 
 
 def counts(plan: Plan, phase: str | None = None, *axes: str) -> dict[str, int]:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import StrategyError
-from autopar.planner.ascend import Search, minimize
-from autopar.planner.program import Program
+from autopar.planner.ascend import Search
+from autopar.planner.prices import Prices
 from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, counts, make, toy
 
 MLP = "mlp:hidden=16,ffn=32,layers=1"
@@ -18,8 +18,8 @@ MLP = "mlp:hidden=16,ffn=32,layers=1"
 def test_ascent_agrees_with_the_integer_program_on_the_unfolded_graph(model, mesh):
     for hardware in (toy(), toy(latency=2e-6), toy(link=1e7)):
         folded, whole = Instance(model, mesh, hardware), Instance(model, mesh, hardware, folded=False)
-        found = minimize(folded.problem, folded.pricer, folded.allowed, search=Search(gap=1e-6))
-        exact = Program(whole.problem, whole.pricer, whole.allowed).solve(60, 1e-7)
+        found = folded.minimize(search=Search(gap=1e-6))
+        exact = whole.program().solve(60, 1e-7)
         assert found.bound <= exact.objective * (1 + 1e-6)
         assert found.objective >= exact.objective * (1 - 1e-6)
         assert found.objective <= exact.objective * (1 + 2e-3)
@@ -31,16 +31,16 @@ def test_ascent_agrees_with_the_integer_program_on_the_unfolded_graph(model, mes
 def test_the_objective_is_the_unfolded_cost_at_any_price_of_memory(price, link, keep):
     instance = Instance(TINY_GPT, "a=2", toy(link=link))
     keep = None if keep else keep
-    found = minimize(instance.problem, instance.pricer, instance.allowed, price, True, keep, search=Search(program_seconds=2))
+    found = instance.minimize(Prices(price, True), keep, search=Search(program_seconds=2))
     assert found.bound <= found.objective * (1 + 1e-9)
-    e = instance.evaluate(found.choice, price, keep)
-    assert e.seconds + price * (e.resident_bytes + e.saved_bytes) == pytest.approx(found.objective, rel=1e-9)
+    e = instance.evaluate(found.choice, Prices(price, True), keep)
+    assert e.priced(Prices(price, True)) == pytest.approx(found.objective, rel=1e-9)
 
 
 def test_the_dual_bound_holds_for_expert_plans():
     for mesh in ("a=2", "a=2,b=2"):
         free = Instance(TINY_LLAMA, mesh)
-        bound = minimize(free.problem, free.pricer, free.allowed).bound
+        bound = free.minimize().bound
         for strategy in ("ddp", "zero2", "fsdp", "megatron", "megatron_sp"):
             plan = make(TINY_LLAMA, mesh, strategy=strategy)
             assert plan.step_seconds >= bound * (1 - 1e-9), strategy

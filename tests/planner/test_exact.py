@@ -8,14 +8,17 @@ import random
 import numpy as np
 import pytest
 
-from autopar.planner.ascend import Search, minimize
-from autopar.planner.program import Program
+from autopar.planner.ascend import Search
+from autopar.planner.prices import Prices
 
 from .planning import TINY_GPT, Instance, toy
 
 GAP = Search().gap
 MLP = "mlp:hidden=8,layers=1"
-PRICES = [(0.0, False, None), (1e-9, True, None), (1e-7, True, None), (1e-9, False, False), (1e-8, True, False), (1e-8, True, True)]
+PRICES = [  # and whether gathered parameters are kept
+    (Prices(), None), (Prices(1e-9, True), None), (Prices(1e-7, True), None), (Prices(1e-9), False), (Prices(1e-8, True), False),
+    (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, hidden_forward=0.3, hidden_backward=0.8, overlap=0.9), None),
+]  # fmt: skip
 MESHES = ["a=2", "a=4", "a=2,b=2"]
 WAITING = toy(latency=1e-6, launch=1e-7)  # latency and launches, so that few large steps can beat many small ones
 
@@ -46,7 +49,7 @@ def test_brute_force(seed):
     mesh, price = rng.choice(MESHES), rng.choice(PRICES)
     instance = Instance(rng.choice([MLP, "mlp:hidden=6,layers=1", TINY_GPT]), mesh, rng.choice([toy(), WAITING]), batch=6)
     masks = few_choices(instance, rng)
-    found = minimize(instance.problem, instance.pricer, masks, *price)
+    found = instance.minimize(*price, masks)
     best = min(instance.objective(choice, *price) for choice in every_plan(masks))
     assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
     assert found.bound <= best * (1 + 1e-9) and best <= found.objective * (1 + 1e-9)
@@ -58,10 +61,10 @@ def test_brute_force(seed):
 ])  # fmt: skip
 def test_integer_program(model, mesh, folded):
     """The ascent's plan is optimal within its gap, its bound a bound, by HiGHS on the same problem."""
-    for hardware, price in itertools.product((toy(), WAITING), ((0.0, False, None), (1e-9, False, False))):
+    for hardware, price in itertools.product((toy(), WAITING), ((Prices(), None), (Prices(1e-9), False))):
         instance = Instance(model, mesh, hardware, folded=folded)
-        found = minimize(instance.problem, instance.pricer, instance.allowed, *price)
-        exact = Program(instance.problem, instance.pricer, instance.allowed, *price).solve(60, 1e-6)
+        found = instance.minimize(*price)
+        exact = instance.program(*price).solve(60, 1e-6)
         assert exact.objective == pytest.approx(instance.objective(exact.choice, *price), rel=1e-6)
         assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
         assert found.objective <= exact.objective * (1 + GAP)
@@ -72,10 +75,10 @@ def test_integer_program(model, mesh, folded):
 def test_bound_and_judge_with_a_price_on_memory(price):
     """The gap closes with every price on memory, and the folded objective is the cost of the unfolded plan. Copies of parameters
     that must be kept (zero1 and zero2 short of memory) leave the widest gap: their program is not solved to the end in time."""
-    widest = 2e-2 if price[2] else 1e-2
+    widest = 2e-2 if price[1] else 1e-2
     for mesh in MESHES:
         instance = Instance("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", mesh)
-        found = minimize(instance.problem, instance.pricer, instance.allowed, *price, search=Search(program_seconds=3))
+        found = instance.minimize(*price, search=Search(program_seconds=3))
         assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
         assert 0 <= found.objective - found.bound <= widest * found.objective
 
@@ -90,7 +93,7 @@ def test_folding_loses_nothing(model, mesh, loss):
     objective, bound = {}, {}
     for folded in (True, False):
         instance = Instance(model, mesh, WAITING, folded=folded)
-        found = minimize(instance.problem, instance.pricer, instance.allowed)
+        found = instance.minimize()
         objective[folded], bound[folded] = instance.evaluate(found.choice).seconds, found.bound
         assert objective[folded] == pytest.approx(found.objective, rel=1e-9)
     assert objective[True] >= bound[False] * (1 - 1e-9)

@@ -16,7 +16,7 @@ from autopar.layout import Layout
 from autopar.lower import lower
 from autopar.mesh import Mesh
 from autopar.planner import fold as folding
-from autopar.planner.ascend import minimize
+from autopar.planner.prices import Prices
 from autopar.planner.problem import STATE
 
 from .planning import Instance, captured, counts, make, toy
@@ -59,9 +59,9 @@ def test_gathered_activation_is_kept_for_the_backward(sequence_parallel):
 def test_kept_copies_cost_memory():
     """5: with a price on bytes a copy is kept only while making it again costs more."""
     instance = Instance(LLAMA, "tp=2", strategy="megatron_sp", batch=4, seq=32)
-    choice = minimize(instance.problem, instance.pricer, instance.allowed).choice
+    choice = instance.minimize().choice
     prices = [0.0, 1e-10, 1e-9, 1e-8, 1e-6]
-    costs = [instance.evaluate(choice, price) for price in prices]
+    costs = [instance.evaluate(choice, Prices(price, True)) for price in prices]
     assert all(a.saved_bytes >= b.saved_bytes and a.seconds <= b.seconds for a, b in zip(costs, costs[1:]))
     assert costs[-1].saved_bytes < costs[0].saved_bytes and costs[-1].seconds > costs[0].seconds
 
@@ -89,7 +89,7 @@ def test_cheapest_order_of_moves():
 def test_saved_bytes_are_those_of_the_layout_that_is_kept():
     """9: a gathered copy is charged whole, a sharded value its shard; views of a saved value are not charged again (16)."""
     instance = Instance(LLAMA, "tp=2", strategy="megatron_sp", batch=4, seq=32)
-    cost = instance.evaluate(minimize(instance.problem, instance.pricer, instance.allowed).choice)
+    cost = instance.evaluate(instance.minimize().choice)
     views = (aten.reshape.default, aten.transpose.int, aten.t.default, aten.permute.default, aten.unsqueeze.default)
     for (v, output, layout), bytes_ in cost.saved.items():
         node = instance.problem.vertices[v].node
@@ -188,7 +188,7 @@ def weights_of_blocks(instance: Instance) -> dict[str, list]:
 
 def test_every_use_of_a_tensor_is_known_to_its_hub():
     """Fold (b): hubs count real tensors: copies times members is every tensor with a use, once."""
-    from autopar.planner.program import hubs_of
+    from autopar.planner.hubs import hubs_of
 
     instance = Instance(LLAMA, "a=2", batch=4, seq=32)
     used = {(u.producer, u.output) for u in instance.problem.uses}

@@ -1,0 +1,101 @@
+"""Seconds of redistributions for whole matrices of layouts: many pairs share few sequences of steps, and few steps are distinct.
+
+A *row* is one sequence of steps with the share of the tensor that each finds on a device; pairs of layouts are numbered by row.
+For a tensor of B bytes every distinct step is priced once, rows are sums of steps, and a matrix of pairs only looks rows up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..layout import Layout
+from .moves import Core
+from .redistribute import Redistributor
+
+IMPOSSIBLE, NOTHING = 1, 2  # rows of pairs without a redistribution, and without need of one
+LONGEST = 8  # steps of a redistribution
+
+
+class TransferPrices:
+    """Prices of one mesh. `step_seconds(kind, axes, held, bytes)` prices a step of a tensor of so many global bytes of which a
+    device holds a share before it; the links' latency and speed do if it is not given."""
+
+    def __init__(self, redistribute: Redistributor, step_seconds: Callable[[str, tuple, float, float], float] | None = None):
+        self.redistribute = redistribute
+        self.step_seconds = step_seconds or self._by_links
+        self._steps: dict[tuple | None, int] = {None: 0}  # (kind, axes, share held) -> number; 0 stands for no step
+        self._rows: list[tuple[int, ...]] = [(), (), ()]
+        self._steps_row: dict[tuple[int, ...], int] = {}
+        self._row_number: dict[tuple, int] = {}
+        self._number: dict[Layout, int] = {}
+        self._layouts: list[Layout] = []
+        self._row_of: dict[tuple[int, int], int] = {}  # by the numbers of two layouts
+        self._matrices: dict[tuple, np.ndarray] = {}
+        self._seconds: dict[float, np.ndarray] = {}  # by bytes: of every row
+        self._table = np.zeros((0, LONGEST), int)
+
+    def _by_links(self, kind: str, axes: tuple[str, ...], held: float, bytes_: float) -> float:
+        _, latency, per_byte = self.redistribute.price(kind, axes, held)
+        return latency + per_byte * bytes_
+
+    def rows(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """The row of every (source, target)."""
+        ours, theirs = self._numbers(sources), self._numbers(targets)
+        key = (tuple(ours), tuple(theirs))
+        if key not in self._matrices:
+            known = self._row_of
+            self._matrices[key] = np.array([[known.get((p, q)) or self._row(p, q) for q in theirs] for p in ours], int)
+        return self._matrices[key]
+
+    def _numbers(self, layouts: Sequence[Layout]) -> list[int]:
+        return [self._number.setdefault(layout, len(self._number)) for layout in layouts]
+
+    def seconds(self, bytes_: float) -> np.ndarray:
+        """Seconds of every row for a tensor of so many global bytes."""
+        found = self._seconds.get(bytes_)
+        if found is None or len(found) < len(self._rows):
+            if len(self._table) < len(self._rows):
+                self._table = np.zeros((len(self._rows), LONGEST), int)
+                for row, steps in enumerate(self._rows):
+                    self._table[row, : len(steps)] = steps
+            price = np.array([0.0 if step is None else self.step_seconds(*step, bytes_) for step in self._steps])
+            found = self._seconds[bytes_] = price[self._table].sum(1)
+            found[IMPOSSIBLE] = np.inf
+        return found
+
+    def matrix(self, sources: Sequence[Layout], targets: Sequence[Layout], bytes_: float) -> np.ndarray:
+        """Seconds of every (source, target), inf where there is no redistribution."""
+        rows = self.rows(sources, targets)
+        return self.seconds(bytes_)[rows]
+
+    def pair(self, source: Layout, target: Layout, bytes_: float) -> float:
+        """Seconds of one redistribution, inf if there is none."""
+        return float(self.seconds(bytes_)[self.rows((source,), (target,))[0, 0]])
+
+    def _row(self, p: int, q: int) -> int:
+        if len(self._layouts) < len(self._number):  # numbers are given in order of insertion
+            self._layouts = list(self._number)
+        self._row_of[p, q] = row = self._numbered(self._layouts[p], self._layouts[q])
+        return row
+
+    def _numbered(self, source: Layout, target: Layout) -> int:
+        if source == target:
+            return NOTHING
+        core, dims = Core.of(source, target)
+        share = self.redistribute.share_in_place(source, dims)
+        key = (core, share)
+        if key not in self._row_number:
+            path = self.redistribute.path(core)
+            if path is None:
+                self._row_number[key] = IMPOSSIBLE
+            else:
+                steps = tuple(self._numbered_step(move.kind, move.axes, held * share) for move, _, held in path)
+                self._row_number[key] = self._steps_row.setdefault(steps, len(self._rows))
+                if self._row_number[key] == len(self._rows):
+                    self._rows.append(steps)
+        return self._row_number[key]
+
+    def _numbered_step(self, kind: str, axes: tuple[str, ...], held: float) -> int:
+        return self._steps.setdefault((kind, axes, held), len(self._steps))

@@ -1,0 +1,31 @@
+"""What a search pays for besides seconds: bytes, and communication that runs beside compute.
+
+Both are constraints in truth, and enter as prices (Lagrange multipliers). For any prices the least priced cost, less what the
+limits themselves are worth, is a lower bound of every plan that keeps the limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prices:
+    """`byte_seconds`: of a byte that is held when memory peaks. `saved`: whether activations are priced too, or resident bytes
+    alone. `gradients`: whether gradients are held then (1) or not yet made (0). `hidden_...`: by phase the weight, from 0 to 1,
+    of communication that may hide behind compute (parameters gathered, gradients reduced). `overlap`: share of compute that such
+    communication runs beside; a second of compute weighs 1 - overlap * hidden."""
+
+    byte_seconds: float = 0.0
+    saved: bool = False
+    gradients: float = 1.0
+    hidden_forward: float = 1.0
+    hidden_backward: float = 1.0
+    overlap: float = 0.0
+
+    def hidden(self, phase: str) -> float:
+        return self.hidden_backward if phase == "backward" else self.hidden_forward
+
+    def compute(self, phase: str) -> float:
+        """Weight of a second of compute."""
+        return 1.0 - self.overlap * self.hidden(phase)

@@ -1,0 +1,111 @@
+"""A deep model planned by eight of its blocks: costs, layouts and decisions are those of the whole graph."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+
+from autopar import api
+from autopar.capture import Captured
+from autopar.compact import FIRST, LAST
+from autopar.fake_state import forms_of
+from autopar.mesh import Mesh
+from autopar.models import registry
+from autopar.planner.evaluate import evaluate
+from autopar.planner.make import PlanOptions, search
+from autopar.planner.prices import Prices
+
+from .planning import Instance, toy
+
+MODELS = {
+    "gpt": "gpt:hidden=32,layers=11,heads=4,vocab=64,seq=16",
+    "llama": "llama:hidden=32,layers=9,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16",
+    "vit": "vit:hidden=32,layers=10,heads=4,image=32,patch=8,classes=10",
+}
+
+
+@functools.cache
+def deep(model: str) -> Captured:
+    module, inputs = registry.build(MODELS[model], batch=8, seq=16)
+    return api.trace_to_plan(module, inputs, None, forms_of(module))
+
+
+def whole_choice(small: Instance, whole: Instance, choice: dict[int, int]) -> dict[int, int]:
+    """A choice by vertex of the small problem as one of the whole problem."""
+    by_node = {v.node: v for v in whole.problem.vertices if v.kind != "output"}
+    outputs = {v.name: v for v in whole.problem.vertices if v.kind == "output"}
+    result = {}
+    for v in small.problem.vertices:
+        twins = [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.problem.whole_nodes(v.node)]
+        assert len(twins) == v.copies
+        for twin in twins:
+            assert small.problem.choices(v.index).strategies == whole.problem.choices(twin.index).strategies
+            result[twin.index] = choice[v.index]
+    assert result.keys() == {v.index for v in whole.problem.vertices}
+    return result
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
+def test_costs_are_those_of_the_whole_graph(model, mesh):
+    """Random choices by class, and the first blocks one way and the last another: seconds, bytes and transfers are equal."""
+    graph, seed = deep(model), random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    small, whole = Instance(graph, mesh), Instance(replace(graph, compact=None), mesh)
+    assert len(small.problem.vertices) < len(whole.problem.vertices)
+    prices = Prices(1e-9, True, 0.5, 0.4, 0.7, 0.5)
+    found = [small.minimize(p).choice for p in (Prices(), Prices(1e-6, True))]
+    for first in rng.sample(range(1, small.problem.compact.most), 2):
+        small.problem.split(first)
+        for one, other in ((found[0], found[0]), (found[0], found[1]), (found[1], found[0])):
+            choice = {
+                v.index: (one if v.block is None or v.block <= FIRST + 1 else other)[v.cls] for v in small.problem.vertices
+            }
+            a = evaluate(small.problem, choice, small.pricer, prices)
+            b = evaluate(whole.problem, whole_choice(small, whole, choice), whole.pricer, prices)
+            for field in ("seconds", "compute_seconds", "communication_seconds", "bytes_", "saved_bytes", "resident_bytes"):
+                assert getattr(a, field) == pytest.approx(getattr(b, field), rel=1e-9), field
+            assert a.priced(prices) == pytest.approx(b.priced(prices), rel=1e-9)
+            assert sum(t.copies for t in a.transfers) == len(b.transfers)
+
+
+def test_classes_are_those_of_the_whole_graph():
+    graph = deep("gpt")
+    small, whole = Instance(graph, "a=2"), Instance(replace(graph, compact=None), "a=2")
+    members = [sorted((c.copies, len(c.strategies)) for c in i.problem.classes.values()) for i in (small, whole)]
+    assert members[0] == members[1]
+    hubs = [sorted((h.hub.copies, len(h.sources), len(h.targets)) for h in i.hubs) for i in (small, whole)]
+    assert hubs[0] == hubs[1]
+
+
+@pytest.mark.parametrize("limit", [None, 0.75, 0.55])
+def test_plans_are_those_of_the_whole_graph(limit):
+    """The plan fits the whole graph, and a search on all of it finds nothing better but for the gaps."""
+    graph, mesh = deep("gpt"), Mesh.parse("a=2,b=2")
+    machine = toy(flops=1e11, memory=1e10, latency=1e-6, bucket=1 << 16)
+    options = PlanOptions(machine, baselines=False)
+    free = search(graph, mesh, options).plan
+    if limit:
+        options = replace(options, memory_bytes=limit * free.peak_bytes)
+    small, whole = search(graph, mesh, options).plan, search(replace(graph, compact=None), mesh, options).plan
+    small.check_fits(graph.graph, mesh)
+    assert small.fingerprint == whole.fingerprint and small.layouts.keys() == whole.layouts.keys()
+    assert small.sharding.nodes.keys() == whole.sharding.nodes.keys()
+    assert small.step_seconds <= whole.step_seconds * 1.01 and whole.bound <= small.step_seconds * (1 + 1e-9)
+    if not limit:
+        assert small.sharding == whole.sharding
+        for a, b in zip(small.collectives, whole.collectives, strict=True):
+            assert (a.kind, a.axes, a.phase, a.count) == (b.kind, b.axes, b.phase, b.count)
+            assert (a.wire_bytes, a.seconds) == pytest.approx((b.wire_bytes, b.seconds))
+
+
+def test_numbers_of_blocks():
+    compact = deep("gpt").compact
+    for first in range(1, compact.most):
+        ranges = [compact.stands_for(block, first) for block in range(8)]
+        assert [n for r in ranges for n in r] == list(range(11))
+        assert len(ranges[FIRST]) == first and len(ranges[LAST]) == compact.most - first
