@@ -85,7 +85,8 @@ class Plan:
     collectives: tuple[Collective, ...]
     regions: tuple[Region, ...]
     alternatives: tuple[Alternative, ...]
-    recomputed: tuple[str, ...]
+    recomputed: tuple[str, ...]  # blocks of which the backward computes all again
+    recomputed_selectively: tuple[str, ...]  # and those of which only what is cheap
     warnings: tuple[str, ...]
     layouts: dict[str, str]  # of every parameter and input, by its own name
     sharding: Sharding = field(repr=False)
@@ -143,6 +144,7 @@ class Plan:
                 "alternatives": tuple(Alternative(**a) for a in fields["alternatives"]),
                 "memory": {kind: fields["memory"][kind] for kind in MEMORY_KINDS if kind in fields["memory"]},
                 "recomputed": tuple(fields["recomputed"]),
+                "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "warnings": tuple(fields["warnings"]),
                 "sharding": _sharding_from_json(fields["sharding"], mesh),
             }
@@ -207,6 +209,7 @@ def _sharding_to_json(sharding: Sharding) -> dict:
         "outputs": outputs,
         "kept": kept,
         "recompute": sorted(sharding.recompute),
+        "again": sorted(sharding.again),
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
     }
 
@@ -236,4 +239,5 @@ def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
         tuple(map(layout, data["outputs"])),
         frozenset((name, index, layout(number)) for name, index, number in data["kept"]),
         frozenset(data["recompute"]),
+        frozenset(data["again"]),
     )

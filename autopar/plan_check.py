@@ -27,6 +27,7 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     blocks = {path for n in graph.nodes for path in _prefixes(n.meta.get("module") or "")}
     for names, known, what in (
         (sharding.nodes, ops, "op"), (sharding.leaves, leaves, "placeholder"), (sharding.recompute, blocks, "block"),
+        (sharding.again, ops, "op"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
     ):  # fmt: skip
         if unknown := sorted(set(names) - known):

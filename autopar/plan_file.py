@@ -17,7 +17,7 @@ from pathlib import Path
 from .errors import PlanFormatError, PlanTampered
 from .hardware import LOWERINGS
 
-VERSION = 2
+VERSION = 3
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -173,7 +173,7 @@ SHARDING = {
     "leaves": Values(count),
     "outputs": [Either(count)],
     "kept": [(text, count, count)],
-    "recompute": [text],
+    "recompute": [text], "again": [text],
     "layouts": [(rank, text)],
 }
 SCHEMA = {
@@ -190,8 +190,8 @@ SCHEMA = {
         "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount), "peak_bytes": Either(amount),
         "fits": flag, "note": text,
     }],
-    "recomputed": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING, "reduce_scatter": lowering,
-    "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
+    "recomputed": [text], "recomputed_selectively": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
+    "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Sharding:
         op that wants another layout of a forward tensor and finds it not kept redistributes again from the producer's
         own layout: this is how ZeRO-3 gathers a parameter a second time.
     recompute: blocks ("model.layers.3") whose inner values the backward computes again.
+    again: names of other op nodes that the backward computes again instead of reading what they gave.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Sharding:
     outputs: tuple[Layout | None, ...]
     kept: frozenset[tuple[str, int, Layout]] = field(default_factory=frozenset)
     recompute: frozenset[str] = field(default_factory=frozenset)
+    again: frozenset[str] = field(default_factory=frozenset)
 
     @cached_property
     def redistributor(self) -> Redistributor:

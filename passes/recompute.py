@@ -19,12 +19,13 @@ from .partition import phase_of
 _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 
-def recompute(local: fx.GraphModule, blocks: Collection[str]) -> fx.GraphModule:
-    """Rewrites a local joint graph in place; `blocks` are module paths such as "model.layers.3"."""
-    if not blocks:
+def recompute(local: fx.GraphModule, blocks: Collection[str], nodes: Collection[str] = ()) -> fx.GraphModule:
+    """Rewrites a local joint graph in place; `blocks` are module paths such as "model.layers.3", `nodes` names of single ops."""
+    if not blocks and not nodes:
         return local
     graph = local.graph
     inner = _inner(graph, blocks)
+    inner |= {n for n in graph.nodes if n.op == "call_function" and tensor_of(n)[0].name in nodes}
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node) -> fx.Node:

@@ -57,7 +57,9 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
 
 
 def _finish(dual: Dual, tied: Tied, best: Solution, search: Search) -> Solution:
-    """Exact solution over the strategies that can still improve on `best`."""
+    """Exact solution over the strategies that can still improve on `best`; the program knows no recomputation."""
+    if dual.recomputable:
+        return best
     base, reduced = dual.reduced_costs()
     slack = (best.objective - base) * (1 + 1e-9)
     remaining = {}

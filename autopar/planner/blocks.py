@@ -1,8 +1,10 @@
-"""Blocks that may be recomputed: the forward of one element of a module list, whose values the backward can make again.
+"""Recomputation: what the forward of a block need not save because the backward can make it again.
 
-A block keeps what it reads from outside (parameters and the tensors that enter it) and what others read from it; every other
-saved value inside may be dropped after the forward and computed again, with the collectives on the way, when the backward
-comes to it. Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+A block is one element of a module list. At the level `selective` what is cheap to make from values that are saved anyway is
+dropped: pointwise ops and norms, with no collective on the way (Korthikanti et al., arXiv 2205.05198, section 5). At the level
+`full` a block keeps what it reads from outside and what others read from it, and drops the rest; the backward computes it again,
+collectives included (Chen et al., arXiv 1604.06174). Every block has its own level; the steps that free most bytes a second are
+taken first.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .evaluate import Evaluation, Pricer
+from ..cost.compute import flops_of
+from ..layout import largest_local_numel
+from .evaluate import RESIDENT_LEAVES, Evaluation
 from .problem import Problem
 
 _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
+SELECTIVE, FULL = "selective", "full"
+Key = tuple  # of Evaluation.saved: (vertex, output, layout)
 
 
 def block_of(module: str) -> str:
@@ -26,13 +33,22 @@ def block_of(module: str) -> str:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What recomputing one block of an evaluated plan frees and costs; `copies` blocks of the whole graph are like it."""
+    """What taking one block of an evaluated plan to a level frees and costs, beyond the level before; `copies` blocks of the whole
+    graph are like it. `again`: vertices that are computed twice. `needed`: what has to be saved instead, with its bytes."""
 
     block: str
-    freed: tuple[tuple, ...]  # keys of Evaluation.saved
+    level: str
+    freed: tuple[Key, ...]
+    needed: tuple[tuple[Key, float], ...]
     freed_bytes: float
     seconds: float
     copies: int
+    again: frozenset[int]
+
+    @property
+    def price(self) -> float:
+        """Seconds a byte."""
+        return self.seconds / max(self.freed_bytes, 1.0)
 
 
 class Blocks:
@@ -50,56 +66,131 @@ class Blocks:
             if here and use.phase == "forward" and self.block[use.consumer] != here:
                 leaves_block.add(use.producer)
         self.inner = {v for v, block in self.block.items() if block and v not in leaves_block}
+        self._cheap = {v for v in self.inner if not flops_of(problem.vertices[v].node)}
 
-    def recomputation(self, evaluation: Evaluation, pricer: Pricer) -> list[Recomputation]:
-        """Per block, in graph order: the saved values it could drop and the forward work that makes them again."""
-        problem = self.problem
-        freed: dict[str, list[tuple]] = defaultdict(list)
+    def recomputation(self, evaluation: Evaluation) -> list[Recomputation]:
+        """All steps of all blocks, in graph order; a block's selective step before its full one."""
+        held: dict[str, list[Key]] = defaultdict(list)
         for key in evaluation.saved:
             if key[0] in self.inner:
-                freed[self.block[key[0]]].append(key)
+                held[self.block[key[0]]].append(key)
         arriving: dict[int, float] = defaultdict(float)
         for transfer in evaluation.transfers:
             if transfer.phase == "forward":
                 for consumer in transfer.consumers[:1]:
                     arriving[consumer] += transfer.seconds
-        result = []
-        for block, keys in freed.items():
-            again, stack = set(), [key[0] for key in keys]
-            while stack:
-                v = stack.pop()
-                if v in again or v not in self.inner:
+        steps = []
+        for block, keys in held.items():
+            selective = self._selective(evaluation, block, keys, arriving)
+            full = self._full(evaluation, block, keys, arriving, selective)
+            if selective and full and full.price < selective.price:
+                selective, full = None, self._full(evaluation, block, keys, arriving, None)
+            steps += [step for step in (selective, full) if step and step.freed_bytes > 0]
+        return steps
+
+    def _seconds(self, e: Evaluation, vertices: Iterable[int], arriving: dict[int, float]) -> float:
+        return sum(float(self.problem.choices(v).seconds[e.choice[v]]) + arriving.get(v, 0.0) for v in vertices)
+
+    def _selective(self, e: Evaluation, block: str, keys: list[Key], arriving) -> Recomputation | None:
+        """Drop what cheap ops make from what is left, largest values first."""
+        own = {(v, o): layout for v, o, layout in keys if self._source(e, v, o) == layout}
+        dropped: set[tuple[int, int]] = set()
+        again: set[int] = set()
+        for v, o in sorted(own, key=lambda t: (-e.saved[(*t, own[t])], t)):
+            found = self._sources(e, v, dropped | {(v, o)}, arriving)
+            if found is not None:
+                dropped.add((v, o))
+                again |= found
+        if not dropped:
+            return None
+        freed = tuple((*t, own[t]) for t in sorted(dropped))
+        copies = self.problem.vertices[freed[0][0]].copies
+        bytes_ = sum(e.saved[key] for key in freed) / copies
+        return Recomputation(block, SELECTIVE, freed, (), bytes_, self._seconds(e, again, {}), copies, frozenset(again))
+
+    def _sources(self, e: Evaluation, vertex: int, dropped: set[tuple[int, int]], arriving) -> set[int] | None:
+        """The cheap ops that make a vertex again from saved values, None if there is no such way."""
+        found, stack = set(), [vertex]
+        while stack:
+            v = stack.pop()
+            if v in found:
+                continue
+            if v not in self._cheap or v in arriving:
+                return None
+            found.add(v)
+            for p, o in self.problem.vertices[v].inputs:
+                if self.problem.vertices[p].kind in RESIDENT_LEAVES:
                     continue
+                if (p, o) in dropped or (p, o, self._source(e, p, o)) not in e.saved:
+                    stack.append(p)
+        return found
+
+    def _full(self, e: Evaluation, block: str, keys: list[Key], arriving, before: Recomputation | None) -> Recomputation:
+        """Drop all, and save what the block reads from outside."""
+        problem, again, stack, needed = self.problem, set(), [key[0] for key in keys], {}
+        while stack:
+            v = stack.pop()
+            if v in again:
+                continue
+            if v in self.inner:
                 again.add(v)
                 stack += [p for p, _ in problem.vertices[v].inputs]
-            seconds = sum(float(problem.choices(v).seconds[evaluation.choice[v]]) + arriving.get(v, 0.0) for v in again)
-            copies = problem.vertices[keys[0][0]].copies
-            total = sum(evaluation.saved[key] for key in keys) / copies
-            result.append(Recomputation(block, tuple(keys), total, seconds, copies))
-        return result
+        for v in again:
+            for p, o in problem.vertices[v].inputs:
+                vertex = problem.vertices[p]
+                key = (p, o, self._source(e, p, o))
+                if p not in again and vertex.kind not in RESIDENT_LEAVES and key not in e.saved:
+                    needed[key] = self._local_bytes(*key) * vertex.copies
+        copies = problem.vertices[keys[0][0]].copies
+        freed = tuple(key for key in keys if before is None or key not in before.freed)
+        bytes_ = (sum(e.saved[key] for key in freed) - sum(needed.values())) / copies
+        seconds = self._seconds(e, again, arriving) - (before.seconds if before else 0.0)
+        return Recomputation(block, FULL, freed, tuple(needed.items()), bytes_, seconds, copies, frozenset(again))
 
-    def fit(self, evaluation: Evaluation, pricer: Pricer, limit_bytes: float) -> Evaluation | None:
-        """The evaluation with just enough blocks recomputed to fit, cheapest seconds per byte first; None if none suffice."""
+    def _source(self, e: Evaluation, vertex: int, output: int):
+        """The layout in which a vertex hands an output on."""
+        return self.problem.choices(vertex).strategies[e.choice[vertex]].outputs[output]
+
+    def _local_bytes(self, vertex: int, output: int, layout) -> float:
+        value = self.problem.vertices[vertex].values[output]
+        return float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
+
+    def least_bytes(self, evaluation: Evaluation) -> float:
+        """Bytes of the evaluation with all blocks recomputed."""
+        steps, alive = self.recomputation(evaluation), defaultdict(float)
+        for step in steps:
+            alive[step.block] += step.freed_bytes
+        freed = sum(step.freed_bytes * step.copies for step in steps) - max(alive.values(), default=0.0)
+        return evaluation.bytes_ - max(freed, 0.0)
+
+    def fit(self, evaluation: Evaluation, limit_bytes: float) -> tuple[Evaluation | None, float]:
+        """The evaluation with just enough recomputation to fit, None if none suffices; and the price in seconds a byte of the
+        dearest step that was taken."""
         missing = evaluation.bytes_ - limit_bytes
         if missing <= 0:
-            return evaluation
-        options = [r for r in self.recomputation(evaluation, pricer) if r.freed_bytes > 0]
-        options.sort(key=lambda r: (r.seconds / r.freed_bytes, r.block))
+            return evaluation, 0.0
+        # a step comes after the one that it builds on, whose price is never higher
+        steps = sorted(self.recomputation(evaluation), key=lambda r: (r.price, r.block, r.level == FULL))
         # one block at a time is alive again during its backward
-        largest = max((r.freed_bytes for r in options), default=0.0)
-        missing += largest
-        saved, recomputed, freed, seconds = dict(evaluation.saved), {}, {}, 0.0
-        for r in options:
+        alive: dict[str, float] = defaultdict(float)
+        for step in steps:
+            alive[step.block] += step.freed_bytes
+        missing += max(alive.values(), default=0.0)
+        taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
+        saved, seconds, price = dict(evaluation.saved), 0.0, 0.0
+        for step in steps:
             if missing <= 0:
                 break
-            count = min(r.copies, math.ceil(missing / r.freed_bytes))
-            recomputed[r.block] = count
-            seconds += r.seconds * count
-            freed |= dict.fromkeys(r.freed, r.block)
-            saved |= {key: saved[key] * (1 - count / r.copies) for key in r.freed}
-            missing -= r.freed_bytes * count
+            count = min(step.copies, math.ceil(missing / step.freed_bytes))
+            taken[step.block][step.level] = (step, count)
+            seconds, price = seconds + step.seconds * count, step.price
+            share = count / step.copies
+            saved |= {key: saved[key] * (1 - share) for key in step.freed}
+            saved |= {key: saved.get(key, 0.0) + bytes_ * share for key, bytes_ in step.needed}
+            missing -= step.freed_bytes * count
         if missing > 0:
-            return None
+            return None, price
         return replace(
-            evaluation, saved=saved, recomputed=recomputed, freed=freed, recompute_seconds=seconds, transient_bytes=largest
-        )
+            evaluation, saved=saved, recomputed=dict(taken), recompute_seconds=seconds,
+            transient_bytes=max((alive[block] for block in taken), default=0.0),
+        ), price  # fmt: skip

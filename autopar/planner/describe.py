@@ -9,9 +9,10 @@ import torch
 from ..graph import output_node
 from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
+from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
 from .make import Planned
-from .problem import STATE, Problem
+from .problem import STATE, Problem, Vertex
 from .regions import regions_of
 from .solve import Outcome
 
@@ -35,7 +36,8 @@ def describe_plan(planned: Planned) -> Plan:
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=e.bytes_,
         memory=_memory(problem, e, options.optimizer), collectives=_collectives(e), regions=regions_of(problem, e),
-        alternatives=tuple(alternatives), recomputed=tuple(sorted(_recomputed(problem, e))), warnings=planned.warnings,
+        alternatives=tuple(alternatives), recomputed=tuple(_recomputed(problem, e)[FULL]),
+        recomputed_selectively=tuple(_recomputed(problem, e)[SELECTIVE]), warnings=planned.warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.whole), planning_seconds=planned.seconds,
@@ -63,16 +65,40 @@ def _memory(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, float]
     return {kind: bytes_ for kind, bytes_ in memory.items() if bytes_}
 
 
-def _recomputed(problem: Problem, e: Evaluation) -> list[str]:
-    """Names of the blocks of the whole graph whose values are computed again."""
-    if problem.compact is None:
-        return list(e.recomputed)
-    names = []
-    for name, count in e.recomputed.items():
-        tower, _, number = name.rpartition(".")
-        numbers = problem.compact.stands_for(int(number), e.first)
-        names += [f"{tower}.{n}" for n in numbers[:count]]
+def _recomputed(problem: Problem, e: Evaluation) -> dict[str, list[str]]:
+    """By level, names of the blocks of the whole graph whose values are computed again."""
+    names = {SELECTIVE: [], FULL: []}
+    for block, levels in e.recomputed.items():
+        every = _names(problem, block)
+        full = levels[FULL][1] if FULL in levels else 0
+        selective = levels[SELECTIVE][1] if SELECTIVE in levels else 0
+        names[FULL] += every[:full]
+        names[SELECTIVE] += every[full:selective]
     return names
+
+
+def _names(problem: Problem, block: str) -> list[str]:
+    """Names of the blocks of the whole graph that a block of the planned graph stands for."""
+    tower, _, number = block.rpartition(".")
+    if problem.compact is None or tower != problem.compact.tower:
+        return [block]
+    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), problem.first)]
+
+
+def _again(problem: Problem, e: Evaluation) -> list[str]:
+    """Names of the ops that blocks at the selective level compute twice."""
+    names = []
+    for levels in e.recomputed.values():
+        if SELECTIVE in levels:
+            step, count = levels[SELECTIVE]
+            full = levels[FULL][1] if FULL in levels else 0
+            nodes = [n for v in sorted(step.again) for n in _nodes_of(problem.vertices[v])]
+            names += [n.name for node in nodes for n in problem.whole_nodes(node)[full:count]]
+    return names
+
+
+def _nodes_of(v: Vertex) -> list:
+    return [v.node, *v.casts.values()]
 
 
 def _elements(problem: Problem, trained: bool) -> int:
@@ -130,14 +156,17 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
         for output, cast in v.casts.items():
             layout = s.outputs[output]
             nodes |= {n.name: NodeSharding((layout,), (layout,), ()) for n in problem.whole_nodes(cast)}
+    dropped = Counter()  # in how many of its copies, the first ones, a block does not save a value
+    for levels in e.recomputed.values():
+        for step, count in levels.values():
+            dropped.update(dict.fromkeys(step.freed, count))
     for v, output, layout in e.kept:
         node, item = problem.vertices[v].tensor(output)
-        dropped = e.recomputed.get(e.freed.get((v, output, layout), ""), 0)
-        kept |= {(n.name, item, layout) for n in problem.whole_nodes(node)[dropped:]}
+        kept |= {(n.name, item, layout) for n in problem.whole_nodes(node)[dropped[v, output, layout] :]}
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
-        frozenset(kept), frozenset(_recomputed(problem, e)),
+        frozenset(kept), frozenset(_recomputed(problem, e)[FULL]), frozenset(_again(problem, e)),
     )  # fmt: skip
 
 

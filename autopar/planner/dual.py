@@ -199,16 +199,17 @@ class Dual:
         self.prices = prices
         self.unary = [own_cost(self.problem, cls, prices)[index] for cls, index in zip(self.classes, self.index)]
         for hub, source_of, target_of in self._loops:
-            modes = self._modes(hub)
+            modes = self.modes(hub)
             values = [m.base[source_of] + m.block[hub.phases[0]][source_of, target_of] for m in modes]
             self.unary[self.position[hub.hub.producer]] += np.minimum.reduce(values) * hub.hub.copies
         priced = {}
         for factor in self.factors:
             if id(factor.hub) not in priced:
-                priced[id(factor.hub)] = self._modes(factor.hub)
+                priced[id(factor.hub)] = self.modes(factor.hub)
             factor.price(priced[id(factor.hub)])
 
-    def _modes(self, hub: HubPrices) -> list[Mode]:
+    def modes(self, hub: HubPrices) -> list[Mode]:
+        """The ways to serve one copy of a hub at the prices of the dual."""
         again = None
         if hub.hub.example[0] in self.recomputable:
             again = float(self.problem.classes[hub.hub.producer].seconds.min()) * self.prices.compute("backward")

@@ -55,8 +55,7 @@ class Evaluation:
     kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how a compact graph was split, see Problem.split
-    recomputed: dict[str, int] = field(default_factory=dict)  # block -> how many of its copies the backward computes again
-    freed: dict[tuple[int, int, Layout], str] = field(default_factory=dict)  # what those do not save -> its block
+    recomputed: dict[str, dict] = field(default_factory=dict)  # block -> level -> (step, copies that take it), see blocks.py
     recompute_seconds: float = 0.0
     whole_gradient_bytes: float = 0.0  # what ZeRO-1's unreduced gradients take beyond their shards
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward

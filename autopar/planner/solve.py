@@ -24,9 +24,9 @@ from .mix import keep_copies, mix
 from .prices import Prices
 from .problem import Problem
 from .restrict import RECIPES, Restriction, allowed_strategies
+from .tied import Tied
 
 MOST_PRICES = 9
-SWEEPS_FOR_RECOMPUTE = 16
 BASELINE_GAP = 5e-3  # good enough for a plan that is only compared with
 LEAST_WEIGHT = 0.01  # of hidden communication: among equally fast plans the one that moves less
 MOST_WEIGHTS = 6
@@ -120,9 +120,7 @@ class _Run:
         solution = minimize(self.dual, self.solver.found, self.search)
         self.solver.found.append(solution.choice)
         evaluation = self._judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
-        priced = evaluation.priced(prices)
-        if abs(priced - solution.objective) > 1e-6 * abs(priced) + 1e-12:
-            raise AssertionError(f"the folded objective {solution.objective} is not the unfolded cost {priced}")
+        self._check(solution.objective, evaluation, prices)
         bound = solution.bound - prices.byte_seconds * self.limit_bytes
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
 
@@ -132,82 +130,67 @@ class _Run:
         return evaluate(self.problem, choice, self.solver.pricer, prices, restriction.keep, restriction.whole_gradients)
 
     def within_limit(self, fastest: Outcome) -> Outcome:
-        """The fastest plan that fits."""
-        bound, smallest = fastest.bound_seconds, fastest.evaluation.bytes_
-        best, lean, lean_prices = None, None, None
-        low, high, price, fast = None, None, 0.05 * self.solver.unit_price, replace(fastest.evaluation)
-        best = self._recomputed(fastest, best)
+        """The fastest plan that fits. A price is right when the dearest recomputation that a plan needs is as dear as the price:
+        then neither more sharding nor more recomputation would be cheaper."""
+        bound, best = fastest.bound_seconds, None
+        low, high, price = 0.0, None, self.solver.unit_price
+        smallest, fast = fastest.evaluation.bytes_, fastest.evaluation
         for _ in range(MOST_PRICES):
             self.solver.report(f"memory price {price / self.solver.unit_price:.3g}")
             prices = replace(self.prices, byte_seconds=price, saved=True)
-            tried = self.at(prices)
-            lower, rounded = self._with_recompute(prices)
-            bound = max(bound, lower)
-            smallest = min(smallest, tried.evaluation.bytes_)
-            if np.isfinite(rounded.seconds):
-                best = self._recomputed(Outcome(self.restriction, rounded, lower, False), best)
-            if tried.fits:
+            lower, tried = self._recomputing(prices)
+            bound, smallest = max(bound, lower), min(smallest, self.solver.blocks.least_bytes(tried))
+            fitted, dearest = self.solver.blocks.fit(tried, self.limit_bytes)
+            if fitted is not None:
+                if dearest == 0.0:
+                    fitted = mix(self.problem, fitted, fast, self.limit_bytes, partial(self._judge, prices))
+                if self.restriction.keep is None:
+                    fitted = keep_copies(self.problem, fitted, self.limit_bytes, self.solver.pricer)
+                if best is None or fitted.seconds < best.seconds:
+                    best = fitted
+            if tried.bytes_ > self.limit_bytes:
+                fast = tried
+            if best is not None and best.seconds - bound <= self.search.gap * best.seconds:
+                break
+            if fitted is None or dearest > price:
+                low = price
+            else:
                 high = price
-                if lean is None or tried.evaluation.seconds < lean.seconds:
-                    lean, lean_prices = tried.evaluation, prices
-            else:
-                low, fast = price, replace(tried.evaluation)
-                best = self._recomputed(tried, best)
-            if lean is not None:
-                lean = self._mixed(lean, lean_prices, fast)
-                if best is None or lean.seconds < best.evaluation.seconds:
-                    best = Outcome(self.restriction, lean, bound, True)
-            if best is not None and best.evaluation.seconds - bound <= self.search.gap * best.evaluation.seconds:
-                break
-            if high is None and price > 100 * self.solver.unit_price and best is not None:
-                break  # only recomputation helps any more
             if high is None:
-                price *= 6
-            elif low is None:
-                price /= 6
-            elif high / low < 1.05:
+                price *= 8
+            elif high < 1.1 * low:
                 break
             else:
-                price = float(np.sqrt(low * high))
+                price = float(np.sqrt(low * high)) if low else high / 8
         if best is None:
             self._refuse(smallest)
-        return Outcome(self.restriction, best.evaluation, bound, True, smallest)
+        return Outcome(self.restriction, best, min(bound, best.seconds), True, smallest)
 
-    def _mixed(self, lean: Evaluation, prices: Prices, fast: Evaluation) -> Evaluation:
-        """The fastest found between a plan that fits and one that does not."""
-        mixed = mix(self.problem, lean, fast, self.limit_bytes, partial(self._judge, prices))
-        if self.restriction.keep is not None:
-            return mixed
-        return keep_copies(self.problem, mixed, self.limit_bytes, self.solver.pricer)
-
-    def _with_recompute(self, prices: Prices) -> tuple[float, Evaluation]:
-        """A bound that also holds for plans that recompute, and the plan that its dual rounds to."""
+    def _recomputing(self, prices: Prices) -> tuple[float, Evaluation]:
+        """A bound that also holds for plans that recompute, and the plan that costs least when recomputing is allowed."""
         if self.with_recompute is None:
             inner = self.solver.blocks.inner
             self.with_recompute = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, inner)
-        dual = self.with_recompute
-        dual.price(prices)
-        for _ in range(SWEEPS_FOR_RECOMPUTE):
-            dual.sweep(True)
-            dual.sweep(False)
-        choice = dual.round()
-        self.solver.found.append(choice)
-        evaluation = self._judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
-        return dual.bound() - prices.byte_seconds * self.limit_bytes, evaluation
+        else:
+            self.with_recompute.price(prices)
+        solution = minimize(self.with_recompute, self.solver.found, self.search)
+        self.solver.found.append(solution.choice)
+        evaluation = self._judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
+        self.dual.price(prices)
+        self._check(Tied(self.dual).objective(solution.choice), evaluation, prices)
+        return solution.bound - prices.byte_seconds * self.limit_bytes, evaluation
 
-    def _recomputed(self, tried: Outcome, best: Outcome | None) -> Outcome | None:
-        evaluation = self.solver.blocks.fit(tried.evaluation, self.solver.pricer, self.limit_bytes)
-        if evaluation is None or (best is not None and best.evaluation.seconds <= evaluation.seconds):
-            return best
-        return Outcome(tried.restriction, evaluation, tried.bound_seconds, True)
+    def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
+        """The objective of the folded problem must be the cost of the unfolded plan."""
+        priced = evaluation.priced(prices)
+        if abs(priced - objective) > 1e-6 * abs(priced) + 1e-12:
+            raise AssertionError(f"the folded objective {objective} is not the unfolded cost {priced}")
 
     def _refuse(self, smallest: float) -> None:
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * 1e4, saved=True)
         dearest = self.at(prices).evaluation
         without = dearest.resident_bytes + dearest.gradient_bytes
-        options = self.solver.blocks.recomputation(dearest, self.solver.pricer)
-        freed = sum(r.freed_bytes * r.copies for r in options) - max((r.freed_bytes for r in options), default=0.0)
-        need = min(smallest, dearest.bytes_ - max(freed, 0.0))
+        need = min(smallest, self.solver.blocks.least_bytes(dearest))
         missing = need - self.limit_bytes
         factor = int(np.ceil(need / self.limit_bytes))
         kind = "" if self.restriction.name == "auto" else f" with strategy {self.restriction.name}"

@@ -21,7 +21,7 @@ class Tied:
     def __init__(self, dual: Dual):
         self.dual, self.problem = dual, dual.problem
         self.own = {cls: own_cost(dual.problem, cls, dual.prices) for cls in dual.classes}
-        self.modes: list[list[Mode]] = [hub.modes(dual.prices, dual.keep_parameters) for hub in dual.hubs]
+        self.modes: list[list[Mode]] = [dual.modes(hub) for hub in dual.hubs]
         self.hubs_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
         for number, hub in enumerate(dual.hubs):
             for cls in dict.fromkeys([hub.hub.producer, *(c for c, _, _ in hub.hub.consumers)]):

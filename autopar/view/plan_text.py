@@ -105,10 +105,12 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    if not plan.recomputed:
-        return []
-    count, few = len(plan.recomputed), ", ".join(plan.recomputed[:4]) + (" ..." if len(plan.recomputed) > 4 else "")
-    return [f"recomputed in the backward: {count} block{'s' if count > 1 else ''}: {few}"]
+    lines = []
+    for what, blocks in (("", plan.recomputed), ("what is cheap in ", plan.recomputed_selectively)):
+        if blocks:
+            few = ", ".join(blocks[:4]) + (" ..." if len(blocks) > 4 else "")
+            lines.append(f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}")
+    return lines
 
 
 def _alternatives(plan: Plan) -> list[str]:
