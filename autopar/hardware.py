@@ -11,7 +11,7 @@ and, where they are known, with the fields of Kernels, Nccl and Curve:
     [kernels]      multiprocessors, tile, half_rows, half_columns, half_depth, attention, attention_backward
     [nccl]         generation, intra, channels, channel_bytes_per_second, nvls, copy_engine_bytes_per_second,
                    reached.KIND = { devices, bytes_per_second }, a list each
-    [measured]     median_error, and [[measured.curves]] of kind, devices, stride, bytes, seconds
+    [measured]     median_error of the curves, and [[measured.curves]] of kind, devices, stride, bytes, seconds
     [fingerprint]  texts that say where it was measured
 
 Every table but the last has a `source`. `autopar calibrate` writes such a file for the machine that it runs on.
@@ -180,7 +180,10 @@ def _nccl(table: _Table) -> Nccl:
 def _curve(row: _Table) -> Curve:
     bytes_ = row.numbers("bytes", rising=True)
     seconds = row.numbers("seconds", len(bytes_))
-    return Curve(row.one_of("kind", KINDS), row.whole("devices"), row.whole("stride"), bytes_, seconds)
+    devices = row.whole("devices")
+    if devices < 2:
+        raise HardwareError(f"{row.file}: {row.path}devices is 1, which sends nothing", fix="leave this curve out")
+    return Curve(row.one_of("kind", KINDS), devices, row.whole("stride"), bytes_, seconds)
 
 
 @dataclass(frozen=True)
