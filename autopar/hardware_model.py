@@ -103,7 +103,7 @@ class Hardware:
     """One kind of device and its links, closest tier first.
 
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
-    which share a large matrix product and a large copy reach. `launch_seconds`: to start one fused group of kernels.
+    which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of kernels.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other.
     `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %). `fingerprint`: where they were measured,
@@ -128,12 +128,16 @@ class Hardware:
     curves_error: float = 0.0
     fingerprint: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def reached_flops_per_second(self, dtype: str) -> float:
-        """Peak times efficiency. Raises HardwareError for a dtype that the profile does not list."""
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Raises HardwareError for a dtype that the profile does not list."""
         if dtype not in self.flops_per_second:
             known = ", ".join(sorted(self.flops_per_second))
             raise HardwareError(f"profile {self.name} has no speed for {dtype!r}", fix=f"use one of {known}")
-        return self.flops_per_second[dtype] * self.flops_efficiency
+        return self.flops_per_second[dtype]
+
+    def reached_flops_per_second(self, dtype: str) -> float:
+        """Peak times efficiency: of a large matrix product. Raises HardwareError for a dtype that the profile does not list."""
+        return self.peak_flops_per_second(dtype) * self.flops_efficiency
 
     @property
     def reached_memory_bytes_per_second(self) -> float:
