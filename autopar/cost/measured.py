@@ -1,9 +1,9 @@
 """Seconds of a collective from measured points, linear between them in the logarithms of bytes and seconds.
 
-More bytes never take less time: a point below an earlier one is raised to it. Below the first point the time stays, above the
-last it grows with the bytes. A group whose size was not measured takes the curve of the nearest measured size (the logarithms
-compared), at the bytes that make a device of that group send as much; a larger group adds the time of the first point for each
-further round of as many steps in a ring.
+More bytes never take less time: a point above a later one is lowered to it, as other work only ever adds time. Below the first
+point the time stays, above the last it grows with the bytes. A group whose size was not measured takes the curve of the nearest
+measured size (the logarithms compared), at the bytes that make a device of that group send as much; a larger group adds the
+time of the first point for each further round of as many steps in a ring.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SENT = {
 
 def interpolate(curve: Curve, bytes_: np.ndarray) -> np.ndarray:
     """Seconds at any number of bytes."""
-    x, y = np.log(curve.bytes_), np.log(np.maximum.accumulate(curve.seconds))
+    x, y = np.log(curve.bytes_), np.log(np.minimum.accumulate(curve.seconds[::-1])[::-1])
     at = np.log(np.maximum(bytes_, curve.bytes_[0]))
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
 
@@ -49,4 +49,4 @@ def seconds(curve: Curve, devices: int, held_bytes: np.ndarray) -> np.ndarray:
         return interpolate(curve, held_bytes)
     sent = SENT[curve.kind]
     more_steps = 0.0 if curve.kind == "send" else max(0.0, (devices - 1) / (curve.devices - 1) - 1)
-    return interpolate(curve, held_bytes * sent(devices) / sent(curve.devices)) + more_steps * curve.seconds[0]
+    return interpolate(curve, held_bytes * sent(devices) / sent(curve.devices)) + more_steps * min(curve.seconds)
