@@ -4,9 +4,10 @@
 
 Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same two processes and take
 their steps in turn, so that what else the machine does falls on all alike; of the rounds, in each the slower process, the lower
-quartile counts. A step is forward and backward, as in a plan's `step_seconds`. "by curves" is the plan's compute with each
-collective that its graphs run priced alone (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in
-benchmarks/peers.py. Kendall's tau compares the order of all pairs of plans, within a model and over both.
+quartile counts, and beside it the CPU time of a process, which says more where other work shares the cores. A step is forward
+and backward, as in a plan's `step_seconds`. "by curves" is the plan's compute with each collective that its graphs run priced
+alone (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py. Kendall's tau compares
+the order of all pairs of plans, within a model and over both.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Row:
     by_curves: float
     predicted_bytes: float
     measured: float = 0.0
+    measured_cpu: float = 0.0
     measured_bytes: float = 0.0
     plan: autopar.Plan = field(repr=False, default=None)
 
@@ -119,26 +121,30 @@ def step(module, inputs: dict) -> None:
     module(**inputs).loss.backward()
 
 
-def race(rank: int, cases: list[Case], folder: str, rounds: int) -> list[list[float]]:
-    """By case, seconds of a step in every round on this process."""
+def race(rank: int, cases: list[Case], folder: str, rounds: int) -> np.ndarray:
+    """(case, round, wall and CPU) seconds of a step on this process."""
     warnings.filterwarnings("ignore")
     sides = [compiled(case, f"{folder}/{i}.json") for i, case in enumerate(cases)]
-    seconds: list[list[float]] = [[] for _ in sides]
+    seconds = np.zeros((len(sides), rounds, 2))
     for i in range(rounds + 2):
         for (module, inputs), found in zip(sides, seconds):
             module.zero_grad()
             dist.barrier()
-            start = time.perf_counter()
+            start = np.array([time.perf_counter(), time.process_time()])
             step(module, inputs)
             if i >= 2:  # the first ones allocate
-                found.append(time.perf_counter() - start)
+                found[i - 2] = np.array([time.perf_counter(), time.process_time()]) - start
     return seconds
 
 
-def peak(rank: int, case: Case, file: str) -> int:
-    """The largest sum of live bytes of a step with AdamW on this process."""
+def peaks(rank: int, cases: list[Case], folder: str) -> list[int]:
+    """By case, the largest sum of live bytes of a step with AdamW on this process."""
     warnings.filterwarnings("ignore")
     ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # large blocks are mapped one by one, so that the high-water mark follows them
+    return [_peak(case, f"{folder}/{i}.json") for i, case in enumerate(cases)]
+
+
+def _peak(case: Case, file: str) -> int:
     module, inputs = compiled(case, file)
     optimizer = torch.optim.AdamW(module.parameters())
     for _ in range(2):
@@ -161,19 +167,18 @@ def kendall_tau(a: list[float], b: list[float]) -> float:
 
 
 def report(rows: list[Row]) -> None:
-    columns = f"{'predicted ms':>13}{'by curves':>11}{'measured':>10}{'ratio':>8}{'MiB':>9}{'measured':>10}"
+    columns = f"{'predicted ms':>13}{'by curves':>11}{'measured':>10}{'CPU':>8}{'MiB':>9}{'measured':>10}"
     print(f"{'model':8}{'mesh':8}{'strategy':14}{columns}")
     for r in rows:
-        seconds = f"{r.predicted * 1e3:13.1f}{r.by_curves * 1e3:11.1f}{r.measured * 1e3:10.1f}{r.by_curves / r.measured:8.2f}"
+        seconds = f"{r.predicted * 1e3:13.1f}{r.by_curves * 1e3:11.1f}{r.measured * 1e3:10.1f}{r.measured_cpu * 1e3:8.1f}"
         bytes_ = f"{r.predicted_bytes / 2**20:9.1f}{r.measured_bytes / 2**20:10.1f}"
         print(f"{r.case.model:8}{r.case.mesh:8}{r.case.label:14}{seconds}{bytes_}")
-    for name, value in (("predicted", lambda r: r.predicted), ("by curves", lambda r: r.by_curves)):
-        taus = [
-            f"{model} {kendall_tau([value(r) for r in some], [r.measured for r in some]):.2f}"
-            for model, some in [(m, [r for r in rows if r.case.model == m]) for m in MODELS] + [("both", rows)]
-        ]
-        error = np.mean([abs(value(r) / r.measured - 1) for r in rows])
-        print(f"time, {name}: Kendall's tau {', '.join(taus)}; mean error {error:.0%}")
+    groups = {model: [r for r in rows if r.case.model == model] for model in MODELS} | {"both": rows}
+    for name, against in itertools.product(("predicted", "by_curves"), ("measured", "measured_cpu")):
+        pairs = {key: [(getattr(r, name), getattr(r, against)) for r in some] for key, some in groups.items()}
+        taus = ", ".join(f"{key} {kendall_tau(*zip(*some)):.2f}" for key, some in pairs.items())
+        error = np.mean([abs(a / b - 1) for a, b in pairs["both"]])
+        print(f"{name} against {against}: Kendall's tau {taus}; mean error {error:.0%}")
     print(f"memory: mean error {np.mean([abs(r.predicted_bytes / r.measured_bytes - 1) for r in rows]):.0%}")
 
 
@@ -192,10 +197,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for i, row in enumerate(rows):
             row.plan.save(f"{folder}/{i}.json")
-        ranks = gloo.run(2, race, CASES, folder, a.rounds, seconds=1800)
-        for i, row in enumerate(rows):
-            row.measured = float(np.quantile(np.max([r[i] for r in ranks], axis=0), 0.25))
-            row.measured_bytes = max(gloo.run(2, peak, row.case, f"{folder}/{i}.json", seconds=600))
+        seconds = np.quantile(np.max(gloo.run(2, race, CASES, folder, a.rounds, seconds=1800), axis=0), 0.25, axis=1)
+        bytes_ = np.max(gloo.run(2, peaks, CASES, folder, seconds=1800), axis=0)
+    for row, (wall, cpu), most in zip(rows, seconds, bytes_):
+        row.measured, row.measured_cpu, row.measured_bytes = float(wall), float(cpu), float(most)
     report(rows)
     return 0
 

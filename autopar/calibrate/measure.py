@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import ops  # noqa: F401  torch.ops.autopar
 from ..hardware import KINDS
 
 Call = Callable[[], object]
@@ -94,6 +95,18 @@ def products(device: Device, effort: Effort) -> list[dict]:
             seconds = device.seconds(lambda a=a, b=b: a @ b, effort.rounds, calls)
             found.append({"rows": rows, "depth": depth, "columns": columns, "dtype": name, "seconds": seconds})
     return found
+
+
+def attention(device: Device, effort: Effort) -> dict:
+    """Forward and backward of all heads at once, without a mask: dtype, FLOPs per second of each direction."""
+    dtype = "bf16" if device.is_gpu else "fp32"
+    batch, heads, seq, width = (4, 16, 4096, 128) if device.is_gpu else (2, 8, 128, 64)
+    q, k, v, grad = (device.ones(batch, heads, seq, width, dtype=DTYPES[dtype]) for _ in range(4))
+    out, lse = torch.ops.autopar.attention(q, k, v, None, False, None)
+    forward = device.seconds(lambda: torch.ops.autopar.attention(q, k, v, None, False, None), effort.rounds)
+    backward = device.seconds(lambda: torch.ops.autopar.attention_bw(grad, q, k, v, out, lse, None, False, None), effort.rounds)
+    product = 2.0 * batch * heads * seq * seq * width
+    return {"dtype": dtype, "forward": 2 * product / forward, "backward": 5 * product / backward}
 
 
 def copy_bytes_per_second(device: Device, effort: Effort) -> float:
@@ -198,6 +211,7 @@ def everything(device: Device, effort: Effort, rank: int, world: int) -> dict:
     """All of the above, in a process group of the whole world."""
     return {
         "products": products(device, effort),
+        "attention": attention(device, effort),
         "copy_bytes_per_second": copy_bytes_per_second(device, effort),
         "launch_seconds": launch_seconds(device, effort),
         "memory_bytes": memory_bytes(device, world),

@@ -18,7 +18,8 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     """`base` with what was measured in its place.
 
     On a CPU the speeds are those of the products and `kernels` is fitted; on a GPU the peaks and `kernels` of the base stay
-    and the efficiency is that of the largest product. The closest tier of links gets the latency and speed that fit best.
+    and the efficiency is that of the largest product. Attention's shares are measured on both. The closest tier of links gets
+    the latency and speed that fit best.
     """
     launch = measured["launch_seconds"]
     products = {dtype: [p for p in measured["products"] if p["dtype"] == dtype] for dtype in base.flops_per_second}
@@ -37,6 +38,9 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         speeds, efficiency = guessed | {dtype: r.speed for dtype, r in ramps.items()}, 1.0
         kernels = Kernels(half_rows=known.half_rows, half_columns=known.half_columns, half_depth=known.half_depth)
         notes["compute"] += f"; products fitted with a median error of {known.median_error:.0%}"
+    attention = measured["attention"]
+    shares = (min(1.0, attention[direction] / speeds[attention["dtype"]]) for direction in ("forward", "backward"))
+    kernels = replace(kernels, **dict(zip(("attention", "attention_backward"), shares)))
     links = base.links
     if curves:
         line = fit.line([c for c in curves if c.kind in fit.TOGETHER])
@@ -46,8 +50,9 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         notes[f"links.{inner.name}"] = f"one fit over {', '.join(fit.TOGETHER)}, median error {line.median_error:.0%}"
         notes["measured"] = "lower quartiles; groups of a shape ran at once"
     sources = dict(row.split(": ", 1) for row in base.source.splitlines())
-    measured_here = ("compute", "memory", "collectives", *(["kernels"] if not base.kernels.multiprocessors else []))
-    sources |= {key: "autopar calibrate" for key in measured_here} | {k: f"autopar calibrate: {v}" for k, v in notes.items()}
+    by = "autopar calibrate"
+    sources |= {"memory": by, "collectives": by} | {key: f"{by}: {note}" for key, note in notes.items()}
+    sources["kernels"] = f"{sources['kernels']} Attention: {by}." if base.kernels.multiprocessors else by
     in_order = sorted(sources, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS))
     bandwidth = measured["copy_bytes_per_second"]
     peak = max(base.memory_bytes_per_second, bandwidth) if base.kernels.multiprocessors else bandwidth

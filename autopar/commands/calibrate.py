@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
 def summary(profile) -> str:
     """What was measured, one line each."""
     speeds = ", ".join(f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items())
-    tier = profile.links[0]
+    tier, kernels = profile.links[0], profile.kernels
     lines = [
         ("products", f"{speeds} GFLOP/s"),
+        ("attention", f"{kernels.attention:.0%} of the peak, backward {kernels.attention_backward:.0%}"),
         ("copy", f"{profile.reached_memory_bytes_per_second / 1e9:.4g} GB/s"),
         ("launch", f"{profile.launch_seconds * 1e6:.3g} us"),
         (tier.name, f"{tier.latency_seconds * 1e6:.0f} us and {tier.bytes_per_second / 1e9:.3g} GB/s sent"),

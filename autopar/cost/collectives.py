@@ -109,8 +109,9 @@ class CollectiveCost:
         return lambda held: measured.seconds(curve, devices, held)
 
     def _curve(self, kind: str, axes: tuple[str, ...]) -> Curve | None:
-        inner = self.mesh.names.index(axes[-1])
-        return measured.curve_for(self.hardware, kind, self._devices(axes), math.prod(self.mesh.sizes[inner + 1 :]))
+        outer, inner = (self.mesh.names.index(axis) for axis in (axes[0], axes[-1]))
+        span, stride = math.prod(self.mesh.sizes[outer:]), math.prod(self.mesh.sizes[inner + 1 :])
+        return measured.curve_for(self.hardware, kind, self._devices(axes), stride, span)
 
     def _nccl(self, kind: str, axes: tuple[str, ...]) -> Price:
         group = self._group(axes)

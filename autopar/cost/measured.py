@@ -32,9 +32,10 @@ def interpolate(curve: Curve, bytes_: np.ndarray) -> np.ndarray:
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
 
 
-def curve_for(hardware: Hardware, kind: str, devices: int, stride: int) -> Curve | None:
-    """The measured curve nearest to a group, None if none was measured over the same tier of links."""
-    tier = hardware.tier_index(devices * stride)
+def curve_for(hardware: Hardware, kind: str, devices: int, stride: int, span: int) -> Curve | None:
+    """The measured curve nearest to a group of `devices` that are `stride` ranks apart and reach over `span` ranks, None if none
+    was measured over the same tier of links."""
+    tier = hardware.tier_index(span)
     known = [c for c in hardware.curves if c.kind == kind and hardware.tier_index(c.span) == tier]
 
     def distance(curve: Curve) -> tuple[float, float]:

@@ -61,7 +61,7 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
             seconds = [slower * (1e-4 + sent * b / 1e9) for b in SIZES]
             curves.append({"kind": kind, "devices": devices, "stride": stride, "bytes": list(SIZES), "seconds": seconds})
     return {"products": products, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6, "memory_bytes": 10**9, "curves": curves,
-            "overlap_slowdown": 1.3}  # fmt: skip
+            "overlap_slowdown": 1.3, "attention": {"dtype": "fp32", "forward": 4e10, "backward": 3e10}}  # fmt: skip
 
 
 def test_fits_find_what_was_put_in():
@@ -69,6 +69,7 @@ def test_fits_find_what_was_put_in():
     assert (profile.kernels.half_rows, profile.kernels.half_columns, profile.kernels.half_depth) == (0, 0, 32)
     assert profile.reached_flops_per_second("fp32") == pytest.approx(1e11, rel=1e-3)
     assert profile.reached_flops_per_second("fp64") == pytest.approx(62 / 128 * 1e11, rel=1e-3)  # not measured: the base's ratio
+    assert (profile.kernels.attention, profile.kernels.attention_backward) == (pytest.approx(0.4), pytest.approx(0.3))
     tier = profile.links[0]
     assert (tier.latency_seconds, tier.bytes_per_second) == (pytest.approx(1e-4), pytest.approx(1e9))
     assert tier.bucket_bytes == 2**20 and profile.reached_memory_bytes_per_second == 1e10
@@ -84,13 +85,15 @@ def test_a_gpu_keeps_its_peaks():
     """One H100 alone: the efficiency is that of the largest product, the links stay."""
     base = hardware.load("h100")
     measured = measured_exactly() | {"curves": [], "copy_bytes_per_second": 3e12}
+    measured["attention"] = {"dtype": "bf16", "forward": 5e14, "backward": 4e14}
     measured["products"] = [
         {"rows": n, "depth": n, "columns": n, "dtype": "bf16", "seconds": 2 * n**3 / 7e14} for n in (4096, 8192)
     ]
     profile = calibrate.to_profile(measured, base, "mine", {"device": "NVIDIA H100 80GB HBM3"})
-    assert profile.flops_per_second == base.flops_per_second and profile.kernels == base.kernels
+    assert profile.flops_per_second == base.flops_per_second and profile.kernels.tile == base.kernels.tile
     assert profile.reached_flops_per_second("bf16") == pytest.approx(7e14)
     assert profile.reached_memory_bytes_per_second == pytest.approx(3e12)
+    assert profile.kernels.attention == pytest.approx(5e14 / 989e12)
     assert profile.links == base.links and CollectiveCost(profile, Mesh.parse("a=8")).tier == "nccl"
 
 
