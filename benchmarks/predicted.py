@@ -7,7 +7,7 @@ their steps in turn, so that what else the machine does falls on all alike; of t
 quartile counts, and beside it the CPU time of a process, which says more where other work shares the cores. A step is forward
 and backward, as in a plan's `step_seconds`. "by curves" is the plan's compute with each collective that its graphs run priced
 alone (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py. Kendall's tau compares
-the order of all pairs of plans, within a model and over both.
+the order of pairs of plans whose measured times differ by more than 5 %, within a model and over both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from benchmarks.peers import _local_bytes, _status_bytes
 from tests import gloo
 
 BATCH, SEQ = 8, 64
+NOISE = 0.05
 MODELS = {
     "gpt": "gpt:hidden=256,layers=3,heads=8,vocab=1024,seq=64",
     "llama": "llama:hidden=256,layers=3,heads=8,kv_heads=4,ffn=704,vocab=1024",
@@ -160,10 +162,11 @@ def _peak(case: Case, file: str) -> int:
     return kept + _status_bytes("VmHWM") - before
 
 
-def kendall_tau(a: list[float], b: list[float]) -> float:
-    """Pairs in the same order less pairs in the other one, over all pairs."""
-    pairs = list(itertools.combinations(range(len(a)), 2))
-    return float(sum(np.sign(a[i] - a[j]) * np.sign(b[i] - b[j]) for i, j in pairs) / len(pairs))
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Pairs in the same order less pairs in the other one, over all pairs whose measured times differ by more than NOISE."""
+    pairs = [(i, j) for i, j in itertools.combinations(range(len(measured)), 2) if abs(measured[i] / measured[j] - 1) > NOISE]
+    same = sum(np.sign(predicted[i] - predicted[j]) * np.sign(measured[i] - measured[j]) for i, j in pairs)
+    return float(same / max(len(pairs), 1))
 
 
 def report(rows: list[Row]) -> None:

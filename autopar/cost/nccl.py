@@ -35,7 +35,7 @@ from .nccl_constants import (
     Constants,
 )
 
-REDUCING = ("reduce_scatter", "all_reduce")
+LL, LL128, SIMPLE = range(len(PROTOCOLS))
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,19 @@ def _rings(kind: str, group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice
     n = group.ranks
     for p, protocol in enumerate(PROTOCOLS):
         speed = bus
-        if protocol == "LL":
+        if p == LL:
             speed = min(c.ll_most[nccl.generation][_scale(group)] * 1e9, bus * c.ring_ll_share)
-        elif protocol == "LL128":
+        elif p == LL128:
             if nccl.intra != "nvlink" or group.nodes > 1:  # its tables are of NVLink
                 continue
             speed = min(bus * c.ring_ll128_share, nccl.channels * c.ring_ll128_most[nccl.generation][_scale(group)] * 1e9)
         intra, inter = c.intra_us[nccl.intra]["ring"][p], _inter_us(group, "ring", p, c)
         if group.nodes > 1:
-            intra = max(intra, c.net_overhead_us * (3 if protocol == "Simple" else 1))
+            intra = max(intra, c.net_overhead_us * (3 if p == SIMPLE else 1))
         latency = c.base_us["ring"][p] + (steps[0] - steps[1]) * intra + steps[1] * inter
-        if kind == "all_reduce" and protocol == "Simple" and group.nodes > 1:
+        ramps = p == SIMPLE and group.nodes > 1
+        if ramps and kind == "all_reduce":
             latency *= c.plateau
-        ramps = protocol == "Simple" and group.nodes > 1
         yield Choice(f"ring {protocol}", latency * 1e-6, speed * n / steps[0], ramps=ramps)
 
 
@@ -151,9 +151,9 @@ def _trees(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
     bus = min(group.bus * c.tree_share, nccl.channels * c.tree_most[generation][column] * 1e9)
     for p, protocol in enumerate(PROTOCOLS):
         speed = bus
-        if protocol == "LL":
+        if p == LL:
             speed = min(bus * c.tree_ll_share, c.ll_most[generation][column] * 1e9)
-        elif protocol == "LL128":
+        elif p == LL128:
             if nccl.intra != "nvlink" or group.nodes > 1:
                 continue
             share = c.tree_ll128_share[group.nodes > 1]
@@ -171,30 +171,30 @@ def _switched(kind: str, group: Group, nccl: Nccl, c: Constants) -> Iterator[Cho
     switch = (channels - 1) * nccl.channel_bytes_per_second * efficiency
     if group.nodes == 1:
         switch *= 2 if kind == "all_reduce" else (group.per_node - 1) / group.per_node
-        yield Choice("NVLS", c.intra_us["nvlink"]["nvls"][2] * 1e-6, switch * n / _steps(kind, group)[0])
+        yield Choice("NVLS", c.intra_us["nvlink"]["nvls"][SIMPLE] * 1e-6, switch * n / _steps(kind, group)[0])
     elif kind == "all_reduce":
         cards = min(channels * nccl.channel_bytes_per_second, group.per_node * group.card) * (2 if group.nodes == 2 else 1)
         speed = min(2 * switch, cards, channels * c.nvls_tree_most[nccl.generation][_scale(group)] * 1e9)
-        latency = c.intra_us["nvlink"]["nvls_tree"][2] + 2 * int(math.log2(group.nodes)) * c.inter_us["nvls_tree"][2]
-        correction = c.tree_correction[2] if nccl.generation == "blackwell" else ()
+        latency = c.intra_us["nvlink"]["nvls_tree"][SIMPLE] + 2 * int(math.log2(group.nodes)) * c.inter_us["nvls_tree"][SIMPLE]
+        correction = c.tree_correction[SIMPLE] if nccl.generation == "blackwell" else ()
         yield Choice("NVLS-tree", latency * 1e-6, speed * n / _steps(kind, group)[0], correction)
 
 
 def _pat(group: Group, c: Constants) -> Choice:
     n = group.ranks
-    latency = c.base_us["pat"][2] + math.log2(group.nodes) * c.inter_us["pat"][2] / c.pat_net_divisor + c.pat_step_us * n
+    latency = c.base_us["pat"][SIMPLE] + math.log2(group.nodes) * c.inter_us["pat"][SIMPLE] / c.pat_net_divisor + c.pat_step_us * n
     return Choice("PAT", latency * 1e-6, group.bus * c.pat_share * n / (n - 1))
 
 
 def _exchanges(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
     """All-to-all: every pair sends 1 / n of what a device holds."""
-    n, m, ring = group.ranks, group.per_node, 2  # Simple
+    n, m = group.ranks, group.per_node
     if group.nodes > 1:
         loss = 1 - EXCHANGE_NET_LOSS / group.nodes
         far, near = (n - m) / n / (group.card * loss), (m - 1) / n / (group.intra * EXCHANGE_SHARE)
         yield Choice("sends", (EXCHANGE_NET_US + EXCHANGE_RANK_US * n) * 1e-6, 1 / max(far, near))
         return
-    latency = c.base_us["ring"][ring] + n * c.intra_us[nccl.intra]["ring"][ring]
+    latency = c.base_us["ring"][SIMPLE] + n * c.intra_us[nccl.intra]["ring"][SIMPLE]
     speed = _reached("all_to_all", group, nccl) or group.intra * EXCHANGE_SHARE
     yield Choice("sends", latency * 1e-6, speed * n / (n - 1))
     if nccl.copy_engine_bytes_per_second:
@@ -204,7 +204,7 @@ def _exchanges(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
 def _sends(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
     """From one rank to the next one of the group, through a network card if any two are on different nodes."""
     near = group.nodes == 1
-    for p in (0, 2):
+    for p in (LL, SIMPLE):
         hop = c.intra_us[nccl.intra]["ring"][p] if near else c.inter_us["ring"][p]
-        speed = (group.intra if near else group.card) * (c.ring_ll_share if p == 0 else 1)
+        speed = (group.intra if near else group.card) * (c.ring_ll_share if p == LL else 1)
         yield Choice(f"send {PROTOCOLS[p]}", (c.base_us["ring"][p] + hop) * 1e-6, speed)
