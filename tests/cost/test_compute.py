@@ -23,6 +23,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 MACHINE = Hardware("toy", "", "", {"fp32": 1e12, "bf16": 4e12}, 0.5, 1e11, 0.5, 10**12, 1e-6,
                    (Tier("link", None, 1e-6, 1e9, 2**20),), "native")  # fmt: skip
 
+LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
+
 
 @functools.cache
 def nodes(model: str):
@@ -35,7 +37,7 @@ def only(model: str, target):
 
 
 @pytest.mark.parametrize("model", ["mlp:hidden=16,layers=2", "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16",
-                                   "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"])  # fmt: skip
+                                   LLAMA])  # fmt: skip
 def test_flops_of_a_step(model):
     """torch counts attention without the causal half and with the math kernel's four products backward, so it is left out."""
     module, inputs = registry.build(model, batch=2, seq=16, device="cpu")
@@ -50,7 +52,7 @@ def test_flops_of_a_step(model):
 def test_attention_flops():
     """2 b h s t d for each product: two forward, five backward, half under a causal mask; grouped heads count as queries'."""
     b, h, s, d = 2, 4, 16, 8
-    model = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
+    model = LLAMA
     assert flops_of(only(model, autopar.attention.default)) == 2 * 2 * b * h * s * s * d / 2
     assert flops_of(only(model, autopar.attention_bw.default)) == 5 * 2 * b * h * s * s * d / 2
 
@@ -127,9 +129,8 @@ def test_speed_follows_the_type():
     assert seconds[torch.float32] == pytest.approx(2e-3, rel=1e-2) and seconds[torch.bfloat16] == pytest.approx(0.5e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize("hardware", ["h100", "cpu-gloo"])
-@pytest.mark.parametrize("model", ["llama:hidden=512,layers=1,heads=4,kv_heads=2,ffn=1024,vocab=640", "mlp:hidden=512,layers=1"])
-def test_every_product_has_its_flops(model, hardware):
+@pytest.mark.parametrize("model", [LLAMA, "mlp:hidden=16,layers=2"])
+def test_every_product_has_its_flops(model):
     """What is multiplied under any strategy is the FLOPs of the op over the ways, unless shards are uneven."""
     mesh, compared = Mesh.parse("a=2,b=2"), 0
     for node in nodes(model):
@@ -141,7 +142,7 @@ def test_every_product_has_its_flops(model, hardware):
             flops = sum(2 * math.prod(p) for p in products_of(node, local))
             assert flops == pytest.approx(flops_of(node) / strategy.ways), (node, strategy.text(mesh))
             compared += 1
-    assert compared > 100
+    assert compared > 60
 
 
 def test_the_backward_follows_from_its_ops():
@@ -165,9 +166,13 @@ def test_a_causal_mask_saves_half_of_long_sequences_only():
     cost = ComputeCost(load("h100"))
 
     def share(seq: int) -> float:
-        model = f"gpt:hidden=8192,layers=1,heads=64,vocab=64,seq={seq}"
-        graph = api.trace(*registry.build(model, batch=16384 // seq, seq=seq, device="meta")).graph
-        node = next(n for n in graph.nodes if n.target is autopar.attention.default)
+        graph = torch.fx.Graph()
+        q, k, v = (graph.placeholder(name) for name in "qkv")
+        node = graph.call_function(autopar.attention.default, (q, k, v, None, True, None))
+        with torch._subclasses.FakeTensorMode():
+            for n in (q, k, v):
+                n.meta["val"] = torch.empty(16384 // seq, 66, seq, 128)
+            node.meta["val"] = torch.empty(16384 // seq, 66, seq, 128), torch.empty(16384 // seq, 66, seq)
         return flops_of(node) / (price(node, cost) - cost.hardware.launch_seconds) / cost.hardware.peak_flops_per_second("fp32")
 
     assert share(4096) == pytest.approx(0.35, rel=0.05)
@@ -176,13 +181,12 @@ def test_a_causal_mask_saves_half_of_long_sequences_only():
 
 def test_prices_are_quick():
     """Three axes ask for 20,000 prices: 20 us each at most."""
-    graph = api.trace(*registry.build("llama:hidden=64,layers=1,heads=4,kv_heads=2,ffn=192,vocab=256", batch=8, seq=16)).graph
     mesh, cost = Mesh.parse("a=2,b=2,c=2"), ComputeCost(load("h100"))
-    asked = [(n, s) for n in graph.nodes if is_op(n) and products_of(n, shapes_of(n)) for s in strategies(n, mesh).values()]
+    asked = [(n, s) for n in nodes(LLAMA) if products_of(n, shapes_of(n)) for s in strategies(n, mesh).values()]
     start = time.process_time()
     for node, strategy in asked:
         cost.seconds(node, strategy, mesh, 0.0)
-    assert len(asked) > 1000 and (time.process_time() - start) / len(asked) < 20e-6
+    assert len(asked) > 600 and (time.process_time() - start) / len(asked) < 20e-6
 
 
 def test_fraction_counts_all_axes():
