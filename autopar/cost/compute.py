@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..ops_random import STREAM
 from ..rules import Strategy
-from .products import PRODUCTS, Shares, products_of, shapes_of
+from .products import PRODUCTS, Product, Shares, shapes_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
@@ -102,8 +102,10 @@ def fused_inputs(node: fx.Node) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the prices of a node have in common, whatever its strategy."""
+    """What the prices of a node have in common, whatever its strategy: looked up once, as a target is slow to hash."""
 
+    products: Callable[..., list[Product]] | None
+    is_attention: bool
     flops: float
     peak_flops_per_second: float
     element_bytes: int
@@ -117,32 +119,40 @@ class ComputeCost:
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
         self._shares = Shares(hardware.kernels, hardware.flops_efficiency)
-        self._works: dict[fx.Node, _Work] = {}
+        self._works: dict[fx.Node, _Work | None] = {}
 
     def seconds(self, node: fx.Node, strategy: Strategy, mesh: Mesh, local_bytes: float) -> float:
         """Of one device under a strategy; `local_bytes` are what it reads and writes."""
-        if node.target in FREE:
+        work = self._works[node] if node in self._works else self._work(node)
+        if work is None:
             return 0.0
-        work = self._works.get(node) or self._work(node)
         compute = self._compute_seconds(node, work, strategy, mesh) if work.flops else 0.0
         return max(compute, local_bytes / self.hardware.reached_memory_bytes_per_second) + work.launch_seconds
 
-    def _work(self, node: fx.Node) -> _Work:
-        value, flops = values_of(node)[0], flops_of(node)
-        peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32")) if flops else 0.0
-        launch = 0.0 if any(fused_inputs(node)) else self.hardware.launch_seconds
-        self._works[node] = _Work(flops, peak, value.element_size(), launch, shapes_of(node) if flops else [])
+    def _work(self, node: fx.Node) -> _Work | None:
+        """None for an op that does nothing."""
+        self._works[node] = None
+        if node.target not in FREE:
+            value, flops = values_of(node)[0], flops_of(node)
+            peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32")) if flops else 0.0
+            launch = 0.0 if any(fused_inputs(node)) else self.hardware.launch_seconds
+            self._works[node] = _Work(
+                PRODUCTS.get(node.target), node.target in ATTENTION, flops, peak, value.element_size(), launch,
+                shapes_of(node) if flops else [],
+            )  # fmt: skip
         return self._works[node]
 
     def _compute_seconds(self, node: fx.Node, work: _Work, strategy: Strategy, mesh: Mesh) -> float:
-        if node.target not in PRODUCTS and node.target not in ATTENTION:
+        if not work.products and not work.is_attention:
             return work.flops / strategy.ways / (work.peak_flops_per_second * self.hardware.flops_efficiency)
-        layouts = (*strategy.inputs, *strategy.outputs)
-        local = [_local_shape(shape, layout, mesh) for shape, layout in zip(work.shapes, layouts)]
-        if node.target in ATTENTION:
+        sizes, layouts = mesh.axis_sizes, (*strategy.inputs, *strategy.outputs)
+        local = [_local_shape(shape, layout, sizes) for shape, layout in zip(work.shapes, layouts)]
+        if work.is_attention:
             return work.flops / strategy.ways / (work.peak_flops_per_second * self._attention_share(node, local))
-        products = products_of(node, local)
-        return sum(2.0 * math.prod(p) / (work.peak_flops_per_second * self._shares(p, work.element_bytes)) for p in products)
+        seconds = 0.0
+        for product in work.products(*local):
+            seconds += 2.0 * math.prod(product) / (work.peak_flops_per_second * self._shares(product, work.element_bytes))
+        return seconds
 
     def _attention_share(self, node: fx.Node, local: Sequence[Sequence[int]]) -> float:
         """Of the peak, in FLOPs that count: blocks on the diagonal of a causal mask are computed whole."""
@@ -156,12 +166,14 @@ class ComputeCost:
         return share * counted * self._shares.waves_of(math.prod(q[:-2]) * math.ceil(q[-2] / ATTENTION_BLOCK))
 
 
-def _local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh) -> Sequence[int]:
+def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, int]) -> list[int]:
     """Of the devices that hold most."""
-    if not any(layout.dims):
-        return shape
-    sizes = mesh.axis_sizes
-    return [-(-n // math.prod([sizes[a] for a in axes])) if axes else n for n, axes in zip(shape, layout.dims)]
+    local = []
+    for size, axes in zip(shape, layout.dims):
+        for axis in axes:
+            size = -(-size // axis_sizes[axis])
+        local.append(size)
+    return local
 
 
 def fraction(layout: Layout, mesh: Mesh) -> float:
