@@ -1,130 +1,50 @@
-"""What the planner knows about devices and the links between them: named profiles, read from TOML.
+"""Named hardware profiles, read from TOML (or JSON of the same form); what they hold is in autopar/hardware_model.py.
 
-A profile states what a device can do at best and which share of that real kernels reach, each group of numbers with its
-source. Links come in tiers: the closest joins `devices` consecutive ranks (the cards of a node), the last any number.
-Every speed is bytes or operations per second, every size bytes, every time seconds.
+    name, description, device_names        device_names: patterns of what such devices call themselves
+    [compute]      flops_per_second (by dtype), efficiency, launch_seconds
+    [memory]       bytes, bytes_per_second, efficiency
+    [collectives]  reduce_scatter_lowering; overlap_slowdown if known
+    [[links]]      name, devices (not in the last), latency_seconds, bytes_per_second, bucket_bytes
+
+and, where they are known, with the fields of Kernels, Nccl and Curve:
+
+    [kernels]      multiprocessors, tile, half_rows, half_columns, half_depth, attention, attention_backward
+    [nccl]         generation, intra, channels, channel_bytes_per_second, nvls, copy_engine_bytes_per_second,
+                   reached.KIND = { devices, bytes_per_second }, a list each
+    [measured]     median_error of the curves, and [[measured.curves]] of kind, devices, stride, bytes, seconds
+    [fingerprint]  texts that say where it was measured
+
+Every table but the last has a `source`. `autopar calibrate` writes such a file for the machine that it runs on.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from .errors import HardwareError, nearest
-from .mesh import Mesh
+from .hardware_model import Curve, Hardware, Kernels, Link, Nccl, Tier
+
+__all__ = ["Curve", "Hardware", "Kernels", "Link", "Nccl", "Tier", "load", "names"]
 
 PROFILES = Path(__file__).parent / "hardware_profiles"
+SUFFIXES = (".toml", ".json")
 LOWERINGS = ("native", "all_to_all")
-
-
-@dataclass(frozen=True)
-class Link:
-    """Cost of one mesh axis: `latency_seconds` a collective, and bytes per second that a device sends while it runs.
-
-    `all_to_all_bytes_per_second` where that is slower than the rest (None: the same), see `Hardware.links_for`.
-    """
-
-    latency_seconds: float
-    bytes_per_second: float
-    all_to_all_bytes_per_second: float | None = None
-
-
-@dataclass(frozen=True)
-class Tier:
-    """One kind of link.
-
-    `devices`: how many consecutive ranks it joins, None for any number. `bytes_per_second`: what each device sends in a
-    collective (NCCL's bus bandwidth). `bucket_bytes`: the size of the pieces in which parameters are gathered and
-    gradients reduced.
-    """
-
-    name: str
-    devices: int | None
-    latency_seconds: float
-    bytes_per_second: float
-    bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of device and its links, closest tier first.
-
-    `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
-    which share a large matrix product and a large copy reach. `launch_seconds`: to start one fused group of kernels.
-    `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
-    """
-
-    name: str
-    description: str
-    source: str
-    flops_per_second: Mapping[str, float] = field(hash=False)
-    flops_efficiency: float
-    memory_bytes_per_second: float
-    memory_efficiency: float
-    memory_bytes: int
-    launch_seconds: float
-    links: tuple[Tier, ...]
-    reduce_scatter_lowering: str
-
-    def reached_flops_per_second(self, dtype: str) -> float:
-        """Peak times efficiency. Raises HardwareError for a dtype that the profile does not list."""
-        if dtype not in self.flops_per_second:
-            known = ", ".join(sorted(self.flops_per_second))
-            raise HardwareError(f"profile {self.name} has no speed for {dtype!r}", fix=f"use one of {known}")
-        return self.flops_per_second[dtype] * self.flops_efficiency
-
-    @property
-    def reached_memory_bytes_per_second(self) -> float:
-        return self.memory_bytes_per_second * self.memory_efficiency
-
-    def tiers_for(self, mesh: Mesh) -> dict[str, Tier]:
-        """By axis, the closest tier that joins all devices of one group along it. The last axis is the closest."""
-        return {axis: self.links[self._tier_index(span)] for axis, span in _spans(mesh).items()}
-
-    def links_for(self, mesh: Mesh) -> dict[str, Link]:
-        """Latency and speed of collectives along each axis alone.
-
-        A group within the closest tier has that tier's numbers. Of a group of n that reaches beyond it, m = gcd(n,
-        members that fit in a node) share each node, and its rings leave a node over the outer links of all m: m times
-        the outer speed, at most the inner one. So an axis over all cards of 8 nodes gathers at NVLink's speed, an axis
-        with one card of each node at one network card's. In an all-to-all, (n - m) / (n - 1) of what a device sends
-        takes its own outer link.
-        """
-        links = {}
-        for axis, span in _spans(mesh).items():
-            index, size = self._tier_index(span), mesh.size(axis)
-            tier = self.links[index]
-            if index == 0:
-                links[axis] = Link(tier.latency_seconds, tier.bytes_per_second)
-                continue
-            inner = self.links[index - 1]
-            members = math.gcd(size, max(1, inner.devices // (span // size)))
-            ring = min(inner.bytes_per_second, members * tier.bytes_per_second)
-            direct = min(ring, tier.bytes_per_second * (size - 1) / (size - members))
-            links[axis] = Link(tier.latency_seconds, ring, direct if direct < ring else None)
-        return links
-
-    def _tier_index(self, span: int) -> int:
-        return next(i for i, tier in enumerate(self.links) if tier.devices is None or span <= tier.devices)
-
-
-def _spans(mesh: Mesh) -> dict[str, int]:
-    """By axis, how many consecutive ranks one of its groups reaches over: its size times those of all inner axes; 1 for
-    an axis of one device, which sends nothing."""
-    return {
-        axis: math.prod(mesh.sizes[i:]) if size > 1 else 1 for i, (axis, size) in enumerate(zip(mesh.names, mesh.sizes))
-    }
+GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
+INTRA = ("nvlink", "pci")
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 
 
 def load(name: str | Path | Hardware) -> Hardware:
-    """A profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML file.
+    """A profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML or JSON file.
 
     A device whose name states less memory than the profile ("A100-SXM4-40GB") keeps its own. Raises HardwareError with
     the nearest names, or with what is wrong in the file.
@@ -132,7 +52,7 @@ def load(name: str | Path | Hardware) -> Hardware:
     if isinstance(name, Hardware):
         return name
     text = str(name)
-    if text.endswith(".toml"):
+    if text.endswith(SUFFIXES):
         return _read(Path(text).expanduser())
     patterns = _patterns()
     for pattern, file in patterns.items():
@@ -142,7 +62,8 @@ def load(name: str | Path | Hardware) -> Hardware:
             return replace(hardware, memory_bytes=memory_bytes)
     close = difflib.get_close_matches(text, patterns, 1, 0.5)
     raise HardwareError(
-        f"there is no hardware profile for {text!r}", fix=f"use {nearest(text, patterns if close else names())}, or a TOML file"
+        f"there is no hardware profile for {text!r}",
+        fix=f"use {nearest(text, patterns if close else names())}, or a TOML file that `autopar calibrate` wrote on such devices",
     )
 
 
@@ -162,12 +83,17 @@ def _patterns() -> dict[str, Path]:
 
 
 def _parse(file: Path) -> dict:
+    parse = json.loads if file.suffix == ".json" else tomllib.loads
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        table = parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise HardwareError(f"cannot read {file}: {error.strerror}", fix=f"use {', '.join(names())}") from error
     except ValueError as error:
-        raise HardwareError(f"{file} is not TOML: {error}", fix=f"start from a copy of {PROFILES / 'h100.toml'}") from error
+        written = file.suffix[1:].upper()
+        raise HardwareError(f"{file} is not {written}: {error}", fix=f"start from a copy of {PROFILES / 'h100.toml'}") from error
+    if not isinstance(table, dict):
+        raise HardwareError(f"{file} is not a table", fix=f"start from a copy of {PROFILES / 'h100.toml'}")
+    return table
 
 
 def _read(file: Path) -> Hardware:
@@ -191,15 +117,17 @@ def _read(file: Path) -> Hardware:
             f"links of {file} join {sizes} devices, which is not rising to any number",
             fix="give links from the closest to the farthest, the last one without devices",
         )
-    lowering = collectives.text("reduce_scatter_lowering")
-    if lowering not in LOWERINGS:
-        raise HardwareError(f"{file}: reduce_scatter_lowering is {lowering!r}", fix=f"use {' or '.join(LOWERINGS)}")
-    groups = {"compute": compute, "memory": memory, "collectives": collectives}
-    groups |= {f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))}
+    lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
+    kernels, nccl, measured, fingerprint = (
+        table.inner(key) if key in table.entries else None for key in ("kernels", "nccl", "measured", "fingerprint")
+    )
+    groups = {"compute": compute, "memory": memory, "collectives": collectives, "kernels": kernels, "nccl": nccl}
+    groups |= {"measured": measured} | {f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))}
+    sources = {name: group.text("source") for name, group in groups.items() if group}
     return Hardware(
         name=table.text("name"),
         description=table.text("description"),
-        source="\n".join(f"{name}: {' '.join(group.text('source').split())}" for name, group in groups.items()),
+        source="\n".join(f"{name}: {' '.join(source.split())}" for name, source in sources.items()),
         flops_per_second={dtype: speeds.positive(dtype) for dtype in sorted(speeds.entries)},
         flops_efficiency=compute.share("efficiency"),
         memory_bytes_per_second=memory.positive("bytes_per_second"),
@@ -208,7 +136,54 @@ def _read(file: Path) -> Hardware:
         launch_seconds=compute.positive("launch_seconds"),
         links=tiers,
         reduce_scatter_lowering=lowering,
+        overlap_slowdown=collectives.at_least_one("overlap_slowdown") if "overlap_slowdown" in collectives.entries else 1.0,
+        kernels=_kernels(kernels) if kernels else Kernels(),
+        nccl=_nccl(nccl) if nccl else None,
+        curves=tuple(_curve(row) for row in measured.rows("curves")) if measured else (),
+        curves_error=measured.zero_or_more("median_error") if measured else 0.0,
+        fingerprint={key: fingerprint.text(key) for key in sorted(fingerprint.entries)} if fingerprint else {},
     )
+
+
+def _kernels(table: _Table) -> Kernels:
+    halves = {key: table.zero_or_more(key) for key in ("half_rows", "half_columns", "half_depth") if key in table.entries}
+    shares = {key: table.share(key) for key in ("attention", "attention_backward") if key in table.entries}
+    waves = {}
+    if "multiprocessors" in table.entries:
+        rows, columns = table.numbers("tile", 2)
+        waves = {"multiprocessors": table.whole("multiprocessors"), "tile": (int(rows), int(columns))}
+    return Kernels(**waves, **halves, **shares)
+
+
+def _nccl(table: _Table) -> Nccl:
+    reached = table.inner("reached") if "reached" in table.entries else None
+    points = {}
+    for kind in reached.entries if reached else ():
+        if kind not in KINDS:
+            raise HardwareError(f"{table.file}: {reached.path}{kind} is no collective", fix=f"use {', '.join(KINDS)}")
+        row = reached.inner(kind)
+        devices = row.numbers("devices", rising=True)
+        points[kind] = tuple(zip(map(int, devices), row.numbers("bytes_per_second", len(devices))))
+    return Nccl(
+        generation=table.one_of("generation", GENERATIONS),
+        intra=table.one_of("intra", INTRA),
+        channels=table.whole("channels"),
+        channel_bytes_per_second=table.positive("channel_bytes_per_second"),
+        nvls=table.entries.get("nvls", False) is True,
+        copy_engine_bytes_per_second=(
+            table.positive("copy_engine_bytes_per_second") if "copy_engine_bytes_per_second" in table.entries else 0.0
+        ),
+        reached=points,
+    )
+
+
+def _curve(row: _Table) -> Curve:
+    bytes_ = row.numbers("bytes", rising=True)
+    seconds = row.numbers("seconds", len(bytes_))
+    devices = row.whole("devices")
+    if devices < 2:
+        raise HardwareError(f"{row.file}: {row.path}devices is 1, which sends nothing", fix="leave this curve out")
+    return Curve(row.one_of("kind", KINDS), devices, row.whole("stride"), bytes_, seconds)
 
 
 @dataclass(frozen=True)
@@ -232,6 +207,26 @@ class _Table:
     def positive(self, key: str) -> float:
         return float(self._get(key, (int, float), "a positive number", fits=lambda value: 0 < value < math.inf))
 
+    def zero_or_more(self, key: str) -> float:
+        return float(self._get(key, (int, float), "0 or a positive number", fits=lambda value: 0 <= value < math.inf))
+
+    def at_least_one(self, key: str) -> float:
+        return float(self._get(key, (int, float), "a number of 1 or more", fits=lambda value: 1 <= value < math.inf))
+
+    def one_of(self, key: str, known: tuple[str, ...]) -> str:
+        return self._get(key, str, " or ".join(known), fits=known.__contains__)
+
+    def numbers(self, key: str, length: int | None = None, rising: bool = False) -> tuple[float, ...]:
+        """A list of positive numbers, `length` of them if given."""
+
+        def fits(values: list) -> bool:
+            positive = all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in values)
+            right = len(values) == (length or len(values) or 1)
+            return positive and right and (not rising or all(a < b for a, b in zip(values, values[1:])))
+
+        wanted = f"a list of {length or ''} positive numbers".replace("  ", " ") + (", each larger than the last" if rising else "")
+        return tuple(float(v) for v in self._get(key, list, wanted, fits))
+
     def share(self, key: str) -> float:
         return float(self._get(key, (int, float), "a share above 0 and up to 1", fits=lambda value: 0 < value <= 1))
 
@@ -244,3 +239,4 @@ class _Table:
     def rows(self, key: str) -> list[_Table]:
         rows = self._get(key, list, "a list of tables", fits=lambda v: v and all(isinstance(row, dict) for row in v))
         return [_Table(self.file, row, f"{self.path}{key}[{i}].") for i, row in enumerate(rows)]
+

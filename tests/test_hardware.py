@@ -1,10 +1,12 @@
 import dataclasses
+import json
+import tomllib
 
 import pytest
 
 from autopar import hardware
 from autopar.errors import HardwareError
-from autopar.hardware import Hardware, Link, Tier
+from autopar.hardware import Curve, Hardware, Kernels, Link, Tier
 from autopar.mesh import Mesh
 
 TOY = Hardware(
@@ -33,7 +35,8 @@ def test_shipped_profiles(name):
     for near, far in zip(profile.links, profile.links[1:]):
         assert near.bytes_per_second > far.bytes_per_second and near.latency_seconds <= far.latency_seconds
     sourced = {line.split(":")[0] for line in profile.source.splitlines()}
-    assert sourced == {"compute", "memory", "collectives", *(f"links.{tier.name}" for tier in profile.links)}
+    besides = {"nccl", "kernels"} if profile.nccl else set()
+    assert sourced == {"compute", "memory", "collectives", *besides, *(f"links.{tier.name}" for tier in profile.links)}
     assert hash(profile) == hash(hardware.load(name))
 
 
@@ -56,6 +59,11 @@ def test_buckets_make_latency_a_small_share(name):
         ("Tesla V100-SXM2-32GB", "v100", 32),
         ("Tesla V100-SXM2-16GB", "v100", 16),
         ("NVIDIA GeForce RTX 4090", "rtx4090", 24),
+        ("NVIDIA H200 NVL", "h200-nvl", 141),
+        ("NVIDIA H100 PCIe", "h100-pcie", 80),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie", 40),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie", 80),
+        ("NVIDIA L40S", "l40s", 48),
     ],
 )
 def test_names_that_devices_call_themselves(device, profile, gigabytes):
@@ -70,9 +78,9 @@ def test_gloo_by_all_its_names():
     assert hardware.load(gloo) is gloo
 
 
-@pytest.mark.parametrize("unknown, near", [("h10", "h100"), ("NVIDIA H100 PCIe", "NVIDIA H100"), ("glo", "gloo")])
+@pytest.mark.parametrize("unknown, near", [("h10", "h100"), ("NVIDIA H100 NVL", "NVIDIA H100"), ("glo", "gloo")])
 def test_unknown_names_get_the_nearest(unknown, near):
-    """A card on PCIe is not the same card on NVLink: no guess."""
+    """A card on a bridge is not the same card on a switch: no guess."""
     with pytest.raises(HardwareError, match=f"no hardware profile for '{unknown}'(.|\n)*{near}"):
         hardware.load(unknown)
 
@@ -161,6 +169,75 @@ def test_a_profile_of_the_users_own(tmp_path):
     assert (profile.name, profile.memory_bytes, profile.links[0].devices) == ("mine", 10**9, None)
     assert profile.source.splitlines() == ["compute: a", "memory: b", "collectives: c", "links.wire: d"]
     assert hardware.load(str(file)) == profile
+
+
+FULL = """
+[kernels]
+multiprocessors = 10
+tile = [64, 32]
+half_depth = 16
+attention = 0.5
+source = "e"
+[nccl]
+generation = "hopper"
+intra = "nvlink"
+channels = 4
+channel_bytes_per_second = 1e9
+nvls = true
+reached.all_gather = { devices = [2, 8], bytes_per_second = [3e9, 2e9] }
+source = "f"
+[measured]
+median_error = 0.1
+source = "g"
+[[measured.curves]]
+kind = "all_reduce"
+devices = 2
+stride = 4
+bytes = [1024, 4096]
+seconds = [1e-4, 2e-4]
+[fingerprint]
+torch = "2.13"
+"""
+
+
+def test_what_a_profile_may_say_besides(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(VALID + FULL)
+    profile = hardware.load(file)
+    assert profile.kernels == Kernels(10, (64, 32), half_depth=16, attention=0.5)
+    assert profile.nccl.nvls and profile.nccl.reached == {"all_gather": ((2, 3e9), (8, 2e9))}
+    assert profile.curves == (Curve("all_reduce", 2, 4, (1024, 4096), (1e-4, 2e-4)),) and profile.curves[0].span == 8
+    assert (profile.curves_error, profile.fingerprint) == (0.1, {"torch": "2.13"})
+    assert {line[-1] for line in profile.source.splitlines()} == set("abcdefg")
+    same = tmp_path / "mine.json"
+    same.write_text(json.dumps(tomllib.loads(VALID + FULL)))
+    assert hardware.load(same) == profile
+    same.write_text("[]")
+    with pytest.raises(HardwareError, match="is not a table"):
+        hardware.load(same)
+
+
+@pytest.mark.parametrize(
+    "before, after, complaint",
+    [
+        ("tile = [64, 32]", "tile = [64]", r"kernels.tile is \[64\](.|\n)*2 positive numbers"),
+        ("attention = 0.5", "attention = 2", "kernels.attention is 2"),
+        ('"hopper"', '"fermi"', "nccl.generation is 'fermi'(.|\n)*volta or ampere"),
+        ("reached.all_gather", "reached.gather", "nccl.reached.gather is no collective"),
+        ("[2, 8], b", "[8, 2], b", "nccl.reached.all_gather.devices is(.|\n)*each larger"),
+        ("[3e9, 2e9]", "[3e9]", "nccl.reached.all_gather.bytes_per_second is"),
+        ("devices = 2\nstride", "devices = 1\nstride", r"measured.curves\[0\].devices is 1"),
+        ("bytes = [1024, 4096]", "bytes = [4096, 1024]", r"measured.curves\[0\].bytes is"),
+        ("seconds = [1e-4, 2e-4]", "seconds = [1e-4, -1]", r"measured.curves\[0\].seconds is"),
+        ('torch = "2.13"', "torch = 2.13", "fingerprint.torch is 2.13"),
+    ],
+)
+def test_bad_entries_besides(tmp_path, before, after, complaint):
+    assert FULL.count(before) == 1
+    file = tmp_path / "mine.toml"
+    file.write_text(VALID + FULL.replace(before, after))
+    with pytest.raises(HardwareError, match=complaint):
+        hardware.load(file)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [  # lowest first; the longest prefix of a module's name decides
-    {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_profiles"},
+    {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_model",
+     "autopar.hardware_profiles"},
     {"autopar._torch", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4", "autopar.ops_quant",
      "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state", "autopar.functions",
      "autopar.precision", "autopar.unroll", "autopar.quantized", "autopar.rules", "autopar.adapt"},
@@ -15,8 +16,8 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.passes"},
     {"autopar.debug", "autopar.codegen", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime",
      "autopar.storage"},
-    {"autopar.api", "autopar.view", "autopar.simulated", "autopar.oracle", "autopar.compare", "autopar.cli", "autopar.commands",
-     "autopar"},
+    {"autopar.api", "autopar.view", "autopar.simulated", "autopar.oracle", "autopar.calibrate", "autopar.compare", "autopar.cli",
+     "autopar.commands", "autopar"},
 ]
 MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary
 

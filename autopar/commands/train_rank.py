@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 
-from .. import models
+from .. import hardware, models
+from ..calibrate import stale
 from ..errors import AutoparError
 from ..mesh import Mesh
 from ..models.corpus import batches
@@ -67,6 +68,8 @@ def _run(device_mesh, settings: dict, say) -> None:
     torch.manual_seed(settings["seed"])
     source, inputs = models.build(settings["model"], batch=batch, seq=seq, device="cpu", seed=settings["seed"])
     stream = _stream(source, inputs, settings)
+    if warning := stale(hardware.load(settings["hardware"]), dist.get_backend()):
+        say(f"warning: {warning}")
     say("planning ...", flush=True)
     planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "pin", "adapt")}
     model = autopar.compile(source, device_mesh, inputs, **planning)

@@ -1,4 +1,7 @@
-"""Seconds an op takes on one device: a roofline on local shapes, max(FLOPs / peak, bytes / memory bandwidth).
+"""Seconds an op takes on one device: a roofline on local shapes, max(FLOPs / speed, bytes / memory bandwidth).
+
+The speed of a matrix product is the share of the peak that a product of its local size reaches (autopar/cost/products.py): what
+tensor parallelism leaves of a small matrix is slower. Attention has shares of its own, one for each direction.
 
 FLOPs count a multiply-add as two. Attention does 4 b h s t d forward (two matrix products) and 10 b h s t d backward (five, the
 scores recomputed), half of it under a causal mask: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1. A launch costs
@@ -10,13 +13,20 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from .._torch import op_name
 from ..graph import tensor_arguments, values_of
+from ..hardware import Hardware
+from ..layout import Layout
+from ..mesh import Mesh
 from ..ops_random import STREAM
+from ..rules import Strategy
+from .products import PRODUCTS, Product, Shares, shapes_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
@@ -35,6 +45,10 @@ POINTWISE_NAMES = {
     "round", "clamp_min", "clamp_max", "fake_quantize", "fake_quantize_bw", "fake_quantize_dscale",
 }  # fmt: skip
 
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}  # the others run as fp32
+ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
+ATTENTION_BLOCK = 128  # queries that a multiprocessor works on at once, and keys: FlashAttention-2, section 3.3
 
 # integer operations of autopar/ops_random.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a number else
 OPS_PER_NUMBER = {autopar.dropout.default: 8.0, autopar.uniform.default: 28.0, autopar.normal.default: 36.0}
@@ -86,26 +100,82 @@ def fused_inputs(node: fx.Node) -> list[bool]:
     return [is_pointwise(a) and len(a.users) == 1 for a in tensor_arguments(node)]
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What the prices of a node have in common, whatever its strategy: looked up once, as a target is slow to hash."""
+
+    products: Callable[..., list[Product]] | None
+    is_attention: bool
+    flops: float
+    peak_flops_per_second: float
+    element_bytes: int
+    launch_seconds: float
+    shapes: list[tuple[int, ...]]
+
+
 class ComputeCost:
-    """Prices ops on one device of a Hardware."""
+    """Prices ops on one device of a Hardware. It remembers nodes: their `meta` must not change while it is in use."""
 
-    def __init__(self, hardware):
+    def __init__(self, hardware: Hardware):
         self.hardware = hardware
+        self._shares = Shares(hardware.kernels, hardware.flops_efficiency)
+        self._works: dict[fx.Node, _Work | None] = {}
 
-    def seconds(self, node: fx.Node, flops: float, ways: int, local_bytes: float) -> float:
-        """`flops` are global and divided by `ways`; `local_bytes` are what the device reads and writes."""
-        if node.target in FREE:
+    def seconds(self, node: fx.Node, strategy: Strategy, mesh: Mesh, local_bytes: float) -> float:
+        """Of one device under a strategy; `local_bytes` are what it reads and writes."""
+        work = self._works[node] if node in self._works else self._work(node)
+        if work is None:
             return 0.0
-        compute = flops / ways / self.hardware.reached_flops_per_second(_dtype_name(node)) if flops else 0.0
-        launch = 0.0 if any(fused_inputs(node)) else self.hardware.launch_seconds
-        return max(compute, local_bytes / self.hardware.reached_memory_bytes_per_second) + launch
+        compute = self._compute_seconds(node, work, strategy, mesh) if work.flops else 0.0
+        return max(compute, local_bytes / self.hardware.reached_memory_bytes_per_second) + work.launch_seconds
+
+    def _work(self, node: fx.Node) -> _Work | None:
+        """None for an op that does nothing."""
+        self._works[node] = None
+        if node.target not in FREE:
+            value, flops = values_of(node)[0], flops_of(node)
+            peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32")) if flops else 0.0
+            launch = 0.0 if any(fused_inputs(node)) else self.hardware.launch_seconds
+            self._works[node] = _Work(
+                PRODUCTS.get(node.target), node.target in ATTENTION, flops, peak, value.element_size(), launch,
+                shapes_of(node) if flops else [],
+            )  # fmt: skip
+        return self._works[node]
+
+    def _compute_seconds(self, node: fx.Node, work: _Work, strategy: Strategy, mesh: Mesh) -> float:
+        if not work.products and not work.is_attention:
+            return work.flops / strategy.ways / (work.peak_flops_per_second * self.hardware.flops_efficiency)
+        sizes, layouts = mesh.axis_sizes, (*strategy.inputs, *strategy.outputs)
+        local = [_local_shape(shape, layout, sizes) for shape, layout in zip(work.shapes, layouts)]
+        if work.is_attention:
+            return work.flops / strategy.ways / (work.peak_flops_per_second * self._attention_share(node, local))
+        seconds = 0.0
+        for product in work.products(*local):
+            seconds += 2.0 * math.prod(product) / (work.peak_flops_per_second * self._shares(product, work.element_bytes))
+        return seconds
+
+    def _attention_share(self, node: fx.Node, local: Sequence[Sequence[int]]) -> float:
+        """Of the peak, in FLOPs that count: blocks on the diagonal of a causal mask are computed whole."""
+        kernels, is_forward = self.hardware.kernels, node.target is autopar.attention.default
+        share = kernels.attention if is_forward else kernels.attention_backward or kernels.attention
+        if share is None:
+            return self.hardware.flops_efficiency
+        q, keys = local[0], local[1 if is_forward else 2][2]
+        causal = node.args[4] if is_forward else node.args[7]
+        counted = keys / (keys + ATTENTION_BLOCK) if causal else 1.0
+        return share * counted * self._shares.waves_of(math.prod(q[:-2]) * math.ceil(q[-2] / ATTENTION_BLOCK))
 
 
-def _dtype_name(node: fx.Node) -> str:
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-    return names.get(values_of(node)[0].dtype, "fp32")
+def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, int]) -> list[int]:
+    """Of the devices that hold most."""
+    local = []
+    for size, axes in zip(shape, layout.dims):
+        for axis in axes:
+            size = -(-size // axis_sizes[axis])
+        local.append(size)
+    return local
 
 
-def fraction(layout, mesh) -> float:
+def fraction(layout: Layout, mesh: Mesh) -> float:
     """Share of a tensor's elements that a device holds."""
     return 1.0 / math.prod(mesh.size(a) for a in layout.sharding_axes)

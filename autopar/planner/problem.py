@@ -21,7 +21,7 @@ from torch import fx
 from .. import rules
 from ..capture import Captured
 from ..compact import Compact
-from ..cost.compute import ComputeCost, flops_of, fraction, fused_inputs
+from ..cost.compute import ComputeCost, fraction, fused_inputs
 from ..cost.memory import StateBytes
 from ..graph import bytes_of, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, is_even, is_legal, largest_local_numel
@@ -345,7 +345,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
-    flops, fused = flops_of(node), fused_inputs(node)
+    fused = fused_inputs(node)
     is_fused_away = len(node.users) == 1 and any(
         user for user in node.users if any(f and a is node for f, a in zip(fused_inputs(user), tensor_arguments(user)))
     )
@@ -356,7 +356,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             traffic += 0.0 if skip else bytes_of(value) * fraction(layout, mesh)
         if not is_fused_away:
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
-        seconds.append(cost.seconds(node, flops, option.ways, traffic))
+        seconds.append(cost.seconds(node, option, mesh, traffic))
     choices = _free(options)
     choices.seconds = np.array(seconds)
     return choices

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar import api
-from autopar.cost.compute import FREE, ComputeCost, flops_of, fraction, fused_inputs, is_pointwise
-from autopar.graph import is_op
+from autopar import api, rules
+from autopar.cost.compute import FREE, ComputeCost, _local_shape, flops_of, fraction, fused_inputs, is_pointwise
+from autopar.cost.products import products_of, shapes_of
+from autopar.graph import is_op, tensor_arguments, values_of
 from autopar.hardware import Hardware, Tier, load
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -19,6 +22,8 @@ from autopar.models import registry
 aten, autopar = torch.ops.aten, torch.ops.autopar
 MACHINE = Hardware("toy", "", "", {"fp32": 1e12, "bf16": 4e12}, 0.5, 1e11, 0.5, 10**12, 1e-6,
                    (Tier("link", None, 1e-6, 1e9, 2**20),), "native")  # fmt: skip
+
+LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
 
 
 @functools.cache
@@ -32,7 +37,7 @@ def only(model: str, target):
 
 
 @pytest.mark.parametrize("model", ["mlp:hidden=16,layers=2", "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16",
-                                   "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"])  # fmt: skip
+                                   LLAMA])  # fmt: skip
 def test_flops_of_a_step(model):
     """torch counts attention without the causal half and with the math kernel's four products backward, so it is left out."""
     module, inputs = registry.build(model, batch=2, seq=16, device="cpu")
@@ -47,24 +52,56 @@ def test_flops_of_a_step(model):
 def test_attention_flops():
     """2 b h s t d for each product: two forward, five backward, half under a causal mask; grouped heads count as queries'."""
     b, h, s, d = 2, 4, 16, 8
-    model = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
+    model = LLAMA
     assert flops_of(only(model, autopar.attention.default)) == 2 * 2 * b * h * s * s * d / 2
     assert flops_of(only(model, autopar.attention_bw.default)) == 5 * 2 * b * h * s * s * d / 2
 
 
+def strategies(node, mesh: Mesh) -> dict[str, rules.Strategy]:
+    """By text, such as "a:m"."""
+    shapes = [tuple(a.meta["val"].shape) for a in tensor_arguments(node)]
+    outputs = [tuple(v.shape) for v in values_of(node)]
+    return {s.text(mesh): s for s in rules.strategies(rules.rule_of(node), shapes, outputs, mesh)}
+
+
+def price(node, cost: ComputeCost, local_bytes: float = 0.0, strategy: str = "replicated", mesh: str = "a=2") -> float:
+    mesh = Mesh.parse(mesh)
+    return cost.seconds(node, strategies(node, mesh)[strategy], mesh, local_bytes)
+
+
+def product(rows: int, depth: int, columns: int, dtype=torch.float32, target=aten.mm.default):
+    """A node that multiplies two matrices."""
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    node = graph.call_function(target, (a, b))
+    with torch._subclasses.FakeTensorMode():
+        a.meta["val"], b.meta["val"] = torch.empty(rows, depth, dtype=dtype), torch.empty(depth, columns, dtype=dtype)
+        node.meta["val"] = torch.empty(rows, columns, dtype=dtype)
+    return node
+
+
 def test_roofline():
-    """max(FLOPs / speed, bytes / bandwidth) + launch, at the speeds that are reached."""
-    node, cost = only("mlp:hidden=16,layers=2", autopar.linear.default), ComputeCost(MACHINE)
-    assert cost.seconds(node, 1e9, 1, 0) == pytest.approx(1e9 / 0.5e12 + 1e-6)
-    assert cost.seconds(node, 1e9, 4, 0) == pytest.approx(1e9 / 4 / 0.5e12 + 1e-6)
-    assert cost.seconds(node, 1.0, 1, 1e8) == pytest.approx(1e8 / 0.5e11 + 1e-6)
-    assert cost.seconds(node, 1e9, 4, 1e3) < cost.seconds(node, 1e9, 2, 1e3)
+    """max(FLOPs / speed, bytes / bandwidth) + launch, at the speeds that are reached; a CPU has no waves."""
+    node, cost = product(1000, 1000, 500), ComputeCost(MACHINE)
+    assert price(node, cost) == pytest.approx(1e9 / 0.5e12 + 1e-6)
+    assert price(node, cost, 1e8) == pytest.approx(max(2e-3, 1e8 / 0.5e11) + 1e-6)
+    assert price(node, cost, 1e10) == pytest.approx(1e10 / 0.5e11 + 1e-6)
+    whole = price(node, cost)
+    for name, strategy in strategies(node, Mesh.parse("a=4")).items():
+        assert cost.seconds(node, strategy, Mesh.parse("a=4"), 0.0) - 1e-6 == pytest.approx((whole - 1e-6) / strategy.ways), name
+
+
+def test_the_largest_shard_counts():
+    """Of 1001 rows over 4 devices most hold 251."""
+    node, mesh = product(1001, 1000, 500), Mesh.parse("a=4")
+    by_rows = next(s for s in strategies(node, mesh).values() if s.inputs[0].dims[0] == ("a",))
+    assert ComputeCost(MACHINE).seconds(node, by_rows, mesh, 0.0) == pytest.approx(251 * 1e6 / 0.5e12 + 1e-6)
 
 
 def test_views_are_free():
     for node in nodes("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"):
         if node.target in FREE:
-            assert ComputeCost(MACHINE).seconds(node, 0.0, 1, 1e9) == 0.0
+            assert ComputeCost(MACHINE).seconds(node, None, Mesh.parse("a=2"), 1e9) == 0.0
 
 
 def test_pointwise_chains_share_a_launch_and_skip_memory():
@@ -82,20 +119,77 @@ def test_pointwise_chains_share_a_launch_and_skip_memory():
     first, second, third = chain[1:]
     cost = ComputeCost(MACHINE)
     assert [fused_inputs(n) for n in (first, second, third)] == [[False], [True], [True]]
-    assert cost.seconds(first, 0, 1, 0) == pytest.approx(1e-6) and cost.seconds(second, 0, 1, 0) == 0
+    assert price(first, cost) == pytest.approx(1e-6) and price(second, cost) == 0
     graph.call_function(aten.sum.default, (first,))  # a second reader: the value must reach memory
     assert fused_inputs(second) == [False] and is_pointwise(second)
 
 
 def test_speed_follows_the_type():
-    graph = torch.fx.Graph()
-    node = graph.call_function(aten.mm.default, (graph.placeholder("a"), graph.placeholder("b")))
-    with torch._subclasses.FakeTensorMode():
-        seconds = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            node.meta["val"] = torch.empty(4, 4, dtype=dtype)
-            seconds[dtype] = ComputeCost(MACHINE).seconds(node, 1e12, 1, 0)
-    assert seconds[torch.float32] == pytest.approx(2.0, rel=1e-5) and seconds[torch.bfloat16] == pytest.approx(0.5, rel=1e-5)
+    seconds = {dtype: price(product(1000, 1000, 500, dtype), ComputeCost(MACHINE)) for dtype in (torch.float32, torch.bfloat16)}
+    assert seconds[torch.float32] == pytest.approx(2e-3, rel=1e-2) and seconds[torch.bfloat16] == pytest.approx(0.5e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", [LLAMA, "mlp:hidden=16,layers=2"])
+def test_every_product_has_its_flops(model):
+    """What is multiplied under any strategy is the FLOPs of the op over the ways, unless shards are uneven."""
+    mesh, compared = Mesh.parse("a=2,b=2"), 0
+    for node in nodes(model):
+        if not products_of(node, shapes_of(node)):
+            continue
+        for strategy in strategies(node, mesh).values():
+            layouts = (*strategy.inputs, *strategy.outputs)
+            local = [_local_shape(shape, layout, mesh.axis_sizes) for shape, layout in zip(shapes_of(node), layouts)]
+            flops = sum(2 * math.prod(p) for p in products_of(node, local))
+            assert flops == pytest.approx(flops_of(node) / strategy.ways), (node, strategy.text(mesh))
+            compared += 1
+    assert compared > 60
+
+
+def test_the_backward_follows_from_its_ops():
+    """Products: the gradients of input and weight cost what the forward does, at their own shapes; attention: 5 products
+    for 2, slower. No constant says so."""
+    cost, model = ComputeCost(load("h100")), "llama:hidden=4096,layers=1,heads=32,kv_heads=32,ffn=8192,vocab=128"
+    found = [n for n in api.trace(*registry.build(model, batch=4, seq=2048, device="meta")).graph.nodes if is_op(n)]
+
+    def seconds(target) -> float:
+        return sum(price(n, cost) for n in found if n.target is target)
+
+    forward = seconds(autopar.linear.default)
+    assert seconds(autopar.linear_dx.default) == pytest.approx(forward, rel=0.15)
+    assert seconds(autopar.linear_dw.default) == pytest.approx(forward, rel=0.15)
+    kernels = cost.hardware.kernels
+    ratio = seconds(autopar.attention_bw.default) / seconds(autopar.attention.default)
+    assert ratio == pytest.approx(2.5 * kernels.attention / kernels.attention_backward, rel=0.02)
+
+
+def test_a_causal_mask_saves_half_of_long_sequences_only():
+    cost = ComputeCost(load("h100"))
+
+    def share(seq: int) -> float:
+        graph = torch.fx.Graph()
+        q, k, v = (graph.placeholder(name) for name in "qkv")
+        node = graph.call_function(autopar.attention.default, (q, k, v, None, True, None))
+        with torch._subclasses.FakeTensorMode():
+            for n in (q, k, v):
+                n.meta["val"] = torch.empty(16384 // seq, 66, seq, 128)
+            node.meta["val"] = torch.empty(16384 // seq, 66, seq, 128), torch.empty(16384 // seq, 66, seq)
+        return flops_of(node) / (price(node, cost) - cost.hardware.launch_seconds) / cost.hardware.peak_flops_per_second("fp32")
+
+    assert share(4096) == pytest.approx(0.35, rel=0.05)
+    assert share(128) == pytest.approx(0.35 / 2, rel=0.05)
+
+
+def test_prices_are_quick():
+    """Three axes ask for 20,000 prices: 20 us each at most."""
+    mesh, cost = Mesh.parse("a=2,b=2,c=2"), ComputeCost(load("h100"))
+    asked = [(n, s) for n in nodes(LLAMA) if products_of(n, shapes_of(n)) for s in strategies(n, mesh).values()]
+    rounds = []
+    for _ in range(3):
+        start = time.process_time()
+        for node, strategy in asked:
+            cost.seconds(node, strategy, mesh, 0.0)
+        rounds.append((time.process_time() - start) / len(asked))
+    assert len(asked) > 600 and min(rounds) < 20e-6
 
 
 def test_fraction_counts_all_axes():

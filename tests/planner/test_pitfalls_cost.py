@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.compute import ComputeCost
+from autopar.cost.compute import ComputeCost, flops_of
 from autopar.cost.redistribute import Redistributor
 from autopar.graph import bytes_of, tensor_of
 from autopar.hardware import Link
@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.planner import fold as folding
 from autopar.planner.prices import Prices
 from autopar.planner.problem import STATE
+from autopar.rules import Strategy
 
 from .planning import Instance, captured, counts, make, toy
 
@@ -109,8 +110,12 @@ def test_launch_is_added():
     """13: sharding an op that is smaller than a launch still shows, else everything small would be replicated."""
     cost = ComputeCost(toy(flops=1e12, memory=1e12, launch=1e-3))
     node = next(n for n in captured("mlp:hidden=8,layers=1").graph.nodes if "linear" in str(n.target))
-    whole, half = cost.seconds(node, 1e3, 1, 100.0), cost.seconds(node, 1e3, 2, 50.0)
-    assert whole - half == pytest.approx(5e-10, rel=1e-3) and half > 1e-3
+    mesh, rows = Mesh.parse("a=2"), Layout.replicated(len(node.meta["val"].shape))
+    whole = Strategy((rows, Layout.replicated(2)), (rows,), ("",), 1)
+    cut = Layout((("a",), *rows.dims[1:]))
+    half = replace(whole, inputs=(cut, whole.inputs[1]), outputs=(cut,), ways=2)
+    saved = cost.seconds(node, whole, mesh, 100.0) - cost.seconds(node, half, mesh, 50.0)
+    assert saved == pytest.approx(flops_of(node) / 2 / 1e12, rel=1e-3) and cost.seconds(node, half, mesh, 50.0) > 1e-3
 
 
 def test_parameters_share_the_latency_of_a_bucket():

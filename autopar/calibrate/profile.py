@@ -1,0 +1,172 @@
+"""A hardware profile from measurements, and profiles as TOML or JSON (the form is in autopar/hardware.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+from ..hardware import Curve, Hardware, Kernels, Tier
+from . import fit
+from .measure import EXCHANGED
+
+SECTIONS = ("compute", "memory", "collectives", "kernels", "nccl", "measured")  # in the order of a profile, links after them
+
+
+def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
+    """`base` with what was measured in its place.
+
+    On a CPU the speeds are those of the products and `kernels` is fitted; on a GPU the peaks and `kernels` of the base stay
+    and the efficiency is that of the largest product. Attention's shares are measured on both. The closest tier of links gets
+    the latency and speed that fit best.
+    """
+    launch = measured["launch_seconds"]
+    products = {dtype: [p for p in measured["products"] if p["dtype"] == dtype] for dtype in base.flops_per_second}
+    lowering, curves = _curves(measured["curves"])
+    notes = {"compute": f"launch {launch * 1e6:.1f} us"}
+    if base.kernels.multiprocessors:
+        dtype = "bf16" if products["bf16"] else "fp32"
+        largest = max(products[dtype], key=_flops)
+        speeds, efficiency = base.flops_per_second, min(1.0, _flops(largest) / largest["seconds"] / base.flops_per_second[dtype])
+        kernels = base.kernels
+    else:
+        ramps = {dtype: fit.ramp(rows, launch) for dtype, rows in products.items() if rows}
+        known = ramps["fp32"]
+        guessed = {d: speed * known.speed / base.reached_flops_per_second("fp32") * base.flops_efficiency
+                   for d, speed in base.flops_per_second.items()}  # fmt: skip
+        speeds, efficiency = guessed | {dtype: r.speed for dtype, r in ramps.items()}, 1.0
+        kernels = Kernels(half_rows=known.half_rows, half_columns=known.half_columns, half_depth=known.half_depth)
+        notes["compute"] += f"; products fitted with a median error of {known.median_error:.0%}"
+    attention = measured["attention"]
+    shares = (min(1.0, attention[direction] / speeds[attention["dtype"]]) for direction in ("forward", "backward"))
+    kernels = replace(kernels, **dict(zip(("attention", "attention_backward"), shares)))
+    links = base.links
+    if curves:
+        line = fit.line([c for c in curves if c.kind in fit.TOGETHER])
+        inner = replace(links[0], latency_seconds=line.latency_seconds, bytes_per_second=line.bytes_per_second,
+                        bucket_bytes=fit.bucket_bytes(line))  # fmt: skip
+        links = (inner, *(_not_faster(tier, inner) for tier in links[1:]))
+        notes[f"links.{inner.name}"] = f"one fit over {', '.join(fit.TOGETHER)}, median error {line.median_error:.0%}"
+        notes["measured"] = "lower quartiles; groups of a shape ran at once"
+    sources = dict(row.split(": ", 1) for row in base.source.splitlines())
+    by = "autopar calibrate"
+    sources |= {"memory": by, "collectives": by} | {key: f"{by}: {note}" for key, note in notes.items()}
+    sources["kernels"] = f"{sources['kernels']} Attention: {by}." if base.kernels.multiprocessors else by
+    in_order = sorted(sources, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS))
+    bandwidth = measured["copy_bytes_per_second"]
+    peak = max(base.memory_bytes_per_second, bandwidth) if base.kernels.multiprocessors else bandwidth
+    return replace(
+        base, name=name, description=f"measured on {fingerprint['device']}",
+        source="\n".join(f"{key}: {sources[key]}" for key in in_order),
+        flops_per_second=speeds, flops_efficiency=efficiency, memory_bytes_per_second=peak, memory_efficiency=bandwidth / peak,
+        memory_bytes=measured["memory_bytes"], launch_seconds=launch, links=links, reduce_scatter_lowering=lowering,
+        overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown, kernels=kernels, curves=curves,
+        curves_error=fit.left_out_error(curves), fingerprint=dict(fingerprint),
+    )  # fmt: skip
+
+
+def _flops(product: dict) -> float:
+    return 2.0 * product["rows"] * product["depth"] * product["columns"]
+
+
+def _not_faster(tier: Tier, inner: Tier) -> Tier:
+    return replace(tier, bytes_per_second=min(tier.bytes_per_second, inner.bytes_per_second))
+
+
+def _curves(rows: list[dict]) -> tuple[str, tuple[Curve, ...]]:
+    """The faster way to reduce-scatter the largest tensor, and the curves with that one."""
+    totals = {kind: sum(r["seconds"][-1] for r in rows if r["kind"] == kind) for kind in ("reduce_scatter", EXCHANGED)}
+    exchanged = totals[EXCHANGED] < totals["reduce_scatter"]
+    unused = "reduce_scatter" if exchanged else EXCHANGED
+    curves = tuple(
+        Curve("reduce_scatter" if r["kind"] == EXCHANGED else r["kind"], r["devices"], r["stride"], tuple(map(float, r["bytes"])),
+              tuple(map(float, r["seconds"])))
+        for r in rows if r["kind"] != unused
+    )  # fmt: skip
+    return "all_to_all" if exchanged else "native", curves
+
+
+def to_table(hardware: Hardware) -> dict:
+    """A profile as nested dicts, in the form that `hardware.load` reads."""
+    sources = dict(row.split(": ", 1) for row in hardware.source.splitlines())
+    table: dict = {
+        "name": hardware.name, "description": hardware.description, "device_names": [],
+        "compute": {
+            "flops_per_second": dict(hardware.flops_per_second), "efficiency": hardware.flops_efficiency,
+            "launch_seconds": hardware.launch_seconds, "source": sources["compute"],
+        },
+        "memory": {
+            "bytes": hardware.memory_bytes, "bytes_per_second": hardware.memory_bytes_per_second,
+            "efficiency": hardware.memory_efficiency, "source": sources["memory"],
+        },
+        "collectives": {
+            "reduce_scatter_lowering": hardware.reduce_scatter_lowering, "overlap_slowdown": hardware.overlap_slowdown,
+            "source": sources["collectives"],
+        },
+    }  # fmt: skip
+    if hardware.kernels != Kernels():
+        known = {key: value for key, value in asdict(hardware.kernels).items() if value}
+        if not hardware.kernels.multiprocessors:
+            del known["tile"]
+        table["kernels"] = {**known, "source": sources["kernels"]}
+    if hardware.nccl:
+        known = {key: value for key, value in asdict(hardware.nccl).items() if value and key != "reached"}
+        table["nccl"] = {**known, "source": sources["nccl"]}
+        for kind, points in hardware.nccl.reached.items():
+            devices, speeds = zip(*points)
+            table["nccl"].setdefault("reached", {})[kind] = {"devices": list(devices), "bytes_per_second": list(speeds)}
+    if hardware.curves:
+        table["measured"] = {"median_error": hardware.curves_error, "source": sources["measured"], "curves": _rows(hardware)}
+    if hardware.fingerprint:
+        table["fingerprint"] = dict(hardware.fingerprint)
+    table["links"] = [
+        {key: value for key, value in asdict(tier).items() if value is not None} | {"source": sources[f"links.{tier.name}"]}
+        for tier in hardware.links
+    ]
+    return table
+
+
+def _rows(hardware: Hardware) -> list[dict]:
+    """Curves, each with the relative residuals of the closest tier's latency and speed at its points."""
+    tier = hardware.links[0]
+    line = fit.Line(tier.latency_seconds, tier.bytes_per_second, 0.0)
+    return [
+        {
+            "kind": c.kind, "devices": c.devices, "stride": c.stride, "bytes": list(c.bytes_), "seconds": list(c.seconds),
+            "fit_residuals": [round(r, 3) for r in line.residuals(c)],
+        }
+        for c in hardware.curves
+    ]  # fmt: skip
+
+
+def text(table: Mapping, as_json: bool = False) -> str:
+    """A table as TOML, or as JSON."""
+    return json.dumps(table, indent=1) + "\n" if as_json else "\n".join(_toml(table)) + "\n"
+
+
+def _toml(table: Mapping, path: str = "") -> list[str]:
+    """Lines of a table: its values, then its tables, then its lists of tables."""
+    plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) and not _is_rows(v)}
+    lines = [f"{key} = {_value(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{path}{key}]", *_toml(value, f"{path}{key}.")]
+    for key, value in table.items():
+        for row in value if _is_rows(value) else ():
+            lines += ["", f"[[{path}{key}]]", *_toml(row, f"{path}{key}.")]
+    return lines
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(row, Mapping) for row in value)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return repr(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
+    if not isinstance(value, (str, bool, int)) or isinstance(value, float) and not math.isfinite(value):
+        raise TypeError(f"{value!r} has no place in TOML")
+    return json.dumps(value, ensure_ascii=False)

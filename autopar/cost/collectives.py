@@ -1,0 +1,149 @@
+"""Seconds of a collective over axes of a mesh, by the best that the hardware profile knows.
+
+    "measured"     points that `autopar calibrate` measured (autopar/cost/measured.py)
+    "nccl"         NCCL's own model of its algorithms and protocols (autopar/cost/nccl.py)
+    "alpha-beta"   a latency, and the bytes that a device sends at the speed of its link (Hardware.links_for)
+
+A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta links
+(autopar/cost/textbook.py). An all-reduce over several axes is one over the group of all, or a reduce-scatter over the inner
+axis, an all-reduce of 1 / n of the bytes over the others and an all-gather, whichever takes less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from ..errors import HardwareError
+from ..hardware import KINDS, Curve, Hardware
+from ..mesh import Mesh
+from . import measured, nccl
+from .textbook import ALL_REDUCES
+
+Price = Callable[[np.ndarray], np.ndarray]
+MODELS = ("auto", *ALL_REDUCES)
+TRUST = ("measured", "nccl", "alpha-beta", "textbook")  # best first
+
+# Relative errors to expect where nothing was measured: the aim of the NCCL model on nodes it was not calibrated on, and what
+# one latency and one speed miss of it (tests/cost/test_nccl.py).
+ERRORS = {"nccl": 0.35, "alpha-beta": 0.5, "textbook": 0.5}
+
+
+class CollectiveCost:
+    """Prices collectives on one mesh. Raises HardwareError for an unknown `model`."""
+
+    def __init__(self, hardware: Hardware, mesh: Mesh, model: str = "auto"):
+        if model not in MODELS:
+            raise HardwareError(f"there is no model {model!r} of collectives", fix=f"use one of {', '.join(MODELS)}")
+        self.hardware, self.mesh, self.model = hardware, mesh, model
+        self.links, self.tiers = hardware.links_for(mesh), hardware.tiers_for(mesh)
+        self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
+
+    def seconds(self, kind: str, axes: tuple[str, ...], held_bytes: float | np.ndarray) -> float | np.ndarray:
+        """Of one collective, `held_bytes` being those of a device before it. Never less for more bytes; 0 in a group of one.
+
+        `kind`: all_gather, reduce_scatter, all_to_all, all_reduce, broadcast or send (to the next of the group). Several
+        axes only for an all_reduce. Raises HardwareError for another kind."""
+        key = (kind, axes)
+        if key not in self._prices:
+            self._prices[key] = self._price(kind, self._active(axes))
+        if isinstance(held_bytes, np.ndarray):
+            return self._prices[key](held_bytes.astype(float))
+        return float(self._prices[key](np.array(float(held_bytes))))
+
+    def tier_of(self, kind: str, axes: tuple[str, ...]) -> str:
+        """Which of TRUST the price comes from."""
+        axes = self._active(axes)
+        if kind == "all_reduce" and self.model != "auto":
+            return "textbook"
+        if axes and self._curve(kind, axes):
+            return "measured"
+        return "nccl" if self.hardware.nccl else "alpha-beta"
+
+    @property
+    def tier(self) -> str:
+        """The least trusted of TRUST that any axis of the mesh needs for an all-reduce."""
+        axes = [(axis,) for axis in self._active(self.mesh.names)] or [()]
+        return max((self.tier_of("all_reduce", a) for a in axes), key=TRUST.index)
+
+    @property
+    def relative_error(self) -> float:
+        """What to expect of `tier`: 0.35 is 35 %."""
+        return self.hardware.curves_error if self.tier == "measured" else ERRORS[self.tier]
+
+    def _active(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes of more than one device, in the order of the mesh."""
+        return tuple(sorted((a for a in axes if self.mesh.size(a) > 1), key=self.mesh.names.index))
+
+    def _price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        if kind not in KINDS:
+            raise HardwareError(f"there is no collective {kind!r}", fix=f"use one of {', '.join(KINDS)}")
+        if len(axes) > 1 and kind != "all_reduce":
+            raise HardwareError(f"{kind} over {', '.join(axes)}: only all_reduce takes several axes", fix="price axes one by one")
+        if not axes:
+            return np.zeros_like
+        tier = self.tier_of(kind, axes)
+        if tier == "textbook":
+            return self._textbook(axes)
+        if tier == "alpha-beta":
+            return self._alpha_beta(kind, axes)
+        flat = self._measured(kind, axes) if tier == "measured" else self._nccl(kind, axes)
+        if len(axes) == 1:
+            return flat
+        staged = self._staged(axes)
+        return lambda held: np.minimum(flat(held), staged(held))
+
+    def _staged(self, axes: tuple[str, ...]) -> Price:
+        """Reduce-scatter over the innermost axis, all-reduce over the rest, all-gather."""
+        *outer, inner = axes
+        n = self.mesh.size(inner)
+        scatter, gather = self._price("reduce_scatter", (inner,)), self._price("all_gather", (inner,))
+        rest = self._price("all_reduce", tuple(outer))
+        return lambda held: scatter(held) + rest(held / n) + gather(held / n)
+
+    def _measured(self, kind: str, axes: tuple[str, ...]) -> Price:
+        curve, devices = self._curve(kind, axes), self._devices(axes)
+        return lambda held: measured.seconds(curve, devices, held)
+
+    def _curve(self, kind: str, axes: tuple[str, ...]) -> Curve | None:
+        outer, inner = (self.mesh.names.index(axis) for axis in (axes[0], axes[-1]))
+        span, stride = math.prod(self.mesh.sizes[outer:]), math.prod(self.mesh.sizes[inner + 1 :])
+        return measured.curve_for(self.hardware, kind, self._devices(axes), stride, span)
+
+    def _nccl(self, kind: str, axes: tuple[str, ...]) -> Price:
+        group = self._group(axes)
+        return lambda held: nccl.seconds(kind, group, self.hardware.nccl, held)
+
+    def _group(self, axes: tuple[str, ...]) -> nccl.Group:
+        """Where the group of rank 0 lies; the others lie alike."""
+        node = self.hardware.links[0]
+        on_node = Counter(rank // node.devices if node.devices else 0 for rank in self.mesh.group(axes, 0))
+        card = min(self.tiers[axis].bytes_per_second for axis in axes)
+        return nccl.Group(self._devices(axes), len(on_node), min(on_node.values()), node.bytes_per_second, card)
+
+    def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """The largest latency of the axes, and each axis' bytes at its speed, inner axes first."""
+        per_byte, share = 0.0, 1.0
+        for axis in reversed(axes):
+            n, link = self.mesh.size(axis), self.links[axis]
+            speed = {
+                "all_to_all": link.all_to_all_bytes_per_second,
+                "send": self.tiers[axis].bytes_per_second,
+            }.get(kind) or link.bytes_per_second
+            per_byte += share * measured.SENT[kind](n) / speed
+            share /= n
+        latency = max(self.links[axis].latency_seconds for axis in axes)
+        return lambda held: latency + per_byte * held
+
+    def _textbook(self, axes: tuple[str, ...]) -> Price:
+        """Over the group of all axes, on the slowest of their links."""
+        algorithm, n = ALL_REDUCES[self.model], self._devices(axes)
+        latency = max(self.links[axis].latency_seconds for axis in axes)
+        speed = min(self.links[axis].bytes_per_second for axis in axes)
+        return lambda held: algorithm.seconds(n, held, latency, speed)
+
+    def _devices(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.size(axis) for axis in axes)
