@@ -63,17 +63,27 @@ class Blocks:
                     arriving[consumer] += transfer.seconds
         result = []
         for block, keys in freed.items():
-            again, stack = set(), [key[0] for key in keys]
-            while stack:
-                v = stack.pop()
-                if v in again or v not in self.inner:
-                    continue
-                again.add(v)
-                stack += [p for p, _ in problem.vertices[v].inputs]
+            again = self._made_again([key[0] for key in keys])
             seconds = sum(float(problem.choices(v).seconds[evaluation.choice[v]]) + arriving.get(v, 0.0) for v in again)
             total = sum(evaluation.saved[key] for key in keys)
             result.append(Recomputation(block, tuple(keys), total, seconds))
         return result
+
+    def recomputed(self, evaluation: Evaluation) -> dict[int, str]:
+        """The vertices that an evaluated plan runs again in the backward, in graph order, with their blocks."""
+        blocks, problem = set(evaluation.recomputed_blocks), self.problem
+        read = [u.producer for u in problem.uses if u.phase == "backward" and self.block[u.producer] in blocks] if blocks else []
+        return {v: self.block[v] for v in sorted(self._made_again(read))}
+
+    def _made_again(self, read: list[int]) -> set[int]:
+        """What must run again for the backward to read these vertices."""
+        again, stack = set(), list(read)
+        while stack:
+            v = stack.pop()
+            if v not in again and v in self.inner:
+                again.add(v)
+                stack += [p for p, _ in self.problem.vertices[v].inputs]
+        return again
 
     def fit(self, evaluation: Evaluation, pricer: Pricer, limit_bytes: float) -> Evaluation | None:
         """The evaluation with just enough blocks recomputed to fit, cheapest seconds per byte first; None if none suffice."""

@@ -48,6 +48,7 @@ def describe_plan(planned: Planned) -> Plan:
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
+        simulated_seconds=planned.timeline.seconds, exposed_seconds=planned.timeline.exposed_seconds,
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=e.bytes_,
         memory={k: v for k, v in memory.items() if v}, collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=tuple(sorted(e.recomputed_blocks)), warnings=planned.warnings,
@@ -71,16 +72,13 @@ def _elements(problem: Problem, trained: bool) -> int:
 def _collectives(e: Evaluation) -> tuple[Collective, ...]:
     count, wire, seconds = Counter(), Counter(), Counter()
     for transfer in e.transfers:
-        r = transfer.redistribution
-        # a bucketed tensor pays part of the latency: its steps share what the plan charges for the transfer
-        charged = transfer.seconds / max(r.latency_seconds + r.seconds_per_byte * transfer.bytes_, 1e-30)
-        for step in r.steps:
+        for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":
                 continue
             key = (step.move.kind, step.move.axes, transfer.phase)
             count[key] += 1
             wire[key] += step.wire_fraction * transfer.bytes_
-            seconds[key] += charged * (step.latency_seconds + step.seconds_per_byte * transfer.bytes_)
+            seconds[key] += charged
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))

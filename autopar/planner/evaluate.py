@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cost.redistribute import Redistribution, Redistributor
+from ..cost.redistribute import Redistribution, Redistributor, Step
 from ..layout import Layout, largest_local_numel
 from .problem import STATE, Problem, Use
 
@@ -36,6 +36,13 @@ class Transfer:
     redistribution: Redistribution
     bytes_: int  # global
     consumers: tuple[int, ...]
+
+    @property
+    def step_seconds(self) -> list[tuple[Step, float]]:
+        """The steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
+        r = self.redistribution
+        charged = self.seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)
+        return [(s, charged * (s.latency_seconds + s.seconds_per_byte * self.bytes_)) for s in r.steps]
 
 
 @dataclass

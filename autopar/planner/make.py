@@ -25,6 +25,7 @@ from .fold import fold, unfolded
 from .problem import Problem, build
 from .restrict import Restriction
 from .solve import Outcome, Solver
+from .timeline import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class Planned:
     @property
     def evaluation(self) -> Evaluation:
         return self.chosen.evaluation
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The chosen plan played through with overlap."""
+        return simulate(self.problem, self.evaluation)
 
     @cached_property
     def plan(self) -> Plan:
