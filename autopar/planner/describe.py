@@ -9,6 +9,7 @@ import torch
 from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
 from .evaluate import Evaluation, Pricer
+from .live_bytes import staying_bytes
 from .make import Planned
 from .problem import STATE, Problem
 from .regions import regions_of
@@ -26,23 +27,11 @@ def describe_plan(planned: Planned) -> Plan:
             alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
         else:
             alternatives.append(Alternative(name, None, None, None, False, other.message))
-    memory = {
-        "parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0,
+    memory = staying_bytes(problem, e, options.optimizer) | {
         "gathered parameters kept": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind == "parameter"),
         "activations": sum(b for (v, _, _), b in e.saved.items() if problem.vertices[v].kind != "parameter"),
         "recomputed block": e.transient_bytes,
-    }  # fmt: skip
-    memory["gradients"] += e.whole_gradient_bytes
-    for v in problem.vertices:
-        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]])
-        if v.kind == "parameter":
-            trainable, state = v.node.meta["role"].trainable, v.state_bytes(options.optimizer)
-            elements = resident / state.resident(trainable)
-            memory["parameters"] += elements * (state.master + state.copy)
-            memory["gradients"] += elements * state.gradient if trainable else 0.0
-            memory["optimizer"] += elements * state.optimizer if trainable else 0.0
-        else:
-            memory["buffers"] += resident
+    }
     return Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
