@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 
 from ..plan import Plan
-from .plan_text import MEMORY
+from .plan_text import MEMORY, in_tree_order
 from .units import byte_column, ms, size
 
 
@@ -19,7 +19,7 @@ def diff_text(a: Plan, b: Plan) -> str:
         "layouts of parameters and inputs": _folded(a.layouts, b.layouts),
         "layouts of activations": _pairs(_activations(a), _activations(b)) + _ops(a, b),
         "recomputed in the backward": _folded(dict.fromkeys(a.recomputed, "yes"), dict.fromkeys(b.recomputed, "yes")),
-        "collectives": _pairs(_collectives(a), _collectives(b)),
+        "collectives": sorted(_pairs(_collectives(a), _collectives(b)), key=lambda line: (not line.startswith("forward"), line)),
     }
     return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) + "\n" for name, lines in sections.items() if lines)
 
@@ -48,7 +48,7 @@ def _memory(a: Plan, b: Plan) -> list[str]:
 
 
 def _activations(plan: Plan) -> dict[str, str]:
-    return {r.name if r.copies == 1 else f"{r.name} (x{r.copies})": r.activations for r in plan.regions if r.activations}
+    return {r.name if r.copies == 1 else f"{r.name} (x{r.copies})": r.activations for r in in_tree_order(plan.regions) if r.activations}
 
 
 def _ops(a: Plan, b: Plan) -> list[str]:
