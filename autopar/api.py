@@ -36,6 +36,7 @@ from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
 from .plan import Plan, fingerprint
+from .planner.explain import Explanation, explain_plan
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
 from .precision import compute_dtype
@@ -146,6 +147,16 @@ def search(
     with order.attached(model, adaptations):
         captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision, adaptations)
     return search_plan(captured, checked, options, name or type(model).__name__, report)
+
+
+def explain(model: nn.Module | Planned, pattern: str, mesh=None, example_inputs=None, *, alternatives: int = 6,
+            **planning) -> Explanation:  # fmt: skip
+    """Why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob `pattern` matches, and
+    what up to `alternatives` others would cost each; `print` it. `mesh`, `example_inputs` and `planning` as in `autopar.plan`;
+    a finished search (`autopar.api.search`) needs none of them. Raises subclasses of AutoparError."""
+    if isinstance(model, Planned):
+        return explain_plan(model, pattern, alternatives)
+    return explain_plan(search(model, mesh, example_inputs, **{"baselines": False} | planning), pattern, alternatives)
 
 
 def compile(

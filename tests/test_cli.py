@@ -34,7 +34,7 @@ def autopar(*words: str, **environment: str) -> subprocess.Popen:
 # reading the command line ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["plan", "compare", "diff", "trace", "train", "verify", "graph"])
+@pytest.mark.parametrize("command", ["plan", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph"])
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])

@@ -48,7 +48,8 @@ def _memory(a: Plan, b: Plan) -> list[str]:
 
 
 def _activations(plan: Plan) -> dict[str, str]:
-    return {r.name if r.copies == 1 else f"{r.name} (x{r.copies})": r.activations for r in in_tree_order(plan.regions) if r.activations}
+    regions = [r for r in in_tree_order(plan.regions) if r.activations]
+    return {r.name if r.copies == 1 else f"{r.name} (x{r.copies})": r.activations for r in regions}
 
 
 def _ops(a: Plan, b: Plan) -> list[str]:

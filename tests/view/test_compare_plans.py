@@ -16,10 +16,8 @@ from autopar.view.side_by_side import side_by_side
 @pytest.fixture(scope="module")
 def plans():
     model, inputs = build("gpt2-tiny", batch=8, seq=64)
-    return {
-        strategy: autopar.plan(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", name="gpt2-tiny", baselines=False, strategy=strategy)
-        for strategy in ("megatron", "fsdp")
-    }
+    options = dict(hardware="cpu-gloo", name="gpt2-tiny", baselines=False)
+    return {name: autopar.plan(model, "dp=2,tp=2", inputs, strategy=name, **options) for name in ("megatron", "fsdp")}
 
 
 @pytest.fixture
