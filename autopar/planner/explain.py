@@ -94,6 +94,21 @@ def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices:
     )  # fmt: skip
 
 
+def runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
+    """By name of a parameter or input, the layout that would be next best, and about the seconds of a step that it costs at
+    least, where memory is short with the price of its bytes: from bounds alone, without a search."""
+    problem = planned.problem
+    classes = [cls for cls in problem.classes if problem.vertices[cls].kind in ("parameter", "input")]
+    ranks, result = _Explainer(planned, classes, 0).ranks(), {}
+    for cls in classes:
+        taken = {planned.evaluation.choice[m] for m in problem.classes[cls].members}
+        others = [k for k in np.argsort(ranks[cls], kind="stable").tolist() if k not in taken and math.isfinite(ranks[cls][k])]
+        if others:
+            found = strategy_text("parameter", problem.classes[cls].strategies[others[0]]), round(float(ranks[cls][others[0]]), 9)
+            result |= {_name(problem.vertices[m]): found for m in problem.classes[cls].members}
+    return result
+
+
 def _matched(planned: Planned, pattern: str) -> list[int]:
     """Classes that the pattern names, in graph order. What a module matches leaves views out: nobody decides about those."""
     by_name, by_module, names = {}, {}, set()
@@ -138,7 +153,7 @@ class _Explainer:
         self.roomy = self._without_limit()
 
     def choices(self) -> Iterator[Choice]:
-        rank = self._ranks()
+        rank = self.ranks()
         for cls in self.classes:
             v, options = self.problem.vertices[cls], self.problem.classes[cls]
             taken = Counter(self.evaluation.choice[m] for m in options.members)
@@ -168,7 +183,7 @@ class _Explainer:
         is_faster = found.evaluation.seconds < self.evaluation.seconds * (1 - 1e-6)
         return found if is_faster and found.evaluation.bytes_ > limit else None
 
-    def _ranks(self) -> dict[int, np.ndarray]:
+    def ranks(self) -> dict[int, np.ndarray]:
         """By class and strategy, about what a plan with it costs more than the best; infinite for those not to be tried."""
         free = dict(self.allowed)
         for cls in self.classes:

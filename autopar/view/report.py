@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..plan import Plan, Region
+from ..planner.explain import runners_up
 from ..planner.make import Planned
 from ..planner.timeline import Timeline
 from .charts import legend_of, memory_chart, timeline_chart
@@ -51,10 +52,15 @@ def _summary(plan: Plan, timeline: Timeline) -> Html:
         ("communication", ms(plan.communication_seconds), f"{sum(c.count for c in plan.collectives)} collectives"),
         ("peak memory", size(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
          f"{size(plan.memory_limit_bytes)}"),
-        ("parameters", f"{plan.parameter_elements:,}", f"{plan.trained_elements:,} trained"),
+        ("parameters", _count(plan.parameter_elements), f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
     return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in cards),
                class_="cards")  # fmt: skip
+
+
+def _count(number: int) -> str:
+    name, scale = next(((n, s) for n, s in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)) if number >= s), ("", 1))
+    return f"{number / scale:.3g} {name}".rstrip()
 
 
 def _recomputed(plan: Plan) -> str:
@@ -166,15 +172,23 @@ class _Digits:
 
 
 def _layouts(planned: Planned) -> Html:
-    """Layouts of parameters and inputs, equal blocks once."""
+    """Layouts of parameters and inputs, equal blocks once, with what they beat."""
+    second = runners_up(planned)
     shapes = {
         v.node.meta["role"].name: tuple(v.values[0].shape) for v in planned.problem.vertices if v.kind in ("parameter", "input")
     }
     rows: dict[tuple, int] = defaultdict(int)
     for name, layout in planned.plan.layouts.items():
-        rows[re.sub(r"(?<![^.])\d+(?![^.])", "*", name), shapes.get(name, ()), layout] += 1
-    lines = [[f"{name} ×{n}" if n > 1 else name, tag("code", layout), str(shape)] for (name, shape, layout), n in rows.items()]
-    return rows_of(["name", "layout", "global shape"], lines, left=2)
+        folded = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        rows[folded, shapes.get(name, ()), layout, second.get(name, ("-", 0.0))] += 1
+    milliseconds = column([1e3 * seconds for *_, (_, seconds) in rows])
+    lines = [
+        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other, class_="quiet"), more, str(shape)]
+        for ((name, shape, layout, (other, _)), n), more in zip(rows.items(), milliseconds)
+    ]
+    note = tag("p", "The next best layout of all equal parameters together costs about so much more a step at least: bounds of the "
+               "search, the price of scarce memory included. autopar explain prices whole plans.", class_="note")  # fmt: skip
+    return joined([rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3), note])
 
 
 def _notes(plan: Plan) -> Html | None:

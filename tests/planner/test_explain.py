@@ -10,7 +10,7 @@ import autopar
 from autopar import api
 from autopar.cli import main
 from autopar.errors import StrategyError
-from autopar.planner.explain import explain_plan
+from autopar.planner.explain import explain_plan, runners_up
 
 from .planning import toy
 
@@ -69,6 +69,17 @@ def test_a_forced_strategy_is_what_a_pin_gives(planned):
     sharded = next(i for i in choice.instead if i.text == "tp:S(0)")
     pinned = searched(pin={"blocks.0.up.weight": "tp:S(0)"}, forbid={"blocks.0.up.weight": ["dp:S(0)", "dp:S(1)"]})
     assert sharded.step_seconds == pytest.approx(pinned.evaluation.seconds, rel=5e-3)
+
+
+def test_bounds_of_the_next_best_layouts(planned):
+    second = runners_up(planned)
+    assert set(second) >= {"blocks.0.up.weight", "blocks.1.down.weight", "x"}
+    for name in ("blocks.0.up.weight", "blocks.1.down.weight"):
+        (choice,) = explain_plan(planned, name, 20).choices
+        least = min(i.step_seconds for i in choice.instead) - planned.evaluation.seconds
+        text, seconds = second[name]
+        assert text in {i.text for i in choice.instead}
+        assert 0 <= seconds <= least + 2e-3 * planned.evaluation.seconds
 
 
 def test_the_finished_search_stays_as_it_was(planned):
