@@ -22,7 +22,6 @@ def run(args: argparse.Namespace) -> int:
 
     with common.progress() as report:
         planned = common.search(args, report)
-        report("trying alternatives")
-        explanation = explain_plan(planned, args.pattern, args.alternatives)
+        explanation = explain_plan(planned, args.pattern, args.alternatives, report=report)
     print(explanation, end="")
     return 0

@@ -11,7 +11,7 @@ import fnmatch
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,11 +82,12 @@ class Explanation:
         return explain_text(self)
 
 
-def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices: int = 8) -> Explanation:
+def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices: int = 8,
+                 report: Callable[[str], None] = lambda text: None) -> Explanation:  # fmt: skip
     """Explains what the glob `pattern` matches: parameters, ops by their node's name, or everything in modules. At most so many
-    `choices`, with so many `alternatives` each. Raises StrategyError if it matches nothing."""
+    `choices`, with so many `alternatives` each. `report` is told what is being tried. Raises StrategyError if nothing matches."""
     classes = _matched(planned, pattern)
-    explainer = _Explainer(planned, classes[:choices], alternatives)
+    explainer = _Explainer(planned, classes[:choices], alternatives, report)
     e = planned.evaluation
     return Explanation(
         pattern, planned.model, str(planned.problem.mesh), e.seconds, e.bytes_, tuple(explainer.choices()),
@@ -144,8 +145,8 @@ def strategy_text(kind: str, strategy: Strategy) -> str:
 
 
 class _Explainer:
-    def __init__(self, planned: Planned, classes: list[int], alternatives: int):
-        self.planned, self.classes, self.alternatives = planned, classes, alternatives
+    def __init__(self, planned: Planned, classes: list[int], alternatives: int, report: Callable[[str], None] = lambda text: None):
+        self.planned, self.classes, self.alternatives, self.report = planned, classes, alternatives, report
         self.problem, self.evaluation = planned.problem, planned.evaluation
         self.restriction, self.pins = planned.chosen.restriction, dict(planned.options.pin)
         self.allowed = allowed_strategies(self.problem, self.restriction, self.pins)
@@ -207,6 +208,7 @@ class _Explainer:
 
     def _instead(self, cls: int, k: int) -> Instead:
         text = strategy_text(self.problem.vertices[cls].kind, self.problem.classes[cls].strategies[k])
+        self.report(f"{_name(self.problem.vertices[cls])} as {text}")
         self.solver.found.append({c: self.evaluation.choice[c] for c in self.problem.classes} | {cls: k})
         try:
             found = self.solver.solve(replace(self.restriction, forced=((cls, k),)), self.pins).evaluation
