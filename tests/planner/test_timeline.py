@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
 import time
 from copy import deepcopy
 
@@ -16,7 +18,7 @@ from autopar.planner.make import Planned, PlanOptions, search
 from autopar.planner.problem import Problem
 from autopar.planner.timeline import COMPUTE, Timeline, _Busy, simulate
 
-from .planning import TINY_GPT, TINY_LLAMA, captured, toy
+from .planning import TINY_GPT, TINY_LLAMA, Instance, captured, toy
 
 TWO_BLOCKS = TINY_GPT.replace("layers=1", "layers=2")
 CASES = [
@@ -53,6 +55,24 @@ def test_between_the_busiest_stream_and_the_sum(model, mesh, options):
     slower = simulate(found.problem, found.evaluation, 1.2)
     assert found.timeline.seconds <= slower.seconds * (1 + 1e-9) <= 1.2 * found.timeline.seconds * (1 + 1e-9)
     assert found.plan.simulated_seconds == found.timeline.seconds <= found.plan.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
+def test_bounds_hold_for_any_choice(mesh):
+    """Odd layouts on purpose: tensors that move in several steps, over several axes, with local copies between collectives."""
+    instance, rng, steps = Instance(TINY_GPT, mesh, toy(latency=1e-6)), random.Random(0), 0
+    tried = 0
+    while tried < 12:
+        free = {cls: [k for k, s in enumerate(c.strategies) if not any(x.partial for x in s.inputs)]
+                for cls, c in instance.problem.classes.items()}  # fmt: skip
+        e = instance.evaluate({cls: rng.choice(options) for cls, options in free.items()}, keep=rng.choice([None, False, True]))
+        if math.isfinite(e.seconds):
+            tried += 1
+            steps = max(steps, *(len(t.redistribution.steps) for t in e.transfers))
+            timeline = simulate(instance.problem, e)
+            check(instance.problem, e, timeline)
+            assert simulate(instance.problem, e, 1.3).seconds >= timeline.seconds * (1 - 1e-9)
+    assert steps > 1
 
 
 def test_readers_wait_for_what_they_read():
