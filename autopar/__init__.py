@@ -6,7 +6,7 @@ plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alon
 
 from . import ops  # noqa: F401  registers the canonical ops
 from .adapt import FakeQuant, LoRA, QLoRA
-from .api import compile, plan
+from .api import compile, explain, plan
 from .convert import convert
 from .errors import AdaptError, AutoparError
 from .hardware import Hardware
@@ -17,6 +17,6 @@ from .storage.quantized_folder import load_quantized
 
 __all__ = [
     "AdaptError", "AutoparError", "Checkpoint", "FakeQuant", "Hardware", "LoRA", "Mesh", "Plan", "QLoRA", "compile", "convert",
-    "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "save_checkpoint",
+    "explain", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

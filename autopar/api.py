@@ -36,6 +36,7 @@ from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
 from .plan import Plan, fingerprint
+from .planner.explain import Explanation, explain_plan
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
 from .precision import compute_dtype
@@ -110,6 +111,7 @@ def plan(
     precision: str = "fp32",
     strategy: str | None = None,
     pin: Mapping[str, str] | None = None,
+    forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
     loss_fn: Callable | None = None,
     strict: bool = False,
@@ -121,29 +123,40 @@ def plan(
 
     `mesh`: text ("dp=8,tp=8"), autopar.Mesh, or a DeviceMesh. `hardware`: a profile's name, a device's own name, a TOML file
     (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
-    glob of a parameter's name -> layout, "tp:S(0)" or "R". `precision`: "fp32", the model in its own types, or "bf16", mixed
-    precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
-    `baselines=False` leaves the expert strategies out. Raises subclasses of AutoparError."""
+    glob of a parameter's name -> layout, "tp:S(0)" or "R"; `forbid`: glob -> a layout that it may not take, or several.
+    `precision`: "fp32", the model in its own types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA,
+    QLoRA, FakeQuant (autopar/adapt), planned with the rest. `baselines=False` leaves the expert strategies out. Raises subclasses
+    of AutoparError."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
-        pin=pin, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, name=name, report=report,
+        pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
-    pin=None, adapt=(), loss_fn=None, strict=False, baselines=True, name=None, report=lambda text: None,
+    pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, name=None, report=lambda text: None,
 ) -> Planned:  # fmt: skip
     """`plan`, with all that the search knows beside the plan."""
     checked = _mesh(mesh)
     check_model(model)
-    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines)
+    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid)
     options.check(checked)
     report("tracing the model")
     adaptations = order.checked(adapt)
     with order.attached(model, adaptations):
         captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision, adaptations)
     return search_plan(captured, checked, options, name or type(model).__name__, report)
+
+
+def explain(model: nn.Module | Planned, pattern: str, mesh=None, example_inputs=None, *, alternatives: int = 6,
+            **planning) -> Explanation:  # fmt: skip
+    """Why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob `pattern` matches, and
+    what up to `alternatives` others would cost each; `print` it. `mesh`, `example_inputs` and `planning` as in `autopar.plan`;
+    a finished search (`autopar.api.search`) needs none of them. Raises subclasses of AutoparError."""
+    if isinstance(model, Planned):
+        return explain_plan(model, pattern, alternatives)
+    return explain_plan(search(model, mesh, example_inputs, **{"baselines": False} | planning), pattern, alternatives)
 
 
 def compile(
@@ -267,15 +280,21 @@ class _Compiler:
         return agreed
 
 
-def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines) -> PlanOptions:
+def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None) -> PlanOptions:
     for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", "" if strategy is None else strategy)):
         if not isinstance(value, str):
             raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
     if pin is not None and not (isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)):
         raise StrategyError(f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}')
+    forbidden = {g: [x] if isinstance(x, str) else x for g, x in forbid.items()} if isinstance(forbid, Mapping) else forbid or {}
+    if not isinstance(forbidden, Mapping) or not all(
+        isinstance(layouts, Sequence) and all(isinstance(x, str) for x in (glob, *layouts)) for glob, layouts in forbidden.items()
+    ):
+        raise StrategyError(f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}')
     return PlanOptions(
         load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
         memory_bytes=_bytes(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),
+        forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
         fixed=fixed, strict=strict, baselines=baselines,
     )  # fmt: skip
 

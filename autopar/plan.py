@@ -78,6 +78,8 @@ class Plan:
     compute_seconds: float
     communication_seconds: float
     recompute_seconds: float
+    simulated_seconds: float  # with communication behind compute, where step_seconds is the sum (autopar/planner/timeline.py)
+    exposed_seconds: float  # of it, what compute waits for communication
     bound: float  # no plan in the search space takes fewer seconds
     gap: float
     peak_bytes: float

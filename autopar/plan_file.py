@@ -179,8 +179,8 @@ SHARDING = {
 SCHEMA = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text, "precision": text,
     "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount, "compute_seconds": amount,
-    "communication_seconds": amount, "recompute_seconds": amount, "bound": amount, "gap": number, "peak_bytes": amount,
-    "memory": Values(amount),
+    "communication_seconds": amount, "recompute_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,
+    "bound": amount, "gap": number, "peak_bytes": amount, "memory": Values(amount),
     "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount, "seconds": amount}],
     "regions": [{
         "name": text, "copies": count, "ops": count, "weights": text, "activations": text, "compute_seconds": amount,

@@ -34,7 +34,9 @@ def autopar(*words: str, **environment: str) -> subprocess.Popen:
 # reading the command line ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["plan", "train", "verify", "graph", "calibrate"])
+@pytest.mark.parametrize("command", [
+    "plan", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph", "calibrate",
+])  # fmt: skip
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -69,7 +71,18 @@ def test_version(capsys):
         (["plan", *MLP, "--pin", "*.up.weight=ep:S(0)"], "no axis 'ep'", "dp, tp"),
         (["plan", *MLP, "--pin", "*.upp.weight=tp:S(0)"], "matches no parameter", "blocks.0.up.weight"),
         (["plan", *MLP, "--pin", "*.up.weight=tp:T(0)"], "T(0)", "S("),
+        (plan("--forbid", "weight"), "'weight' as what is forbidden", "GLOB=LAYOUT"),
+        (plan("--forbid", "*.upp.weight=R"), "matches no parameter", "blocks.0.up.weight"),
+        (plan("--forbid", "*.up.weight=R", "--pin", "*.up.weight=R"), "no layout left", "forbid less"),
         (plan("--memory", "10KiB"), "no plan fits", "devices"),
+        (["trace", *MLP], "--out", "autopar trace --help"),
+        (["trace", *MLP, "--out", "x", "--slowdown", "0.9"], "0.9 is not 1 or more", "autopar trace --help"),
+        (["trace", *MLP, "--hardware", "cpu-gloo", "--out", "/there/is/no/such/folder/trace.json"], "No such file", ""),
+        (["report", *MLP, "--out", "x", "--strategy", "megatorn"], "'megatorn'", "megatron"),
+        (["explain", *MLP], "PATTERN", "autopar explain --help"),
+        (["explain", "*.upp.weight", *MLP], "'*.upp.weight' matches no parameter", "blocks.0.up.weight"),
+        (["compare", "/no/such/plan.json"], "cannot be read as a plan", "plan.save"),
+        (["diff", "one.json"], "AFTER", "autopar diff --help"),
         (plan("--json", "/there/is/no/such/folder/plan.json"), "No such file", ""),
         (["graph", *MLP, "--diff"], "--diff", "--after"),
         (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
@@ -135,9 +148,11 @@ def test_plan_of_an_adapted_model(words, trained, capsys):
 # graph and verify -----------------------------------------------------------------------------------------------------
 
 
-def test_graph_lists_the_passes(capsys):
+def test_graph_lists_the_passes(capsys, golden):
     assert main(["graph", *MLP, "--strategy", "megatron"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    golden(out)
+    lines = out.splitlines()
     assert [line.partition(":")[0] for line in lines[1:]] == [*GLOBAL, *LOCAL]
     localize = next(line for line in lines if line.startswith("localize:"))
     assert " -> " in localize and "all_reduce +" in localize

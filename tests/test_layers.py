@@ -11,7 +11,7 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
      "autopar.hardware_profiles"},
     {"autopar._torch", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4", "autopar.ops_quant",
      "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state", "autopar.functions",
-     "autopar.precision", "autopar.unroll", "autopar.quantized", "autopar.rules", "autopar.adapt"},
+     "autopar.precision", "autopar.compact", "autopar.unroll", "autopar.quantized", "autopar.rules", "autopar.adapt"},
     {"autopar.cost", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file", "autopar.planner"},
     {"autopar.passes"},
     {"autopar.debug", "autopar.codegen", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..errors import StrategyError
+
+if TYPE_CHECKING:
+    from ..planner.make import Planned
 
 Report = Callable[[str], None]
 
@@ -45,6 +50,38 @@ def add_planning(parser, hardware: str) -> None:
     parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
 
 
+def add_search(parser, baselines: bool = False) -> None:
+    """All arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
+    add_model(parser, batch=None, seq=None)
+    add_planning(parser, hardware="h100")
+    add_adapting(parser)
+    forbid = "a layout that the parameters that GLOB matches may not take, such as '*.wte.weight=R'; may be repeated"
+    parser.add_argument("--forbid", action="append", default=[], metavar="GLOB=LAYOUT", help=forbid)
+    parser.add_argument("--optimizer", default="adamw", help="whose state to make room for (default adamw)")
+    parser.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule")
+    if baselines:
+        parser.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
+
+
+def add_slowdown(parser) -> None:
+    """--slowdown."""
+    slowdown = "how much longer compute takes beside a collective, 1 or more (default 1)"
+    parser.add_argument("--slowdown", type=factor, default=1.0, metavar="X", help=slowdown)
+
+
+def search(args: argparse.Namespace, report: Report) -> Planned:
+    """The finished search that the arguments of `add_search` ask for, of the model on the meta device."""
+    from .. import api, models
+
+    quiet()
+    report("building the model")
+    model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
+    return api.search(
+        model, args.mesh, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), report=report,
+        baselines=not getattr(args, "no_baselines", True), adapt=adaptations(args), **planning(args),
+    )  # fmt: skip
+
+
 def add_adapting(parser) -> None:
     """--lora, --qlora and --qat."""
     lora = "adapters on the linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
@@ -75,14 +112,29 @@ def count(text: str) -> int:
     return value
 
 
+def factor(text: str) -> float:
+    value = float(text)
+    if not 1.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def pins(args: argparse.Namespace) -> dict[str, str]:
-    found = {}
-    for text in args.pin:
-        glob, equals, layout = text.partition("=")
-        if not (glob and equals and layout):
-            raise StrategyError(f"cannot read {text!r} as a pin", fix="write GLOB=LAYOUT, such as '*.c_fc.weight=tp:S(1)'")
-        found[glob] = layout
+    return dict(_layout_of(text, "a pin") for text in args.pin)
+
+
+def forbidden(args: argparse.Namespace) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for glob, layout in (_layout_of(text, "what is forbidden") for text in args.forbid):
+        found.setdefault(glob, []).append(layout)
     return found
+
+
+def _layout_of(text: str, what: str) -> tuple[str, str]:
+    glob, equals, layout = text.partition("=")
+    if not (glob and equals and layout):
+        raise StrategyError(f"cannot read {text!r} as {what}", fix="write GLOB=LAYOUT, such as '*.c_fc.weight=tp:S(1)'")
+    return glob, layout
 
 
 def planning(args: argparse.Namespace) -> dict:
@@ -102,6 +154,9 @@ def check(args: argparse.Namespace) -> None:
     Restriction.of(args.strategy, Mesh.parse(args.mesh))
     hardware.load(args.hardware)
     pins(args)
+    if hasattr(args, "forbid"):
+        forbidden(args)
+        adaptations(args)
 
 
 def quiet() -> None:

@@ -51,6 +51,12 @@ class Recomputation:
         return self.seconds / max(self.freed_bytes, 1.0)
 
 
+def recomputed_vertices(evaluation: Evaluation) -> dict[int, str]:
+    """The vertices that an evaluated plan runs again in the backward, in graph order, with their blocks."""
+    found = {v: block for block, levels in evaluation.recomputed.items() for step, _ in levels.values() for v in step.again}
+    return dict(sorted(found.items()))
+
+
 class Blocks:
     """The recomputable blocks of a problem."""
 

@@ -11,10 +11,12 @@ from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
 from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
+from .live_bytes import staying_bytes
 from .make import Planned
 from .problem import STATE, Problem, Vertex
 from .regions import regions_of
 from .solve import Outcome
+from .whole import names_of
 
 
 def describe_plan(planned: Planned) -> Plan:
@@ -34,6 +36,7 @@ def describe_plan(planned: Planned) -> Plan:
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
+        simulated_seconds=planned.timeline.seconds, exposed_seconds=planned.timeline.exposed_seconds,
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=e.bytes_,
         memory=_memory(problem, e, options.optimizer), collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=tuple(_recomputed(problem, e)[FULL]),
@@ -47,21 +50,11 @@ def describe_plan(planned: Planned) -> Plan:
 
 def _memory(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, float]:
     """Bytes of a device by kind, those that are not zero."""
-    memory = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
+    memory = staying_bytes(problem, e, optimizer)
     kept = {"gathered parameters kept": True, "activations": False}
     for kind, is_parameter in kept.items():
         memory[kind] = sum(b for (v, _, _), b in e.saved.items() if (problem.vertices[v].kind == "parameter") == is_parameter)
     memory["recomputed block"] = e.transient_bytes
-    memory["gradients"] = e.gradient_bytes + e.whole_gradient_bytes
-    for v in problem.vertices:
-        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]]) * v.copies
-        if v.kind == "parameter":
-            trainable, state = v.node.meta["role"].trainable, v.state_bytes(optimizer)
-            elements = resident / state.resident(trainable)
-            memory["parameters"] += elements * (state.master + state.copy)
-            memory["optimizer"] += elements * state.optimizer if trainable else 0.0
-        else:
-            memory["buffers"] += resident
     return {kind: bytes_ for kind, bytes_ in memory.items() if bytes_}
 
 
@@ -69,20 +62,12 @@ def _recomputed(problem: Problem, e: Evaluation) -> dict[str, list[str]]:
     """By level, names of the blocks of the whole graph whose values are computed again."""
     names = {SELECTIVE: [], FULL: []}
     for block, levels in e.recomputed.items():
-        every = _names(problem, block)
+        every = names_of(problem, block)
         full = levels[FULL][1] if FULL in levels else 0
         selective = levels[SELECTIVE][1] if SELECTIVE in levels else 0
         names[FULL] += every[:full]
         names[SELECTIVE] += every[full:selective]
     return names
-
-
-def _names(problem: Problem, block: str) -> list[str]:
-    """Names of the blocks of the whole graph that a block of the planned graph stands for."""
-    tower, _, number = block.rpartition(".")
-    if problem.compact is None or tower != problem.compact.tower:
-        return [block]
-    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), problem.first)]
 
 
 def _again(problem: Problem, e: Evaluation) -> list[str]:
@@ -115,16 +100,13 @@ def _elements(problem: Problem, trained: bool) -> int:
 def _collectives(e: Evaluation) -> tuple[Collective, ...]:
     count, wire, seconds = Counter(), Counter(), Counter()
     for transfer in e.transfers:
-        r = transfer.redistribution
-        # a bucketed tensor pays part of the latency: its steps share what the plan charges for the transfer
-        charged = transfer.seconds / max(r.latency_seconds + r.seconds_per_byte * transfer.bytes_, 1e-30)
-        for step in r.steps:
+        for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":
                 continue
             key = (step.move.kind, step.move.axes, transfer.phase)
             count[key] += transfer.copies
             wire[key] += step.wire_fraction * transfer.bytes_ * transfer.copies
-            seconds[key] += transfer.copies * charged * (step.latency_seconds + step.seconds_per_byte * transfer.bytes_)
+            seconds[key] += charged * transfer.copies
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cost.redistribute import Redistribution, Redistributor
+from ..cost.redistribute import Redistribution, Redistributor, Step
 from ..cost.transfer_prices import TransferPrices
 from ..layout import Layout, largest_local_numel
 from .prices import Prices
@@ -40,6 +40,13 @@ class Transfer:
     consumers: tuple[int, ...]
     copies: int
     is_hidden: bool
+
+    @property
+    def step_seconds(self) -> list[tuple[Step, float]]:
+        """The steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
+        r = self.redistribution
+        charged = self.seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)
+        return [(s, charged * (s.latency_seconds + s.seconds_per_byte * self.bytes_)) for s in r.steps]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..capture import Captured
@@ -22,14 +22,18 @@ from ..precision import compute_dtype
 from .ascend import Search
 from .evaluate import Evaluation, Pricer
 from .fold import fold, unfolded
+from .live_bytes import LiveBytes, live_bytes
 from .problem import Problem, build
 from .restrict import Restriction
 from .solve import Outcome, Solver
+from .timeline import Timeline, simulate
+from .whole import whole_of
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a user may say about planning. `fixed`: layouts by placeholder name. `memory_bytes`: None takes the hardware's."""
+    """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout that it
+    may not take. `memory_bytes`: None takes the hardware's."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -37,6 +41,7 @@ class PlanOptions:
     precision: str = "fp32"
     strategy: str | None = None
     pin: Mapping[str, str] = field(default_factory=dict)
+    forbid: tuple[tuple[str, str], ...] = ()
     fixed: Mapping[str, Layout] = field(default_factory=dict)
     strict: bool = False
     baselines: bool = True
@@ -76,6 +81,21 @@ class Planned:
         return self.chosen.evaluation
 
     @cached_property
+    def whole(self) -> tuple[Problem, Evaluation]:
+        """The problem and the plan with every block of the model, which timelines and traces are about."""
+        return whole_of(self.problem, self.evaluation)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The chosen plan played through with overlap."""
+        return simulate(*self.whole)
+
+    @cached_property
+    def live_bytes(self) -> LiveBytes:
+        """The memory of a device over the step."""
+        return live_bytes(*self.whole, self.pricer, self.options.optimizer)
+
+    @cached_property
     def plan(self) -> Plan:
         from .describe import describe_plan
 
@@ -100,12 +120,12 @@ def search(
     options.check(mesh)
     start = time.perf_counter()
     hardware = options.hardware
-    restriction = Restriction.of(options.strategy, mesh)
+    restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
     redistribute = Redistributor(mesh, hardware.links_for(mesh), hardware.reached_memory_bytes_per_second)
     report("building the problem")
     problem = build(
         captured, mesh, hardware, options.optimizer,
-        fold if options.folded else unfolded, dict(options.fixed), dict(options.pin),
+        fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
     )  # fmt: skip
     warnings = _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
@@ -114,7 +134,7 @@ def search(
     others = solver.baselines() if options.baselines else {}
     report("searching")
     chosen = solver.solve(restriction, dict(options.pin))
-    if restriction.name == "auto" and not options.pin:
+    if restriction.name == "auto" and not options.pin and not options.forbid:
         chosen = _not_worse(chosen, others)
     report("done")
     return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)

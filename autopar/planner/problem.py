@@ -152,7 +152,7 @@ def build(
     different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
-    vertices, uses = _vertices(graph)
+    vertices, uses = vertices_of(graph)
     for v in vertices if compact else ():
         v.block = compact.block(v.node) if v.kind != "output" else None
     part_sets = rules.propagate_parts(graph)
@@ -197,7 +197,8 @@ def build(
     return problem
 
 
-def _vertices(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
+def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
+    """The vertices of a joint graph, each without a class, and the uses of their tensors, those by the graph's outputs last."""
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from ..adapt.lora_site import is_factor
 from ..plan import Region
 from .evaluate import Evaluation
-from .problem import Problem
+from .problem import Problem, Vertex
 
 DEPTH_IN_BLOCK = 2  # "layers.3.self_attn.q_proj" is listed as layers.*.self_attn.q_proj: two names below the block
 
@@ -24,6 +24,13 @@ def row_of(module: str) -> str:
     return ".".join(names[:3]) or "(outside of modules)"
 
 
+def module_of(v: Vertex) -> str:
+    """The module that an op is called in, or that a parameter or buffer belongs to; "" for inputs and outputs."""
+    if v.kind == "op":
+        return v.node.meta.get("module", "")
+    return v.node.meta["role"].name.rpartition(".")[0] if v.kind in ("parameter", "buffer") else ""
+
+
 def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
     """Rows in order of first appearance in the forward."""
     rows: dict[str, dict] = defaultdict(
@@ -32,12 +39,9 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
     )  # fmt: skip
     home: dict[int, str] = {}
     for v in problem.vertices:
-        if v.kind == "op":
-            module = v.node.meta.get("module", "")
-        elif v.kind in ("parameter", "buffer"):
-            module = v.node.meta["role"].name.rpartition(".")[0]
-        else:
+        if v.kind not in ("op", "parameter", "buffer"):
             continue
+        module = module_of(v)
         name = home[v.index] = row_of(module)
         row, choices = rows[name], problem.choices(v.index)
         strategy = choices.strategies[e.choice[v.index]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from ..errors import StrategyError
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.rule import entries_of, name_of
-from .problem import Problem
+from .problem import Problem, Vertex
 
 DATA, TENSOR, TENSOR_SEQUENCE, FREE = "data", "tensor", "tensor with sequence", "free"
 
@@ -58,7 +59,8 @@ ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": No
 
 @dataclass(frozen=True)
 class Restriction:
-    """Roles of the axes and the treatment of parameters. Without a strategy every axis is free."""
+    """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a glob and
+    a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that it may take."""
 
     name: str
     roles: dict[str, str]
@@ -66,6 +68,8 @@ class Restriction:
     whole_axes: tuple[str, ...] = ()  # parameters must not be sharded over these
     keep: bool | None = None
     whole_gradients: bool = False
+    forbidden: tuple[tuple[str, str], ...] = ()
+    forced: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh) -> Restriction:
@@ -102,7 +106,8 @@ class Restriction:
 def allowed_strategies(
     problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None
 ) -> dict[int, np.ndarray]:
-    """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow."""
+    """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow, or for a class that
+    what is forbidden leaves nothing."""
     mesh = problem.mesh
     batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
     masks = {}
@@ -119,6 +124,11 @@ def allowed_strategies(
         masks[cls] = mask
     for pattern, text in (pins or {}).items():
         _pin(problem, masks, pattern, text)
+    for pattern, text in restriction.forbidden:
+        _forbid(problem, masks, pattern, text)
+    for cls, strategy in restriction.forced:
+        masks[cls] = np.zeros(len(masks[cls]), bool)
+        masks[cls][strategy] = True
     return masks
 
 
@@ -175,6 +185,32 @@ def _input_mask(strategies, restriction: Restriction) -> np.ndarray:
 
 
 def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str) -> None:
+    for v, fits in _named(problem, pattern, text, "pin"):
+        if not (masks[v.cls] & fits).any():
+            raise StrategyError(
+                f"no layout of {v.node.meta['role'].name} follows the pin {pattern}: {text}",
+                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
+                fix="pin a dim that the axis divides, or leave the parameter to the planner",
+            )  # fmt: skip
+        masks[v.cls] &= fits
+
+
+def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str) -> None:
+    for v, fits in _named(problem, pattern, text, "forbidden"):
+        left = masks[v.cls] & ~fits
+        if not left.any():
+            layouts = [s.outputs[0].text() for s, allowed in zip(problem.classes[v.cls].strategies, masks[v.cls]) if allowed]
+            raise StrategyError(
+                f"{v.node.meta['role'].name} has no layout left when {text} is forbidden to {pattern}",
+                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
+                fix=f"forbid less: it may only be {', '.join(layouts[:3])}",
+            )  # fmt: skip
+        masks[v.cls] = left
+
+
+def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tuple[Vertex, np.ndarray]]:
+    """Leaves that a glob matches, each with a mask of the strategies that place it as the text says. Raises StrategyError if it
+    matches none, MeshError for an axis that the mesh does not have."""
     found = False
     names = {}
     for v in problem.vertices:
@@ -185,24 +221,16 @@ def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str
         if not fnmatch.fnmatchcase(name, pattern):
             continue
         found = True
-        options = problem.classes[v.cls].strategies
         wanted = Layout.parse(text, v.node.meta["val"].dim())
-        axes = {word.split(":")[0] for word in text.replace(",", " ").split()} & set(problem.mesh.names)
-        for word in text.replace(",", " ").split():
-            if word != "R" and word.split(":")[0] not in problem.mesh.names:
-                problem.mesh.size(word.split(":")[0])
-        fits = np.array([_follows(s.outputs[0], wanted, axes or None) for s in options])
-        if not (masks[v.cls] & fits).any():
-            raise StrategyError(
-                f"no layout of {name} follows the pin {pattern}: {text}",
-                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
-                fix="pin a dim that the axis divides, or leave the parameter to the planner",
-            )  # fmt: skip
-        masks[v.cls] &= fits
+        words = [word.split(":")[0] for word in text.replace(",", " ").split() if word != "R"]
+        for axis in words:
+            problem.mesh.size(axis)
+        options = problem.classes[v.cls].strategies
+        yield v, np.array([_follows(s.outputs[0], wanted, set(words) or None) for s in options])
     if not found:
         close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
         raise StrategyError(
-            f"the pin {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}"
+            f"the {what} {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}"
         )
 
 

@@ -20,7 +20,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """The result alone, in three lines."""
+    """The result alone, in four lines."""
     return "\n".join(_result(plan))
 
 
@@ -36,6 +36,7 @@ def _result(plan: Plan) -> list[str]:
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
         f"strategy {plan.strategy}",
         f"step {ms(plan.step_seconds)} = {sum_of or 'nothing'}; no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})",
+        f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *_trained(plan),

@@ -1,0 +1,158 @@
+"""Which bytes a device holds at every moment of a step: what stays, what waits for the backward, and what passes by.
+
+Parameters, gradients and optimizer state stay all through training. A tensor saved for the backward lives from the op that makes
+it to its last reader. Besides these live what the planner's peak leaves out because it is small beside them: the values between
+two ops, gathered parameters on their way through a block, and gradients before they are reduced. A view lives in the memory of
+what it looks at.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..cost.compute import FREE
+from .evaluate import Evaluation, Pricer
+from .problem import STATE, Problem
+from .step_order import StepOrder, Travel, step_order
+from .timeline import Timeline
+
+STAYING = ("parameters", "gradients", "optimizer", "buffers")
+SAVED, KEPT, AGAIN, GATHERED, PASSING = (
+    "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Bytes of a device by kind while each run of `order` is at work; kinds that never hold any are left out."""
+
+    order: StepOrder
+    kinds: dict[str, np.ndarray]
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        return sum(self.kinds.values(), np.zeros(len(self.order.runs)))
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.total.max(initial=0.0))
+
+    @property
+    def peak_at(self) -> int:
+        """Position of the run at the peak, the first of several."""
+        return int(self.total.argmax()) if len(self.total) else 0
+
+
+def staying_bytes(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, float]:
+    """Bytes of a device that stay all through training, by kind."""
+    result = dict.fromkeys(STAYING, 0.0)
+    result["gradients"] = e.gradient_bytes + e.whole_gradient_bytes
+    for v in problem.vertices:
+        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]]) * v.copies
+        if v.kind == "parameter":
+            trainable, state = v.node.meta["role"].trainable, v.state_bytes(optimizer)
+            elements = resident / state.resident(trainable)
+            result["parameters"] += elements * (state.master + state.copy)
+            result["optimizer"] += elements * state.optimizer if trainable else 0.0
+        else:
+            result["buffers"] += resident
+    return result
+
+
+def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer, optimizer: str) -> LiveBytes:
+    """The memory of a device over the step that an evaluation describes."""
+    order = step_order(problem, evaluation)
+    count = max(len(order.runs), 1)
+    changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
+    for kind, bytes_ in staying_bytes(problem, evaluation, optimizer).items():
+        changes[kind][0] += bytes_
+    for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
+        changes[kind][min(first, count - 1)] += bytes_
+        changes[kind][min(last, count - 1) + 1] -= bytes_
+    held = {kind: np.cumsum(change[:-1])[: len(order.runs)] for kind, change in changes.items()}
+    return LiveBytes(order, {kind: np.maximum(bytes_, 0.0) for kind, bytes_ in held.items() if bytes_.max(initial=0.0) > 0.5})
+
+
+class _Lives:
+    """From which run to which each tensor lives."""
+
+    def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
+        self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
+        self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
+        self.reads: dict[tuple, int] = defaultdict(lambda: -1)  # last reader of a tensor by phase: (vertex, output, phase) -> run
+        for i, run in enumerate(order.runs):
+            for tensor in problem.vertices[run.vertex].inputs:
+                self._read((*self._base(*tensor), run.phase), i)
+                self._read((*tensor, run.phase), i)
+        for travel in order.travels:
+            t = travel.transfer
+            self._read((*self._base(t.producer, t.output), travel.phase), travel.start)
+            self._read((t.producer, t.output, travel.phase), travel.start)
+
+    def _read(self, key: tuple, position: int) -> None:
+        self.reads[key] = max(self.reads[key], position)
+
+    def _layout(self, vertex: int, output: int):
+        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].outputs[output]
+
+    def _is_view(self, vertex: int) -> bool:
+        v = self.problem.vertices[vertex]
+        return v.kind == "op" and v.node.target in FREE
+
+    def _base(self, vertex: int, output: int) -> tuple[int, int]:
+        """The tensor whose memory this one lies in."""
+        while self._is_view(vertex):
+            strategy = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
+            producer, of = self.problem.vertices[vertex].inputs[0]
+            if self._layout(producer, of) != strategy.inputs[0]:
+                break
+            vertex, output = producer, of
+        return vertex, output
+
+    def spans(self):
+        """(kind, first run, last run, bytes) of everything that does not stay."""
+        e, pricer = self.evaluation, self.pricer
+        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
+                   for t in self.order.travels if t.phase == "forward"}  # fmt: skip
+        for (v, o, layout), bytes_ in e.saved.items():
+            first = arrival.get((v, o, layout), self.place.get((v, False), 0))
+            kind = KEPT if self.problem.vertices[v].kind == "parameter" else SAVED
+            yield kind, first, max(first, self.reads[v, o, "backward"]), bytes_
+        for travel in self.order.travels:
+            if span := self._copy(travel):
+                yield span
+        returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE}
+        for i, run in enumerate(self.order.runs):
+            for output in range(len(self.problem.vertices[run.vertex].values)):
+                layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
+                if self._base(run.vertex, output)[0] != run.vertex or not run.again and (run.vertex, output, layout) in e.saved:
+                    continue
+                if use and self._layout(use.consumer, 0) == layout and self.problem.vertices[use.consumer].kind == "parameter":
+                    continue  # a gradient, which stays
+                last = self.reads[run.vertex, output, run.phase]
+                yield AGAIN if run.again else PASSING, i, max(i, last), pricer.local_bytes(run.vertex, output, layout)
+
+    def _copy(self, travel: Travel) -> tuple[str, int, int, float] | None:
+        """A tensor in another layout, until it is last read; not if it is kept, or if it is a gradient on its way home."""
+        t, count = travel.transfer, len(self.order.runs)
+        key = (t.producer, t.output, t.target)
+        if travel.first == count or not travel.again and travel.phase == "forward" and key in self.evaluation.saved:
+            return None
+        is_parameter = self.problem.vertices[t.producer].kind == "parameter"
+        kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
+        return kind, travel.start, travel.last, self.pricer.local_bytes(*key)
+
+
+def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
+    """When each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
+    taken = {(e.vertex, e.again): e.end_seconds for e in timeline.events if e.step is None}
+    result, now = [], 0.0
+    for run in order.runs:
+        now = taken.get((run.vertex, run.again), now)
+        result.append(now)
+    return result
+

@@ -1,0 +1,100 @@
+"""An evaluated plan of a compact graph, written out for every block of the whole model: what timelines and traces are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..graph import output_node
+from .blocks import FULL, SELECTIVE, Recomputation
+from .evaluate import Evaluation, uses_by_tensor
+from .problem import STATE, Problem, vertices_of
+
+
+def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
+    """The problem of the whole graph and the same plan of it; both as they are if no blocks were left out."""
+    if problem.compact is None:
+        return problem, evaluation
+    problem.split(evaluation.first)
+    return _Writer(problem, evaluation).write()
+
+
+class _Writer:
+    def __init__(self, small: Problem, evaluation: Evaluation):
+        self.small, self.evaluation = small, evaluation
+        vertices, uses = vertices_of(small.whole)
+        by_node = {v.node: v.index for v in vertices if v.kind != "output"}
+        outputs = {v.name: v.index for v in vertices if v.kind == "output"}
+        self.twins: dict[int, list[int]] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
+        for v in small.vertices:
+            self.twins[v.index] = [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.whole_nodes(v.node)]
+            for twin in self.twins[v.index]:
+                vertices[twin].cls = v.cls
+        self.problem = replace(
+            small, vertices=vertices, uses=uses, graph=small.whole, compact=None, uses_of=None, first=0,
+            tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.twins[v]},
+            rule_of={t: rule for v, rule in small.rule_of.items() for t in self.twins[v]},
+            output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
+        )  # fmt: skip
+
+    def write(self) -> tuple[Problem, Evaluation]:
+        e, dropped = self.evaluation, self._dropped()
+        choice = {t: k for v, k in e.choice.items() for t in self.twins[v]}
+        saved, kept = {}, set()
+        for (v, output, layout), bytes_ in e.saved.items():
+            left = self.twins[v][dropped[v, output, layout] :]
+            saved |= {(t, output, layout): bytes_ / len(left) for t in left}
+        for v, output, layout in e.kept:
+            kept |= {(t, output, layout) for t in self.twins[v][dropped[v, output, layout] :]}
+        transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
+        whole = replace(
+            e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=dict(self._recomputed())
+        )
+        return self.problem, whole
+
+    def _dropped(self) -> Counter:
+        """In how many of its copies, the first ones, a block does not save a value."""
+        found: Counter = Counter()
+        for levels in self.evaluation.recomputed.values():
+            for step, count in levels.values():
+                found.update(dict.fromkeys(step.freed, count))
+        return found
+
+    def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
+        for twin in self.twins[transfer.producer]:
+            readers = []
+            for use in uses_by_tensor(self.problem)[twin, transfer.output]:
+                strategy = self.problem.choices(use.consumer).strategies[choice[use.consumer]]
+                wanted = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
+                if wanted == transfer.target and use.phase == transfer.phase:
+                    readers.append(use.consumer)
+            yield replace(transfer, producer=twin, consumers=tuple(readers), copies=1)
+
+    def _recomputed(self) -> Iterator[tuple[str, dict]]:
+        for block, levels in self.evaluation.recomputed.items():
+            full = levels[FULL][1] if FULL in levels else 0
+            most = max(count for _, count in levels.values())
+            names = names_of(self.small, block)
+            for i, name in enumerate(names[:most]):
+                level = FULL if i < full else SELECTIVE
+                steps = [step for at, (step, count) in levels.items() if i < count and (level == FULL or at == SELECTIVE)]
+                yield name, {step.level: (self._one(step, name, i), 1) for step in steps}
+
+    def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
+        def twin(v: int) -> int:
+            return self.twins[v][min(copy, len(self.twins[v]) - 1)]
+
+        return replace(
+            step, block=name, copies=1, again=frozenset(twin(v) for v in step.again),
+            freed=tuple((twin(v), o, layout) for v, o, layout in step.freed),
+            needed=tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in step.needed),
+        )  # fmt: skip
+
+
+def names_of(problem: Problem, block: str) -> list[str]:
+    """Names of the blocks of the whole graph that a block of the planned graph stands for."""
+    tower, _, number = block.rpartition(".")
+    if problem.compact is None or tower != problem.compact.tower:
+        return [block]
+    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), problem.first)]

@@ -1,0 +1,79 @@
+"""What one plan decides otherwise than another: differing lines alone, equal blocks of a module list as one line."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from ..plan import Plan
+from .plan_text import MEMORY, in_tree_order
+from .units import byte_column, ms, size
+
+
+def diff_text(a: Plan, b: Plan) -> str:
+    """`what: before -> after`, in sections; empty if nothing differs."""
+    sections = {
+        "made for": _pairs(_made_for(a), _made_for(b)),
+        "costs": _pairs(_costs(a), _costs(b)),
+        "memory of a device": _memory(a, b),
+        "layouts of parameters and inputs": _folded(a.layouts, b.layouts),
+        "layouts of activations": _pairs(_activations(a), _activations(b)) + _ops(a, b),
+        "recomputed in the backward": _folded(dict.fromkeys(a.recomputed, "yes"), dict.fromkeys(b.recomputed, "yes")),
+        "collectives": sorted(_pairs(_collectives(a), _collectives(b)), key=lambda line: (not line.startswith("forward"), line)),
+    }
+    return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) + "\n" for name, lines in sections.items() if lines)
+
+
+def _made_for(plan: Plan) -> dict[str, str]:
+    names = ("model", "mesh", "hardware", "precision", "optimizer", "strategy")
+    graph = {"graph": plan.fingerprint[:12], "memory limit": size(plan.memory_limit_bytes)}
+    return {name: str(getattr(plan, name)) for name in names} | graph
+
+
+def _costs(plan: Plan) -> dict[str, str]:
+    seconds = {
+        "step": plan.step_seconds, "simulated with overlap": plan.simulated_seconds, "compute": plan.compute_seconds,
+        "communication": plan.communication_seconds, "exposed": plan.exposed_seconds, "recomputation": plan.recompute_seconds,
+        "bound": plan.bound,
+    }  # fmt: skip
+    return {name: ms(value) for name, value in seconds.items()}
+
+
+def _memory(a: Plan, b: Plan) -> list[str]:
+    kinds = [*MEMORY, "in all"]
+    before, after = ({**p.memory, "in all": p.peak_bytes} for p in (a, b))
+    unit, cells = byte_column([x.get(kind, 0.0) for kind in kinds for x in (before, after)])
+    pairs = zip(kinds, cells[::2], cells[1::2])
+    return [f"{kind}: {old} -> {new} {unit}" for kind, old, new in pairs if old != new]
+
+
+def _activations(plan: Plan) -> dict[str, str]:
+    regions = [r for r in in_tree_order(plan.regions) if r.activations]
+    return {r.name if r.copies == 1 else f"{r.name} (x{r.copies})": r.activations for r in regions}
+
+
+def _ops(a: Plan, b: Plan) -> list[str]:
+    """How many ops are cut otherwise: there are too many to list."""
+    before, after = a.sharding.nodes, b.sharding.nodes
+    changed = sum(before.get(name) != after.get(name) for name in {*before, *after})
+    return [f"{changed} of {len({*before, *after})} ops are sharded otherwise"] if changed else []
+
+
+def _collectives(plan: Plan) -> dict[str, str]:
+    return {
+        f"{c.phase} {c.kind} {','.join(c.axes)}": f"{c.count}, {size(c.wire_bytes)} sent, {ms(c.seconds)}" for c in plan.collectives
+    }
+
+
+def _pairs(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    return [f"{k}: {a.get(k, 'none')} -> {b.get(k, 'none')}" for k in dict.fromkeys([*a, *b]) if a.get(k) != b.get(k)]
+
+
+def _folded(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    """Differences by name, where names that differ in their numbers alone and change alike are one line: `h.*.mlp (x12)`."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for name in dict.fromkeys([*a, *b]):
+        if a.get(name) != b.get(name):
+            row = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            found[row, f"{a.get(name, 'none')} -> {b.get(name, 'none')}"] += 1
+    return [f"{name}{f' (x{count})' if count > 1 else ''}: {change}" for (name, change), count in found.items()]

@@ -1,0 +1,47 @@
+"""HTML as nested calls. Text is escaped unless it is `Html`, which only `tag` makes."""
+
+from __future__ import annotations
+
+from html import escape
+
+VOID = ("meta", "br", "hr", "img", "input", "link")  # these have no closing tag
+
+
+class Html(str):
+    """Text that is markup already."""
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Html:
+    """`tag("td", "a < b", class_="number")`. Attributes drop a final underscore, others become hyphens; None and False leave one
+    out, True stands alone."""
+    words = [name]
+    for key, value in attributes.items():
+        key = key.rstrip("_").replace("_", "-")
+        if value is True:
+            words.append(key)
+        elif value is not None and value is not False:
+            words.append(f'{key}="{escape(str(value))}"')
+    if name in VOID:
+        return Html(f"<{' '.join(words)}>")
+    return Html(f"<{' '.join(words)}>{joined(children)}</{name}>")
+
+
+def joined(children) -> Html:
+    """One after the other, texts escaped."""
+    return Html("".join(c if isinstance(c, Html) else escape(str(c), quote=False) for c in children))
+
+
+def rows_of(header: list[str], rows: list[list[object]], left: int = 1) -> Html:
+    """A table that scrolls sideways in a narrow window; all but the first `left` columns are numbers."""
+
+    def cells(name: str, row) -> Html:
+        return joined(tag(name, cell, class_=None if i < left else "number") for i, cell in enumerate(row))
+
+    head = tag("thead", tag("tr", cells("th", header)))
+    body = tag("tbody", joined(tag("tr", cells("td", row)) for row in rows))
+    return tag("div", tag("table", head, body), class_="scroll")
+
+
+def bar(share: float, class_: str = "bar") -> Html:
+    """A horizontal bar as long as the share, 0 to 1, of its cell."""
+    return tag("div", tag("i", style=f"width:{100 * min(max(share, 0.0), 1.0):.1f}%"), class_=class_)

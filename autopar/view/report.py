@@ -1,0 +1,198 @@
+"""`autopar report`: a plan as one HTML page that needs no network and no other file."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..plan import Plan, Region
+from ..planner.explain import runners_up
+from ..planner.make import Planned
+from ..planner.timeline import Timeline
+from .charts import legend_of, memory_chart, timeline_chart
+from .html import Html, bar, joined, rows_of, tag
+from .plan_text import MEMORY, in_tree_order
+from .units import byte_column, column, ms, percent, size
+
+FOLDER = Path(__file__).parent
+
+
+def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
+    """The whole page. `timeline`: another one than the plan's own, such as with a slowdown."""
+    plan, timeline = planned.plan, planned.timeline if timeline is None else timeline
+    sections = [
+        ("What it costs", _summary(plan, timeline)),
+        ("Against the experts' strategies", _alternatives(plan)),
+        ("The step", _step(planned, timeline)),
+        ("Memory of a device", joined([memory_chart(planned, timeline), _memory(plan)])),
+        ("Collectives", _collectives(plan)),
+        ("Modules", _modules(plan)),
+        ("Parameters and inputs", _layouts(planned)),
+        ("Notes", _notes(plan)),
+    ]
+    title = f"{plan.model} on mesh {plan.mesh}"
+    head = tag(
+        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title), tag("style", Html((FOLDER / "report.css").read_text())),
+    )  # fmt: skip
+    made = f"{plan.mesh.devices} devices, {plan.hardware}, {plan.precision}, {plan.optimizer}, strategy {plan.strategy}"
+    main = [tag("header", tag("h1", title), tag("p", made))]
+    main += [tag("section", tag("h2", name), content) for name, content in sections if content]
+    body = tag("body", tag("main", *main), tag("script", Html((FOLDER / "report.js").read_text())))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _summary(plan: Plan, timeline: Timeline) -> Html:
+    cards = [
+        ("step", ms(plan.step_seconds), f"no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})"),
+        ("with overlap", ms(timeline.seconds), f"{ms(timeline.exposed_seconds)} of communication exposed"),
+        ("compute", ms(plan.compute_seconds), _recomputed(plan)),
+        ("communication", ms(plan.communication_seconds), f"{sum(c.count for c in plan.collectives)} collectives"),
+        ("peak memory", size(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
+         f"{size(plan.memory_limit_bytes)}"),
+        ("parameters", _count(plan.parameter_elements), f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
+    ]  # fmt: skip
+    return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in cards),
+               class_="cards")  # fmt: skip
+
+
+def _count(number: int) -> str:
+    name, scale = next(((n, s) for n, s in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)) if number >= s), ("", 1))
+    return f"{number / scale:.3g} {name}".rstrip()
+
+
+def _recomputed(plan: Plan) -> str:
+    return f"and {ms(plan.recompute_seconds)} recomputed" if plan.recomputed else "nothing recomputed"
+
+
+def _alternatives(plan: Plan) -> Html | None:
+    if not plan.alternatives:
+        return None
+    shown = [("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)]
+    shown += [(a.name, a.step_seconds, a.communication_seconds, a.peak_bytes, a.fits) for a in plan.alternatives if a.step_seconds]
+    longest = max(s[1] for s in shown) or 1.0
+    unit, bytes_ = byte_column([s[3] for s in shown])
+    columns = zip(shown, column([s[1] * 1e3 for s in shown]), column([(s[2] or 0.0) * 1e3 for s in shown]), bytes_)
+    rows = [
+        [name, bar(seconds / longest), step, communication, peak,
+         (f"{seconds / plan.step_seconds:.2f}x" if plan.step_seconds else "-") if fits else "does not fit"]
+        for (name, seconds, _, _, fits), step, communication, peak in columns
+    ]  # fmt: skip
+    notes = joined(tag("p", f"{a.name}: {a.note}", class_="note") for a in plan.alternatives if not a.step_seconds)
+    return tag("div", rows_of(["strategy", "", "step ms", "comm ms", unit, "time"], rows, left=2), notes, class_="others")
+
+
+def _step(planned: Planned, timeline: Timeline) -> Html:
+    kinds = [("forward", "forward"), ("backward", "backward"), ("again", "recomputed"), ("slice", "local copy")]
+    kinds += [(kind, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
+    found = {e.step.move.kind if e.step else "again" if e.again else e.phase for e in timeline.events}
+    buttons = [tag("button", text, type="button", data_zoom=zoom) for text, zoom in (("−", 0.5), ("+", 2), ("all", 0))]
+    busy = rows_of(["stream", "", "busy ms", "of the step"], [
+        [name, bar(seconds / (timeline.seconds or 1.0)), milliseconds, percent(seconds, timeline.seconds)]
+        for (name, seconds), milliseconds in zip(timeline.busy_seconds.items(),
+                                                 column([1e3 * s for s in timeline.busy_seconds.values()]))
+    ], left=2)  # fmt: skip
+    controls = tag("div", legend_of([k for k in kinds if k[0] in found]), tag("span", *buttons, class_="zoom"), class_="controls")
+    return joined([controls, timeline_chart(planned, timeline), busy])
+
+
+def _memory(plan: Plan) -> Html:
+    kinds = {kind: plan.memory[kind] for kind in MEMORY if kind in plan.memory} | {"in all": plan.peak_bytes}
+    unit, cells = byte_column(list(kinds.values()))
+    rows = [[kind, bar(bytes_ / (plan.peak_bytes or 1.0)), cell, percent(bytes_, plan.memory_limit_bytes)]
+            for (kind, bytes_), cell in zip(kinds.items(), cells)]  # fmt: skip
+    return rows_of(["what the plan charges", "", unit, "of the limit"], rows, left=2)
+
+
+def _collectives(plan: Plan) -> Html | None:
+    if not plan.collectives:
+        return None
+    unit, sent = byte_column([c.wire_bytes for c in plan.collectives])
+    longest = max(c.seconds for c in plan.collectives) or 1.0
+    milliseconds = column([c.seconds * 1e3 for c in plan.collectives])
+    each = byte_column([c.wire_bytes / max(c.count, 1) for c in plan.collectives])
+    rows = [
+        [",".join(c.axes), f"{c.phase} {c.kind}", bar(c.seconds / longest, f"bar {c.kind}"), c.count, bytes_, mean, seconds]
+        for c, bytes_, mean, seconds in zip(plan.collectives, sent, each[1], milliseconds)
+    ]
+    rows.sort(key=lambda row: row[0])
+    return rows_of(["axes", "collective", "", "count", f"{unit} sent", f"{each[0]} each", "ms"], rows, left=3)
+
+
+def _modules(plan: Plan) -> Html:
+    """Modules inside of each other; a closed one shows the sums of all that is in it."""
+    regions = in_tree_order(plan.regions)
+    digits = _Digits(regions)
+    children: dict[str, list[str]] = defaultdict(list)
+    by_name = {r.name: r for r in regions}
+    for name in by_name:
+        words = name.split(".") if not name.startswith("(") else [name]
+        for depth in range(1, len(words) + 1):
+            parent, child = ".".join(words[: depth - 1]), ".".join(words[:depth])
+            if child not in children[parent]:
+                children[parent].append(child)
+
+    def subtree(name: str) -> list[Region]:
+        own = [by_name[name]] if name in by_name else []
+        return own + [r for child in children.get(name, ()) for r in subtree(child)]
+
+    def node(name: str, depth: int) -> Html:
+        inside, region = subtree(name), by_name.get(name)
+        copies = max((r.copies for r in inside), default=1) if "*" in name else 1
+        layouts = [tag("code", region.weights, title="weights")] if region and region.weights else []
+        layouts += [tag("code", region.activations, title="activations", class_="quiet")] if region and region.activations else []
+        label = tag("span", tag("b", name.rpartition(".")[2] if depth else name), f" ×{copies}" if copies > 1 else "", *layouts)
+        line = [label, *digits.cells(inside)]
+        if not children.get(name):
+            return tag("div", *line, class_="row")
+        inner = joined(node(child, depth + 1) for child in children[name])
+        return tag("details", tag("summary", *line, class_="row"), inner, open=depth < 2)
+
+    label = tag("span", "module, its weights and activations")
+    header = tag("div", label, *(tag("em", name) for name in digits.header), class_="row head")
+    return tag("div", header, *(node(name, 0) for name in children[""]), class_="tree")
+
+
+class _Digits:
+    """Compute, communication and bytes of groups of regions, in the units and decimals that suit the sum."""
+
+    def __init__(self, regions: list[Region]):
+        self.unit, _ = byte_column([sum(r.bytes_ for r in regions)])
+        self.whole = sum(r.bytes_ for r in regions)
+        self.seconds = sum(r.compute_seconds + r.communication_seconds for r in regions)
+        self.header = ["compute ms", "comm ms", self.unit]
+
+    def cells(self, regions: list[Region]) -> list[Html]:
+        seconds = [sum(r.compute_seconds for r in regions), sum(r.communication_seconds for r in regions), self.seconds]
+        compute, communication, _ = column([1e3 * s for s in seconds])
+        bytes_ = byte_column([sum(r.bytes_ for r in regions), self.whole])[1][0]
+        return [tag("em", x) for x in (compute, communication, bytes_)]
+
+
+def _layouts(planned: Planned) -> Html:
+    """Layouts of parameters and inputs, equal blocks once, with what they beat."""
+    second = runners_up(planned)
+    shapes = {
+        v.node.meta["role"].name: tuple(v.values[0].shape) for v in planned.whole[0].vertices if v.kind in ("parameter", "input")
+    }
+    rows: dict[tuple, int] = defaultdict(int)
+    for name, layout in planned.plan.layouts.items():
+        folded = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        rows[folded, shapes.get(name, ()), layout, second.get(name, ("-", 0.0))] += 1
+    milliseconds = column([1e3 * seconds for *_, (_, seconds) in rows])
+    lines = [
+        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other, class_="quiet"), more, str(shape)]
+        for ((name, shape, layout, (other, _)), n), more in zip(rows.items(), milliseconds)
+    ]
+    note = tag("p", "The next best layout of all equal parameters together costs about so much more a step at least: bounds of the "
+               "search, the price of scarce memory included. autopar explain prices whole plans.", class_="note")  # fmt: skip
+    return joined([rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3), note])
+
+
+def _notes(plan: Plan) -> Html | None:
+    notes: Iterable[str] = [*plan.warnings]
+    if plan.recomputed:
+        notes = [f"Recomputed in the backward: {', '.join(plan.recomputed)}", *notes]
+    return tag("ul", *(tag("li", note) for note in notes)) if notes else None

@@ -1,0 +1,75 @@
+"""Plans next to each other: one column a plan, the same lines for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..plan import Plan
+from .plan_text import MEMORY
+from .units import byte_column, column, table
+
+
+def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
+    """Costs, memory by kind and collectives of the plans under their `names`; a second line a kind where plans differ in it."""
+    sections = [_made_for(plans), _costs(plans), _memory(plans), _collectives(plans)]
+    titles = ["", "ms", _memory_unit(plans), f"collectives: count, {_wire_unit(plans)} sent"]
+    rows = [[title, *cells] for title, cells in sections[0]]
+    for title, section in zip(titles[1:], sections[1:]):
+        if section:
+            rows += [[""] * (len(plans) + 1), [title, *[""] * len(plans)]]
+            rows += [[f"  {label}", *cells] for label, cells in section]
+    return "\n".join(table(["plan", *names], rows)) + "\n"
+
+
+Rows = list[tuple[str, list[str]]]
+
+
+def _made_for(plans: Sequence[Plan]) -> Rows:
+    what: dict[str, Callable[[Plan], str]] = {
+        "model": lambda p: p.model, "mesh": lambda p: str(p.mesh).replace(",", " "), "hardware": lambda p: p.hardware,
+        "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
+        "recomputed blocks": lambda p: str(len(p.recomputed)) if p.recomputed else "-",
+    }  # fmt: skip
+    return [(label, list(map(read, plans))) for label, read in what.items()]
+
+
+def _costs(plans: Sequence[Plan]) -> Rows:
+    seconds = {
+        "step": [p.step_seconds for p in plans],
+        "simulated with overlap": [p.simulated_seconds for p in plans],
+        "compute": [p.compute_seconds for p in plans],
+        "communication": [p.communication_seconds for p in plans],
+        "of it exposed": [p.exposed_seconds for p in plans],
+        "recomputation": [p.recompute_seconds for p in plans],
+        "no plan takes less than": [p.bound for p in plans],
+    }
+    return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))
+
+
+def _memory_unit(plans: Sequence[Plan]) -> str:
+    return f"{byte_column([p.peak_bytes for p in plans])[0]} of a device"
+
+
+def _memory(plans: Sequence[Plan]) -> Rows:
+    kinds = {kind: [p.memory.get(kind, 0.0) for p in plans] for kind in MEMORY if any(kind in p.memory for p in plans)}
+    kinds["in all"] = [p.peak_bytes for p in plans]
+    return _aligned(kinds, lambda values: byte_column(values)[1], len(plans))
+
+
+def _wire_unit(plans: Sequence[Plan]) -> str:
+    return byte_column([c.wire_bytes for p in plans for c in p.collectives])[0]
+
+
+def _collectives(plans: Sequence[Plan]) -> Rows:
+    found = [{f"{c.phase} {c.kind} {','.join(c.axes)}": c for c in p.collectives} for p in plans]
+    labels = dict.fromkeys(sorted({label for f in found for label in f}, key=lambda x: (not x.startswith("forward"), x)))
+    cells = byte_column([f[label].wire_bytes if label in f else 0.0 for label in labels for f in found])[1]
+    sent = iter(cells)
+    return [(label, [f"{f[label].count}, {cell}" if label in f else "-" for f, cell in zip(found, sent)]) for label in labels]
+
+
+def _aligned(values: dict[str, list[float]], show: Callable[[list[float]], list[str]], width: int) -> Rows:
+    """Rows of numbers with one number of decimals for all; those that are nothing everywhere are left out."""
+    kept = {label: row for label, row in values.items() if any(row)}
+    cells = show([v for row in kept.values() for v in row])
+    return [(label, cells[i * width : (i + 1) * width]) for i, label in enumerate(kept)]
