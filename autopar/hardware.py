@@ -136,7 +136,7 @@ def _read(file: Path) -> Hardware:
         launch_seconds=compute.positive("launch_seconds"),
         links=tiers,
         reduce_scatter_lowering=lowering,
-        overlap_slowdown=collectives.at_least_one("overlap_slowdown") if "overlap_slowdown" in collectives.entries else 1.0,
+        overlap_slowdown=collectives.at_least_one("overlap_slowdown") if "overlap_slowdown" in collectives.entries else 2.0,
         kernels=_kernels(kernels) if kernels else Kernels(),
         nccl=_nccl(nccl) if nccl else None,
         curves=tuple(_curve(row) for row in measured.rows("curves")) if measured else (),

@@ -105,7 +105,8 @@ class Hardware:
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
     which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of kernels.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
-    `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other.
+    `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other; 2 if
+    nothing is gained by it.
     `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %). `fingerprint`: where they were measured,
     empty for a profile made from datasheets.
     """
@@ -121,7 +122,7 @@ class Hardware:
     launch_seconds: float
     links: tuple[Tier, ...]
     reduce_scatter_lowering: str
-    overlap_slowdown: float = 1.0
+    overlap_slowdown: float = 2.0
     kernels: Kernels = Kernels()
     nccl: Nccl | None = None
     curves: tuple[Curve, ...] = ()
@@ -142,6 +143,11 @@ class Hardware:
     @property
     def reached_memory_bytes_per_second(self) -> float:
         return self.memory_bytes_per_second * self.memory_efficiency
+
+    @property
+    def overlap_gain(self) -> float:
+        """Share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute waits for it."""
+        return max(0.0, 2.0 - self.overlap_slowdown) if self.nccl else 0.0
 
     def tiers_for(self, mesh: Mesh) -> dict[str, Tier]:
         """By axis, the closest tier that joins all devices of one group along it. The last axis is the closest."""

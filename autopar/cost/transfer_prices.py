@@ -6,11 +6,13 @@ For a tensor of B bytes every distinct step is priced once, rows are sums of ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..layout import Layout
+from .collectives import CollectiveCost
 from .moves import Core
 from .redistribute import Redistributor
 
@@ -19,12 +21,10 @@ LONGEST = 8  # steps of a redistribution
 
 
 class TransferPrices:
-    """Prices of one mesh. `step_seconds(kind, axes, held, bytes)` prices a step of a tensor of so many global bytes of which a
-    device holds a share before it; the links' latency and speed do if it is not given."""
+    """Prices of one mesh. `collectives` prices all steps but local slices; the links' latency and speed do if it is not given."""
 
-    def __init__(self, redistribute: Redistributor, step_seconds: Callable[[str, tuple, float, float], float] | None = None):
-        self.redistribute = redistribute
-        self.step_seconds = step_seconds or self._by_links
+    def __init__(self, redistribute: Redistributor, collectives: CollectiveCost | None = None):
+        self.redistribute, self.collectives = redistribute, collectives
         self._steps: dict[tuple | None, int] = {None: 0}  # (kind, axes, share held) -> number; 0 stands for no step
         self._rows: list[tuple[int, ...]] = [(), (), ()]
         self._steps_row: dict[tuple[int, ...], int] = {}
@@ -36,9 +36,22 @@ class TransferPrices:
         self._seconds: dict[float, np.ndarray] = {}  # by bytes: of every row
         self._table = np.zeros((0, LONGEST), int)
 
-    def _by_links(self, kind: str, axes: tuple[str, ...], held: float, bytes_: float) -> float:
-        _, latency, per_byte = self.redistribute.price(kind, axes, held)
-        return latency + per_byte * bytes_
+    def _step_seconds(self, bytes_: float) -> np.ndarray:
+        """Seconds of every distinct step for a tensor of so many global bytes."""
+        price, alike = np.zeros(len(self._steps)), defaultdict(list)
+        for step, number in self._steps.items():
+            if step is None:
+                continue
+            kind, axes, held = step
+            if self.collectives is None or kind == "slice":
+                _, latency, per_byte = self.redistribute.price(kind, axes, held)
+                price[number] = latency + per_byte * bytes_
+            else:
+                alike[kind, axes].append((number, held))
+        for (kind, axes), steps in alike.items():
+            numbers, held = zip(*steps)
+            price[list(numbers)] = self.collectives.seconds(kind, axes, np.array(held) * bytes_)
+        return price
 
     def rows(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """The row of every (source, target)."""
@@ -60,8 +73,7 @@ class TransferPrices:
                 self._table = np.zeros((len(self._rows), LONGEST), int)
                 for row, steps in enumerate(self._rows):
                     self._table[row, : len(steps)] = steps
-            price = np.array([0.0 if step is None else self.step_seconds(*step, bytes_) for step in self._steps])
-            found = self._seconds[bytes_] = price[self._table].sum(1)
+            found = self._seconds[bytes_] = self._step_seconds(bytes_)[self._table].sum(1)
             found[IMPOSSIBLE] = np.inf
         return found
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..cost.collectives import CollectiveCost
 from ..cost.redistribute import Redistribution, Redistributor, Step
 from ..cost.transfer_prices import TransferPrices
 from ..layout import Layout, largest_local_numel
@@ -58,7 +59,7 @@ class Evaluation:
     resident_bytes: float
     gradient_bytes: float
     saved: dict[tuple[int, int, Layout], float]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
-    overlap: float = 0.0  # share of compute that hidden communication can run beside
+    overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
     kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how a compact graph was split, see Problem.split
@@ -77,10 +78,10 @@ class Evaluation:
 
     @property
     def hidden_seconds(self) -> float:
-        """Communication that runs beside compute and costs no time."""
-        return sum(
-            min(self._hidden(phase), self.overlap * compute) for phase, compute in self.compute.items() if self.overlap
-        )
+        """What is gained by communication that runs beside compute."""
+        if not self.overlap:
+            return 0.0
+        return self.overlap * sum(min(self._hidden(phase), compute) for phase, compute in self.compute.items())
 
     @property
     def seconds(self) -> float:
@@ -88,7 +89,7 @@ class Evaluation:
 
     def exposed(self, phase: str) -> float:
         """Seconds of a phase's hidden communication that its compute does not cover."""
-        return self._hidden(phase) - self.overlap * self.compute[phase]
+        return self._hidden(phase) - self.compute[phase]
 
     def _hidden(self, phase: str) -> float:
         return sum(t.seconds * t.copies for t in self.transfers if t.is_hidden and t.phase == phase)
@@ -114,9 +115,11 @@ class Evaluation:
 class Pricer:
     """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them."""
 
-    def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float):
+    def __init__(
+        self, problem: Problem, redistribute: Redistributor, bucket_bytes: float, collectives: CollectiveCost | None = None
+    ):
         self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
-        self.prices = TransferPrices(redistribute)
+        self.prices = TransferPrices(redistribute, collectives)
         self._local: dict[tuple, float] = {}
 
     def is_bucketed(self, producer: int, slots) -> bool:

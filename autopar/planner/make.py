@@ -10,6 +10,7 @@ from functools import cached_property
 
 from ..capture import Captured
 from ..collector import paused_collector
+from ..cost.collectives import CollectiveCost
 from ..cost.memory import StateBytes
 from ..cost.redistribute import Redistributor
 from ..errors import AutoparError, UnsupportedOpError
@@ -88,7 +89,7 @@ class Planned:
     @cached_property
     def timeline(self) -> Timeline:
         """The chosen plan played through with overlap."""
-        return simulate(*self.whole)
+        return simulate(*self.whole, self.options.hardware.overlap_slowdown)
 
     @cached_property
     def live_bytes(self) -> LiveBytes:
@@ -130,7 +131,8 @@ def search(
     warnings = _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    solver = Solver(problem, Pricer(problem, redistribute, bucket_bytes), limit, options.search, report)
+    pricer = Pricer(problem, redistribute, bucket_bytes, CollectiveCost(hardware, mesh))
+    solver = Solver(problem, pricer, limit, options.search, report, hardware.overlap_gain)
     others = solver.baselines() if options.baselines else {}
     report("searching")
     chosen = solver.solve(restriction, dict(options.pin))

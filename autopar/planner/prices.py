@@ -13,8 +13,11 @@ from dataclasses import dataclass
 class Prices:
     """`byte_seconds`: of a byte that is held when memory peaks. `saved`: whether activations are priced too, or resident bytes
     alone. `gradients`: whether gradients are held then (1) or not yet made (0). `hidden_...`: by phase the weight, from 0 to 1,
-    of communication that may hide behind compute (parameters gathered, gradients reduced). `overlap`: share of compute that such
-    communication runs beside; a second of compute weighs 1 - overlap * hidden."""
+    of communication that may hide behind compute (parameters gathered, gradients reduced). `overlap`: share of a second that is
+    gained when such communication runs beside compute.
+
+    With c seconds of compute, h hidden ones and a gain g a phase takes c + h - g min(c, h). For any weight w from 1 - g to 1 that
+    is at least (2 - g - w) c + w h, and with the best w no more."""
 
     byte_seconds: float = 0.0
     saved: bool = False
@@ -28,4 +31,4 @@ class Prices:
 
     def compute(self, phase: str) -> float:
         """Weight of a second of compute."""
-        return 1.0 - self.overlap * self.hidden(phase)
+        return 2.0 - self.overlap - self.hidden(phase) if self.overlap else 1.0

@@ -28,7 +28,6 @@ from .tied import Tied
 
 MOST_PRICES = 9
 BASELINE_GAP = 5e-3  # good enough for a plan that is only compared with
-LEAST_WEIGHT = 0.01  # of hidden communication: among equally fast plans the one that moves less
 MOST_WEIGHTS = 6
 
 
@@ -49,8 +48,8 @@ class Outcome:
 
 
 class Solver:
-    """Searches one problem under one memory limit. `overlap`: share of compute that hidden communication runs beside.
-    `report(text)` is told what is being done."""
+    """Searches one problem under one memory limit. `overlap`: share of a second that is gained when communication runs beside
+    compute. `report(text)` is told what is being done."""
 
     def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
                  report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
@@ -60,7 +59,7 @@ class Solver:
         self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         self.unit_price = max(fastest, 1e-6) / limit_bytes  # at which the whole memory costs as much as all compute
-        weight = LEAST_WEIGHT if overlap else 1.0
+        weight = 1.0 - overlap
         # among equally fast plans the smaller one
         self.free = Prices(self.unit_price * 1e-5, hidden_forward=weight, hidden_backward=weight, overlap=overlap)
 

@@ -31,6 +31,8 @@ def _result(plan: Plan) -> list[str]:
         "recomputation": plan.recompute_seconds,
     }
     sum_of = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds)
+    hidden = sum(parts.values()) - plan.step_seconds
+    sum_of += f" - {ms(hidden)} of it hidden" if hidden > 1e-6 * plan.step_seconds else ""
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "

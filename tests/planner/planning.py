@@ -36,7 +36,7 @@ def toy(
     """A machine whose links are as fast as its memory and wait for nothing, so that even tiny models are worth sharding."""
     return Hardware(
         "toy", "", "", {"fp32": flops, "bf16": flops, "fp64": flops}, 1.0, memory, 1.0, int(device_bytes), max(launch, 1e-12),
-        (Tier("link", None, latency, link, bucket),), reduce_scatter,
+        (Tier("link", None, latency, link, bucket),), reduce_scatter, overlap_slowdown=1.0,
     )  # fmt: skip
 
 
