@@ -1,7 +1,8 @@
 """From bounds to a plan: ascend the dual, round, improve, and let the integer program decide what is left.
 
-One call minimizes the priced cost over the allowed strategies. The ascent alone usually closes the gap; where it
-stalls, strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly.
+One call minimizes the priced cost over the allowed strategies. The ascent alone usually closes the gap; where it stalls,
+strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly, or, if too many are left, first among
+the most promising ones.
 """
 
 from __future__ import annotations
@@ -18,24 +19,21 @@ from .tied import Tied
 
 @dataclass(frozen=True)
 class Search:
-    """How far to go: relative gap that is good enough, sweeps, and the time the integer program may take."""
+    """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at the end."""
 
     gap: float = 1e-3
     rounds: int = 120
-    program_seconds: float = 20.0
-    largest_program: int = 80_000  # variables
+    largest_program: int = 12_000  # of all strategies that can still be better
+    largest_choice: int = 16_000  # of the most promising ones
+    program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
 
 
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
     """The best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on it. `starts` are
     choices to do at least as well as; those that are not allowed are left out."""
     tied = Tied(dual)
-    best = None
-    for start in starts:
-        if all(dual.allowed[cls][k] for cls, k in start.items()):
-            value = tied.objective(start)
-            if best is None or value < best.objective:
-                best = Solution(start, value, -np.inf)
+    pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in s.items())]
+    best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
     bound = last = -np.inf
     for turn in range(search.rounds):
         dual.sweep(True)
@@ -44,34 +42,36 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
             continue
         bound = max(bound, dual.bound())
         if best is None or best.objective - bound > search.gap * abs(best.objective):
-            rounded = tied.improve(dual.round())
-            value = tied.objective(rounded)
+            rounded = dual.round()
+            pool += [rounded, tied.improve(rounded)]
+            value = tied.objective(pool[-1])
             if best is None or value < best.objective:
-                best = Solution(rounded, value, bound)
+                best = Solution(pool[-1], value, bound)
         if best.objective - bound <= search.gap * abs(best.objective):
             return Solution(best.choice, best.objective, min(bound, best.objective))
         if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.1 * (best.objective - bound)):
             break  # the ascent would take many more sweeps, the program that is left perhaps few seconds
         last = bound
-    return _finish(dual, tied, Solution(best.choice, best.objective, bound), search)
+    return _finish(dual, tied, Solution(best.choice, best.objective, bound), pool, search)
 
 
-def _finish(dual: Dual, tied: Tied, best: Solution, search: Search) -> Solution:
-    """Exact solution over the strategies that can still improve on `best`; the program knows no recomputation."""
-    if dual.recomputable:
+def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
+    """The best of what is promising, by an integer program; and of all that can still be better, if those are few. The program
+    knows no recomputation."""
+    if dual.recomputable or not search.largest_program:
         return best
     base, reduced = dual.reduced_costs()
     slack = (best.objective - base) * (1 + 1e-9)
-    remaining = {}
-    for i, cls in enumerate(dual.classes):
-        mask = np.zeros(len(dual.problem.classes[cls].strategies), bool)
-        mask[dual.index[i][reduced[i] <= slack]] = True
-        mask[best.choice[cls]] = True
-        remaining[cls] = mask
-    program = Program(dual.problem, dual.hubs, remaining, dual.prices, dual.keep_parameters)
-    if program.variables > search.largest_program:
+    left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced])
+    if left.variables > search.largest_program:
+        best = _promising(dual, tied, best, pool, reduced, search)
+        if best.objective - best.bound <= search.gap * abs(best.objective):
+            return best
+        slack = (best.objective - base) * (1 + 1e-9)
+        left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced])
+    if left.variables > search.largest_program:
         return best
-    solved = program.solve(search.program_seconds, search.gap / 2)
+    solved = left.solve(search.program_seconds, search.gap / 2)
     if solved is None:
         return best
     # a plan outside the remaining strategies costs more than `best`, one inside at least the program's bound
@@ -79,3 +79,31 @@ def _finish(dual: Dual, tied: Tied, best: Solution, search: Search) -> Solution:
     value = tied.objective(solved.choice)
     winner = solved.choice if value < best.objective else best.choice
     return Solution(winner, min(value, best.objective), min(bound, value, best.objective))
+
+
+def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.ndarray], search: Search) -> Solution:
+    """The best choice among strategies of the pool and those of least reduced cost, as many as a program can take."""
+    found = [sorted({choice[cls] for choice in pool}) for cls in dual.classes]
+    met = [np.searchsorted(index, ks) for index, ks in zip(dual.index, found)]
+    for count in (8, 4, 2, 1, 0):
+        keep = [np.union1d(np.argsort(r, kind="stable")[:count], m) for r, m in zip(reduced, met)]
+        program = _program(dual, best, keep)
+        if program.variables <= search.largest_choice or not count:
+            break
+    solved = program.solve(search.program_seconds, search.gap / 2) if program.variables <= 2 * search.largest_choice else None
+    if solved is None:
+        return best
+    choice = tied.improve(solved.choice)
+    value = tied.objective(choice)
+    return Solution(choice, value, best.bound) if value < best.objective else best
+
+
+def _program(dual: Dual, best: Solution, keep: list[np.ndarray]) -> Program:
+    """The integer program over these of the allowed strategies, and those of `best`."""
+    remaining = {}
+    for cls, index, chosen in zip(dual.classes, dual.index, keep):
+        mask = np.zeros(len(dual.problem.classes[cls].strategies), bool)
+        mask[index[chosen]] = True
+        mask[best.choice[cls]] = True
+        remaining[cls] = mask
+    return Program(dual.problem, dual.hubs, remaining, dual.prices, dual.keep_parameters)

@@ -80,8 +80,7 @@ class _Factor:
         count = len(heads)
         best = {0: np.zeros(len(mode.base))}
         if count == 1:
-            columns = heads[0].columns
-            best[1] = (mode.block[heads[0].phase][:, columns] - heads[0].message).min(1)
+            best[1] = (mode.block[heads[0].phase][:, heads[0].columns] - heads[0].message).min(1)
             return best
         block = {}
         for mask in range(1, 1 << count):

@@ -81,7 +81,8 @@ class Evaluation:
         """What is gained by communication that runs beside compute."""
         if not self.overlap:
             return 0.0
-        return self.overlap * sum(min(self._hidden(phase), compute) for phase, compute in self.compute.items())
+        again = {"backward": self.recompute_seconds}
+        return self.overlap * sum(min(self._hidden(p), compute + again.get(p, 0.0)) for p, compute in self.compute.items())
 
     @property
     def seconds(self) -> float:

@@ -10,6 +10,7 @@ gathered copies that the backward would have to make again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -65,6 +66,33 @@ def _split(problem: Problem, best: Evaluation, fast: Evaluation, components, lim
         else:
             high = middle - 1
     return found
+
+
+def between(problem: Problem, one: Evaluation, other: Evaluation, judge: Callable[[dict[int, int]], Evaluation],
+            limit_bytes: float = math.inf) -> Evaluation:  # fmt: skip
+    """The fastest plan found that decides in the first blocks as one plan does and in the last as another; one of the two if the
+    graph is not compact. What either leaves of compute, of links or of memory the blocks of the other can use. Plans that do not
+    fit come last."""
+
+    def rank(e: Evaluation) -> tuple[float, float]:
+        return max(0.0, e.bytes_ - limit_bytes), e.seconds
+
+    best = min(one, other, key=rank)
+    for early, late in ((one, other), (other, one)) if problem.compact else ():
+        choice = {v.index: (early if (v.block or 0) <= FIRST + 1 else late).choice[v.index] for v in problem.vertices}
+        low, high = 1, problem.compact.most - 1
+        found: dict[int, Evaluation] = {}
+        while high - low > 1:  # seconds fall and rise again with the border
+            thirds = low + (high - low) // 3, high - (high - low) // 3
+            for first in thirds:
+                if first not in found:
+                    problem.split(first)
+                    found[first] = judge(choice)
+            left, right = (rank(found[first]) for first in thirds)
+            low, high = (low, thirds[1] - 1) if left <= right else (thirds[0] + 1, high)
+        best = min([best, *found.values()], key=rank)
+    problem.split(best.first)
+    return best
 
 
 def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pricer) -> Evaluation:

@@ -82,10 +82,10 @@ class Program:
         return np.arange(first, self.constraints)
 
     def _entries(self, rows, columns, value: float) -> None:
-        rows, columns = np.broadcast_arrays(rows, columns)
-        self._rows.append(rows.ravel())
-        self._columns.append(columns.ravel())
-        self._values.append(np.full(rows.size, value))
+        size = max(np.size(rows), np.size(columns))
+        self._rows.append(np.broadcast_to(rows, size))
+        self._columns.append(np.broadcast_to(columns, size))
+        self._values.append(np.full(size, value))
 
     def _one_hot(self) -> None:
         self.first: dict[int, int] = {}
@@ -120,10 +120,9 @@ class Program:
             possible = priced.is_possible[np.ix_(sources, targets)]
             flow = self._flow(hub.producer, sources, source_of, cls, targets, target_of, possible)
             same = priced.same_as[targets][None, :] == sources[:, None]
-            flows[phase] += [
-                (int(sources[i]), int(targets[j]), bool(same[i, j]), int(flow[i, j]), float(seconds[i, j]))
-                for i, j in zip(*np.nonzero(flow >= 0))
-            ]
+            i, j = np.nonzero(flow >= 0)
+            columns = (sources[i], targets[j], same[i, j], flow[i, j], seconds[i, j])
+            flows[phase] += zip(*(column.tolist() for column in columns))
         if prices.saved and priced.is_saved and flows["backward"]:
             self._keep_or_redo(priced, flows)
         elif priced.is_parameter and self.keep_parameters is False:
@@ -151,11 +150,11 @@ class Program:
                 paid[pair] = variables[0]
         if shared:
             payments = self._new_variables(np.array([s * hub.copies for s, _ in shared.values()]))
-            for payment, (pair, (_, variables)) in zip(payments, shared.items()):
-                rows = self._new_rows(len(variables), 0.0, np.inf)
-                self._entries(rows, payment, 1.0)
-                self._entries(rows, np.array(variables), -1.0)
-                paid[pair] = int(payment)
+            sharers = np.concatenate([variables for _, variables in shared.values()])
+            rows = self._new_rows(len(sharers), 0.0, np.inf)
+            self._entries(rows, np.repeat(payments, [len(variables) for _, variables in shared.values()]), 1.0)
+            self._entries(rows, sharers, -1.0)
+            paid |= zip(shared, payments.tolist())
         return paid
 
     def _keep_or_redo(self, priced: HubPrices, flows) -> None:

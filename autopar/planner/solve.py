@@ -20,7 +20,7 @@ from .blocks import Blocks
 from .dual import Dual
 from .evaluate import Evaluation, Pricer, evaluate
 from .hubs import HubPrices, hubs_of
-from .mix import keep_copies, mix
+from .mix import between, keep_copies, mix
 from .prices import Prices
 from .problem import Problem
 from .restrict import RECIPES, Restriction, allowed_strategies
@@ -97,21 +97,32 @@ class _Run:
         """The fastest plan, whether it fits or not."""
         best = self.at(self.prices)
         bound = best.bound_seconds
-        low = {"forward": self.prices.hidden_forward, "backward": self.prices.hidden_backward}
-        high = {phase: 1.0 for phase in low}
-        tried = best
-        for _ in range(MOST_WEIGHTS if self.prices.overlap else 0):
-            if best.evaluation.seconds - bound <= self.search.gap * best.evaluation.seconds:
+        low, high = {}, {}
+        tried, before = best, None
+        for _ in range(MOST_WEIGHTS):
+            if not self.prices.overlap or best.evaluation.seconds - bound <= self.search.gap * best.evaluation.seconds:
                 break
-            for phase in low:  # what does not hide weighs more
+            for phase in ("forward", "backward"):  # what does not hide weighs more
                 (low if tried.evaluation.exposed(phase) > 0 else high)[phase] = self.prices.hidden(phase)
-            weight = {p: high[p] if low[p] < high[p] == 1.0 else (low[p] + high[p]) / 2 for p in low}
-            self.prices = replace(self.prices, hidden_forward=weight["forward"], hidden_backward=weight["backward"])
-            tried = self.at(self.prices)
+            weight = {p: self._next_weight(low.get(p), high.get(p)) for p in ("forward", "backward")}
+            prices = replace(self.prices, hidden_forward=weight["forward"], hidden_backward=weight["backward"])
+            if prices == self.prices:
+                break
+            self.prices, before, tried = prices, tried, self.at(prices)
             bound = max(bound, tried.bound_seconds)
-            if tried.evaluation.seconds < best.evaluation.seconds:
-                best = tried
+            mixed = between(self.problem, before.evaluation, tried.evaluation, partial(self._judge, prices))
+            if mixed.seconds < best.evaluation.seconds:
+                best = Outcome(self.restriction, mixed, bound, mixed.bytes_ <= self.limit_bytes, mixed.bytes_)
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
+
+    def _next_weight(self, low: float | None, high: float | None) -> float:
+        """Of hidden communication: between one that is too little, or the least there is, and one that is too much, or 1."""
+        least = 1.0 - self.prices.overlap
+        if low is None:
+            return least
+        if high is None:
+            return (low + 1.0) / 2 if low == least else 1.0
+        return (low + high) / 2
 
     def at(self, prices: Prices) -> Outcome:
         """The plan that costs least at these prices."""
@@ -134,6 +145,7 @@ class _Run:
         bound, best = fastest.bound_seconds, None
         low, high, price = 0.0, None, self.solver.unit_price
         smallest, fast = fastest.evaluation.bytes_, fastest.evaluation
+        seen: list[dict[int, int]] = []
         for _ in range(MOST_PRICES):
             self.solver.report(f"memory price {price / self.solver.unit_price:.3g}")
             prices = replace(self.prices, byte_seconds=price, saved=True)
@@ -142,7 +154,9 @@ class _Run:
             fitted, dearest = self.solver.blocks.fit(tried, self.limit_bytes)
             if fitted is not None:
                 if dearest == 0.0:
-                    fitted = mix(self.problem, fitted, fast, self.limit_bytes, partial(self._judge, prices))
+                    judge = partial(self._judge, prices)
+                    fitted = between(self.problem, fitted, fast, judge, self.limit_bytes)
+                    fitted = mix(self.problem, fitted, fast, self.limit_bytes, judge)
                 if self.restriction.keep is None:
                     fitted = keep_copies(self.problem, fitted, self.limit_bytes, self.solver.pricer)
                 if best is None or fitted.seconds < best.seconds:
@@ -151,6 +165,9 @@ class _Run:
                 fast = tried
             if best is not None and best.seconds - bound <= self.search.gap * best.seconds:
                 break
+            if tried.choice in seen:
+                break  # a lower price finds nothing new
+            seen.append(tried.choice)
             if fitted is None or dearest > price:
                 low = price
             else:
