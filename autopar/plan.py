@@ -83,7 +83,8 @@ class Plan:
     bound: float  # no plan in the search space takes fewer seconds
     gap: float
     peak_bytes: float
-    memory: dict[str, float]
+    memory: dict[str, float]  # the most that is alive of each kind
+    at_peak: dict[str, float]  # and what is alive of it when all together are most
     collectives: tuple[Collective, ...]
     regions: tuple[Region, ...]
     alternatives: tuple[Alternative, ...]
@@ -144,7 +145,7 @@ class Plan:
                 "collectives": tuple(Collective(**(c | {"axes": tuple(c["axes"])})) for c in fields["collectives"]),
                 "regions": tuple(Region(**r) for r in fields["regions"]),
                 "alternatives": tuple(Alternative(**a) for a in fields["alternatives"]),
-                "memory": {kind: fields["memory"][kind] for kind in MEMORY_KINDS if kind in fields["memory"]},
+                **{key: {k: fields[key][k] for k in MEMORY_KINDS if k in fields[key]} for key in ("memory", "at_peak")},
                 "recomputed": tuple(fields["recomputed"]),
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "warnings": tuple(fields["warnings"]),

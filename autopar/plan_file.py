@@ -22,7 +22,8 @@ LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
 MEMORY_KINDS = (  # in the order of the plan's text
-    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "activations", "recomputed block",
+    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters", "activations",
+    "recomputed block", "values between ops", "collective buffers",
 )  # fmt: skip
 
 
@@ -181,6 +182,7 @@ SCHEMA = {
     "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount, "compute_seconds": amount,
     "communication_seconds": amount, "recompute_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,
     "bound": amount, "gap": number, "peak_bytes": amount, "memory": Values(amount),
+    "at_peak": Values(amount),
     "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount, "seconds": amount}],
     "regions": [{
         "name": text, "copies": count, "ops": count, "weights": text, "activations": text, "compute_seconds": amount,

@@ -21,7 +21,7 @@ from .tied import Tied
 class Search:
     """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at the end."""
 
-    gap: float = 1e-3
+    gap: float = 2e-3
     rounds: int = 120
     largest_program: int = 12_000  # of all strategies that can still be better
     largest_choice: int = 16_000  # of the most promising ones

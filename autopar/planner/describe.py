@@ -11,7 +11,6 @@ from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
 from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
-from .live_bytes import staying_bytes
 from .make import Planned
 from .problem import STATE, Problem, Vertex
 from .regions import regions_of
@@ -37,8 +36,9 @@ def describe_plan(planned: Planned) -> Plan:
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
         simulated_seconds=planned.timeline.seconds, exposed_seconds=planned.timeline.exposed_seconds,
-        bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=e.bytes_,
-        memory=_memory(problem, e, options.optimizer), collectives=_collectives(e), regions=regions_of(problem, e),
+        bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes,
+        memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
+        collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=tuple(_recomputed(problem, e)[FULL]),
         recomputed_selectively=tuple(_recomputed(problem, e)[SELECTIVE]), warnings=planned.warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
@@ -46,16 +46,6 @@ def describe_plan(planned: Planned) -> Plan:
         fingerprint=fingerprint(problem.whole), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
     )  # fmt: skip
-
-
-def _memory(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, float]:
-    """Bytes of a device by kind, those that are not zero."""
-    memory = staying_bytes(problem, e, optimizer)
-    kept = {"gathered parameters kept": True, "activations": False}
-    for kind, is_parameter in kept.items():
-        memory[kind] = sum(b for (v, _, _), b in e.saved.items() if (problem.vertices[v].kind == "parameter") == is_parameter)
-    memory["recomputed block"] = e.transient_bytes
-    return {kind: bytes_ for kind, bytes_ in memory.items() if bytes_}
 
 
 def _recomputed(problem: Problem, e: Evaluation) -> dict[str, list[str]]:

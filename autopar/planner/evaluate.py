@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ..cost.collectives import CollectiveCost
 from ..cost.redistribute import Redistribution, Redistributor, Step
@@ -67,6 +68,7 @@ class Evaluation:
     recompute_seconds: float = 0.0
     whole_gradient_bytes: float = 0.0  # what ZeRO-1's unreduced gradients take beyond their shards
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
+    passing_bytes: float = 0.0  # what else is alive when memory peaks, less what of the rest is not (see live_bytes.py)
 
     @property
     def compute_seconds(self) -> float:
@@ -108,6 +110,12 @@ class Evaluation:
 
     @property
     def bytes_(self) -> float:
+        """At the peak of the step."""
+        return self.charged_bytes + self.passing_bytes
+
+    @property
+    def charged_bytes(self) -> float:
+        """What has a price in the search, whether it is all alive at one time or not."""
         return (
             self.resident_bytes + self.gradient_bytes + self.saved_bytes + self.whole_gradient_bytes + self.transient_bytes
         )
@@ -143,8 +151,10 @@ class Pricer:
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Bytes on the device that holds most of a tensor in this layout."""
-        v = self.problem.vertices[producer]
-        value = v.values[output]
+        return self.bytes_of(self.problem.vertices[producer].values[output], layout)
+
+    def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
+        """The same for a tensor of any problem."""
         key = (tuple(value.shape), value.element_size(), layout)
         if key not in self._local:
             self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())

@@ -1,9 +1,12 @@
 """Which bytes a device holds at every moment of a step: what stays, what waits for the backward, and what passes by.
 
-Parameters, gradients and optimizer state stay all through training. A tensor saved for the backward lives from the op that makes
-it to its last reader. Besides these live what the planner's peak leaves out because it is small beside them: the values between
-two ops, gathered parameters on their way through a block, and gradients before they are reduced. A view lives in the memory of
-what it looks at.
+Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A tensor saved for
+the backward lives from the op that makes it to its last reader. Besides these live the values between two ops, gathered parameters
+on their way through a block, buckets of collectives, and gradients before they are reduced. A view lives in the memory of what it
+looks at.
+
+In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its gradients
+from then on: what they hold in between is never more than at one of the two ends.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from .problem import STATE, Problem
 from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
 
-STAYING = ("parameters", "gradients", "optimizer", "buffers")
-SAVED, KEPT, AGAIN, GATHERED, PASSING = (
-    "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
+STAYING = ("parameters", "optimizer", "buffers")
+GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
+    "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
+    "collective buffers",
 )  # fmt: skip
 
 
@@ -42,19 +46,28 @@ class LiveBytes:
         return float(self.total.max(initial=0.0))
 
     @property
+    def most(self) -> dict[str, float]:
+        """By kind, the most that is ever alive."""
+        return {kind: float(b.max()) for kind, b in self.kinds.items()}
+
+    @property
+    def at_peak(self) -> dict[str, float]:
+        """By kind, what is alive at the peak."""
+        return {kind: float(b[self.peak_at]) for kind, b in self.kinds.items() if b[self.peak_at] > 0.5}
+
+    @property
     def peak_at(self) -> int:
         """Position of the run at the peak, the first of several."""
         return int(self.total.argmax()) if len(self.total) else 0
 
 
-def staying_bytes(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, float]:
+def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
     """Bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(STAYING, 0.0)
-    result["gradients"] = e.gradient_bytes + e.whole_gradient_bytes
     for v in problem.vertices:
         resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]]) * v.copies
         if v.kind == "parameter":
-            trainable, state = v.node.meta["role"].trainable, v.state_bytes(optimizer)
+            trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
             result["parameters"] += elements * (state.master + state.copy)
             result["optimizer"] += elements * state.optimizer if trainable else 0.0
@@ -63,13 +76,14 @@ def staying_bytes(problem: Problem, e: Evaluation, optimizer: str) -> dict[str, 
     return result
 
 
-def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer, optimizer: str) -> LiveBytes:
+def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:
     """The memory of a device over the step that an evaluation describes."""
     order = step_order(problem, evaluation)
     count = max(len(order.runs), 1)
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
-    for kind, bytes_ in staying_bytes(problem, evaluation, optimizer).items():
+    for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
+    changes[BUCKETS][0] += _bucket_bytes(problem, evaluation, pricer)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
@@ -82,6 +96,7 @@ class _Lives:
 
     def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
+        self._ends: dict[int, int] = {}
         self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
         self.reads: dict[tuple, int] = defaultdict(lambda: -1)  # last reader of a tensor by phase: (vertex, output, phase) -> run
         for i, run in enumerate(order.runs):
@@ -99,6 +114,9 @@ class _Lives:
     def _layout(self, vertex: int, output: int):
         return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].outputs[output]
 
+    def _bytes(self, vertex: int, output: int, layout) -> float:
+        return self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
+
     def _is_view(self, vertex: int) -> bool:
         v = self.problem.vertices[vertex]
         return v.kind == "op" and v.node.target in FREE
@@ -115,13 +133,17 @@ class _Lives:
 
     def spans(self):
         """(kind, first run, last run, bytes) of everything that does not stay."""
-        e, pricer = self.evaluation, self.pricer
+        e = self.evaluation
         arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
                    for t in self.order.travels if t.phase == "forward"}  # fmt: skip
         for (v, o, layout), bytes_ in e.saved.items():
             first = arrival.get((v, o, layout), self.place.get((v, False), 0))
-            kind = KEPT if self.problem.vertices[v].kind == "parameter" else SAVED
-            yield kind, first, max(first, self.reads[v, o, "backward"]), bytes_
+            vertex = self.problem.vertices[v]
+            kind, last = KEPT if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
+            yield kind, first, last, bytes_ / vertex.copies
+            if vertex.copies > 1:
+                yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
+        yield from self._gradients()
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -134,7 +156,29 @@ class _Lives:
                 if use and self._layout(use.consumer, 0) == layout and self.problem.vertices[use.consumer].kind == "parameter":
                     continue  # a gradient, which stays
                 last = self.reads[run.vertex, output, run.phase]
-                yield AGAIN if run.again else PASSING, i, max(i, last), pricer.local_bytes(run.vertex, output, layout)
+                yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
+
+    def _gradients(self):
+        """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""
+        e, problem, count = self.evaluation, self.problem, len(self.order.runs)
+        backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
+        yield GRADIENTS, backward, count, e.whole_gradient_bytes
+        for use in problem.uses:
+            v = problem.vertices[use.consumer]
+            if use.slot != STATE or v.kind != "parameter":
+                continue
+            bytes_ = float(problem.choices(v.index).gradient_bytes[e.choice[v.index]])
+            yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
+            if v.copies > 1:
+                yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)
+
+    def _end_of_backward(self, block: int) -> int:
+        """The last run in the backward of a block of a compact graph."""
+        if block not in self._ends:
+            vertices = self.problem.vertices
+            runs = [i for i, r in enumerate(self.order.runs) if r.phase == "backward" and vertices[r.vertex].block == block]
+            self._ends[block] = max(runs, default=len(self.order.runs) - 1)
+        return self._ends[block]
 
     def _copy(self, travel: Travel) -> tuple[str, int, int, float] | None:
         """A tensor in another layout, until it is last read; not if it is kept, or if it is a gradient on its way home."""
@@ -144,7 +188,15 @@ class _Lives:
             return None
         is_parameter = self.problem.vertices[t.producer].kind == "parameter"
         kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
-        return kind, travel.start, travel.last, self.pricer.local_bytes(*key)
+        return kind, travel.start, travel.last, self._bytes(*key)
+
+
+def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
+    """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less."""
+    vertices = problem.vertices
+    hidden = [t for t in evaluation.transfers if t.is_hidden]
+    bytes_ = sum(pricer.bytes_of(vertices[t.producer].values[t.output], t.target) * t.copies for t in hidden)
+    return min(pricer.bucket_bytes, bytes_)
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:

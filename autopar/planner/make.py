@@ -94,7 +94,7 @@ class Planned:
     @cached_property
     def live_bytes(self) -> LiveBytes:
         """The memory of a device over the step."""
-        return live_bytes(*self.whole, self.pricer, self.options.optimizer)
+        return live_bytes(*self.whole, self.pricer)
 
     @cached_property
     def plan(self) -> Plan:

@@ -118,6 +118,7 @@ class Problem:
     rule_of: dict[int, Rule | None]
     output_uses: list[Use]  # one an output of the graph
     whole: fx.Graph
+    optimizer: str
     compact: Compact | None = None
     uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/evaluate.py
     first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
@@ -189,7 +190,9 @@ def build(
         for i, value in enumerate(v.values)
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
-    problem = Problem(mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, compact)
+    problem = Problem(
+        mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, optimizer, compact
+    )
     if compact:
         problem.split(compact.most // 2)
     for v in vertices:

@@ -8,6 +8,7 @@ certifies the result. A plan that nearly fits may recompute blocks instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from .blocks import Blocks
 from .dual import Dual
 from .evaluate import Evaluation, Pricer, evaluate
 from .hubs import HubPrices, hubs_of
+from .live_bytes import live_bytes
 from .mix import between, keep_copies, mix
 from .prices import Prices
 from .problem import Problem
@@ -27,6 +29,7 @@ from .restrict import RECIPES, Restriction, allowed_strategies
 from .tied import Tied
 
 MOST_PRICES = 9
+MOST_TRIES = 4
 BASELINE_GAP = 5e-3  # good enough for a plan that is only compared with
 MOST_WEIGHTS = 6
 
@@ -61,7 +64,7 @@ class Solver:
         self.unit_price = max(fastest, 1e-6) / limit_bytes  # at which the whole memory costs as much as all compute
         weight = 1.0 - overlap
         # among equally fast plans the smaller one
-        self.free = Prices(self.unit_price * 1e-5, hidden_forward=weight, hidden_backward=weight, overlap=overlap)
+        self.free = Prices(self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap)
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
@@ -92,6 +95,7 @@ class _Run:
         self.dual = Dual(solver.problem, solver.hubs, allowed, solver.free, restriction.keep)
         self.with_recompute: Dual | None = None
         self.prices = solver.free
+        self.passing_bytes = 0.0  # of the last plan: a guess for the next one
 
     def fastest(self) -> Outcome:
         """The fastest plan, whether it fits or not."""
@@ -110,7 +114,7 @@ class _Run:
                 break
             self.prices, before, tried = prices, tried, self.at(prices)
             bound = max(bound, tried.bound_seconds)
-            mixed = between(self.problem, before.evaluation, tried.evaluation, partial(self._judge, prices))
+            mixed = self._settled(between(self.problem, before.evaluation, tried.evaluation, partial(self._judge, prices)))
             if mixed.seconds < best.evaluation.seconds:
                 best = Outcome(self.restriction, mixed, bound, mixed.bytes_ <= self.limit_bytes, mixed.bytes_)
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
@@ -131,36 +135,40 @@ class _Run:
         self.solver.found.append(solution.choice)
         evaluation = self._judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, prices)
+        evaluation = self._settled(evaluation)
         bound = solution.bound - prices.byte_seconds * self.limit_bytes
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
 
     def _judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
-        """Cost of a choice by vertex."""
+        """Cost of a choice by vertex, with what passes by as in the last plan."""
         restriction = self.restriction
-        return evaluate(self.problem, choice, self.solver.pricer, prices, restriction.keep, restriction.whole_gradients)
+        e = evaluate(self.problem, choice, self.solver.pricer, prices, restriction.keep, restriction.whole_gradients)
+        return replace(e, passing_bytes=self.passing_bytes)
+
+    def _settled(self, e: Evaluation) -> Evaluation:
+        """The evaluation with all that is alive at its peak."""
+        self.problem.split(e.first)
+        self.passing_bytes = live_bytes(self.problem, e, self.solver.pricer).peak_bytes - e.charged_bytes
+        return replace(e, passing_bytes=self.passing_bytes)
 
     def within_limit(self, fastest: Outcome) -> Outcome:
         """The fastest plan that fits. A price is right when the dearest recomputation that a plan needs is as dear as the price:
         then neither more sharding nor more recomputation would be cheaper."""
         bound, best = fastest.bound_seconds, None
         low, high, price = 0.0, None, self.solver.unit_price
-        smallest, fast = fastest.evaluation.bytes_, fastest.evaluation
+        smallest, fast, last = fastest.evaluation.bytes_, fastest.evaluation, fastest.evaluation
         seen: list[dict[int, int]] = []
         for _ in range(MOST_PRICES):
             self.solver.report(f"memory price {price / self.solver.unit_price:.3g}")
-            prices = replace(self.prices, byte_seconds=price, saved=True)
+            # memory peaks when the forward ends, or where gradients are more than activations, when the backward ends
+            at_end = last.gradient_bytes + last.whole_gradient_bytes > last.saved_bytes
+            prices = replace(self.prices, byte_seconds=price, saved=not at_end, gradients=float(at_end))
             lower, tried = self._recomputing(prices)
             bound, smallest = max(bound, lower), min(smallest, self.solver.blocks.least_bytes(tried))
-            fitted, dearest = self.solver.blocks.fit(tried, self.limit_bytes)
-            if fitted is not None:
-                if dearest == 0.0:
-                    judge = partial(self._judge, prices)
-                    fitted = between(self.problem, fitted, fast, judge, self.limit_bytes)
-                    fitted = mix(self.problem, fitted, fast, self.limit_bytes, judge)
-                if self.restriction.keep is None:
-                    fitted = keep_copies(self.problem, fitted, self.limit_bytes, self.solver.pricer)
-                if best is None or fitted.seconds < best.seconds:
-                    best = fitted
+            fitted, dearest = self._fitted(tried, fast, prices)
+            if fitted is not None and (best is None or fitted.seconds < best.seconds):
+                best = fitted
+            last = tried
             if tried.bytes_ > self.limit_bytes:
                 fast = tried
             if best is not None and best.seconds - bound <= self.search.gap * best.seconds:
@@ -182,6 +190,26 @@ class _Run:
             self._refuse(smallest)
         return Outcome(self.restriction, best, min(bound, best.seconds), True, smallest)
 
+    def _fitted(self, tried: Evaluation, fast: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
+        """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan and of copies
+        kept for the backward; and the price in seconds a byte of what it recomputes."""
+        limit, judge = self.limit_bytes, partial(self._judge, prices)
+        for _ in range(MOST_TRIES):
+            self.passing_bytes = tried.passing_bytes
+            fitted, dearest = self.solver.blocks.fit(tried, limit)
+            if fitted is None:
+                break
+            if dearest == 0.0:
+                fitted = between(self.problem, fitted, fast, judge, limit)
+                fitted = mix(self.problem, fitted, fast, limit, judge)
+            if self.restriction.keep is None:
+                fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
+            fitted = self._settled(fitted)
+            if fitted.bytes_ <= self.limit_bytes:
+                return fitted, dearest
+            limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
+        return None, math.inf
+
     def _recomputing(self, prices: Prices) -> tuple[float, Evaluation]:
         """A bound that also holds for plans that recompute, and the plan that costs least when recomputing is allowed."""
         if self.with_recompute is None:
@@ -194,7 +222,7 @@ class _Run:
         evaluation = self._judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self.dual.price(prices)
         self._check(Tied(self.dual).objective(solution.choice), evaluation, prices)
-        return solution.bound - prices.byte_seconds * self.limit_bytes, evaluation
+        return solution.bound - prices.byte_seconds * self.limit_bytes, self._settled(evaluation)
 
     def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
         """The objective of the folded problem must be the cost of the unfolded plan."""

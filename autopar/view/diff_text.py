@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 
 from ..plan import Plan
-from .plan_text import MEMORY, in_tree_order
+from ..plan_file import MEMORY_KINDS
+from .plan_text import in_tree_order
 from .units import byte_column, ms, size
 
 
@@ -40,7 +41,7 @@ def _costs(plan: Plan) -> dict[str, str]:
 
 
 def _memory(a: Plan, b: Plan) -> list[str]:
-    kinds = [*MEMORY, "in all"]
+    kinds = [*MEMORY_KINDS, "in all"]
     before, after = ({**p.memory, "in all": p.peak_bytes} for p in (a, b))
     unit, cells = byte_column([x.get(kind, 0.0) for kind in kinds for x in (before, after)])
     pairs = zip(kinds, cells[::2], cells[1::2])

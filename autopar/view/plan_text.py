@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan import Alternative, Plan, Region
+from ..plan_file import MEMORY_KINDS
 from .units import byte_column, column, ms, percent, size, table
-
-# kinds of memory in the order that they are printed in, also of a plan that was read from a file
-MEMORY = (
-    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "activations", "recomputed block",
-)  # fmt: skip
 
 
 def plan_text(plan: Plan) -> str:
@@ -100,11 +96,14 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    known = [k for k in MEMORY if k in plan.memory] + sorted(set(plan.memory) - set(MEMORY))
-    kinds = {**{k: plan.memory[k] for k in known}, "in all": plan.peak_bytes}
-    unit, cells = byte_column(list(kinds.values()))
-    rows = [[k, cell, percent(v, plan.memory_limit_bytes)] for (k, v), cell in zip(kinds.items(), cells)]
-    return table(["memory of a device", unit, "of the limit"], rows)
+    kinds = [k for k in MEMORY_KINDS if k in plan.memory]
+    at_peak = [*(plan.at_peak.get(k, 0.0) for k in kinds), plan.peak_bytes]
+    unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak])
+    rows = [
+        [kind, most, now, percent(bytes_, plan.memory_limit_bytes)]
+        for kind, most, now, bytes_ in zip([*kinds, "in all"], [*cells[: len(kinds)], "-"], cells[len(kinds) :], at_peak)
+    ]
+    return table(["memory of a device", f"most {unit}", "at the peak", "of the limit"], rows)
 
 
 def _recomputed(plan: Plan) -> list[str]:

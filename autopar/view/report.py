@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..plan import Plan, Region
+from ..plan_file import MEMORY_KINDS
 from ..planner.explain import runners_up
 from ..planner.make import Planned
 from ..planner.timeline import Timeline
 from .charts import legend_of, memory_chart, timeline_chart
 from .html import Html, bar, joined, rows_of, tag
-from .plan_text import MEMORY, in_tree_order
+from .plan_text import in_tree_order
 from .units import byte_column, column, ms, percent, size
 
 FOLDER = Path(__file__).parent
@@ -99,7 +100,7 @@ def _step(planned: Planned, timeline: Timeline) -> Html:
 
 
 def _memory(plan: Plan) -> Html:
-    kinds = {kind: plan.memory[kind] for kind in MEMORY if kind in plan.memory} | {"in all": plan.peak_bytes}
+    kinds = {kind: plan.memory[kind] for kind in MEMORY_KINDS if kind in plan.memory} | {"in all": plan.peak_bytes}
     unit, cells = byte_column(list(kinds.values()))
     rows = [[kind, bar(bytes_ / (plan.peak_bytes or 1.0)), cell, percent(bytes_, plan.memory_limit_bytes)]
             for (kind, bytes_), cell in zip(kinds.items(), cells)]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..plan import Plan
-from .plan_text import MEMORY
+from ..plan_file import MEMORY_KINDS
 from .units import byte_column, column, table
 
 
@@ -51,7 +51,7 @@ def _memory_unit(plans: Sequence[Plan]) -> str:
 
 
 def _memory(plans: Sequence[Plan]) -> Rows:
-    kinds = {kind: [p.memory.get(kind, 0.0) for p in plans] for kind in MEMORY if any(kind in p.memory for p in plans)}
+    kinds = {kind: [p.memory.get(kind, 0.0) for p in plans] for kind in MEMORY_KINDS if any(kind in p.memory for p in plans)}
     kinds["in all"] = [p.peak_bytes for p in plans]
     return _aligned(kinds, lambda values: byte_column(values)[1], len(plans))
 

@@ -15,6 +15,7 @@ from autopar.fake_state import forms_of
 from autopar.mesh import Mesh
 from autopar.models import registry
 from autopar.planner.evaluate import evaluate
+from autopar.planner.live_bytes import live_bytes
 from autopar.planner.make import PlanOptions, search
 from autopar.planner.prices import Prices
 
@@ -71,6 +72,8 @@ def test_costs_are_those_of_the_whole_graph(model, mesh):
                 assert getattr(a, field) == pytest.approx(getattr(b, field), rel=1e-9), field
             assert a.priced(prices) == pytest.approx(b.priced(prices), rel=1e-9)
             assert sum(t.copies for t in a.transfers) == len(b.transfers)
+            few, all_ = live_bytes(small.problem, a, small.pricer).peak_bytes, live_bytes(whole.problem, b, whole.pricer).peak_bytes
+            assert few == pytest.approx(all_, rel=0.03)
 
 
 def test_classes_are_those_of_the_whole_graph():

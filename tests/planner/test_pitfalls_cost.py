@@ -153,7 +153,7 @@ def test_optimizer_state_has_its_own_placement():
     state = sum(free.memory[kind] for kind in ("parameters", "gradients", "optimizer"))
     needed = free.peak_bytes - 0.75 * state + free.memory["parameters"]  # all state sharded, the gathered parameters kept
     capped = make("mlp:hidden=64,layers=4", "dp=4", machine, batch=512, seq=1, memory_bytes=1.01 * needed)
-    assert capped.memory["optimizer"] < 0.3 * free.memory["optimizer"]
+    assert capped.memory["optimizer"] < 0.4 * free.memory["optimizer"]
     assert capped.memory["gathered parameters kept"] > 0.8 * free.memory["parameters"]
     assert "all_gather" not in counts(capped, "backward") and not capped.recomputed
 
