@@ -56,8 +56,8 @@ CASES = [
 ]
 LAYERS = [8, 16, 32, 64, 96]
 GROWING = [Case(f"gpt:hidden=4096,heads=32,vocab=50257,seq=2048,layers={n}", "dp=8,tp=8", 64, 2048) for n in LAYERS]
-DEVICES = ["dp=8,tp=8", "dp=32,tp=8", "dp=128,tp=8", "dp=512,tp=8", "dp=2048,tp=8"]
-WIDENING = [Case("llama3-8b", mesh, 2048, 8192) for mesh in DEVICES]
+DEVICES = [64, 256, 1024, 4096, 16384]
+WIDENING = [Case("llama3-8b", f"dp={n // 8},tp=8", n // 4, 8192) for n in DEVICES]
 HEAD = (
     f"{'model':14} {'mesh':15} {'batch x seq':>14} | {'import':>6} {'capture':>7} {'plan':>6} {'all s':>6} {'GiB':>5} | "
     f"{'gap':>6} {'step ms':>9} {'GiB':>5} {'best expert':>12} {'margin':>7}"
@@ -145,7 +145,7 @@ def table(cases: Iterable[Case], seconds_limit: float) -> int:
 
 def growth(name: str, cases: list[Case], sizes: list, seconds_limit: float) -> int:
     """Prints seconds by size; the last line is what the largest takes as a multiple of the smallest."""
-    print(f"\n{cases[-1].model.split(',layers')[0]}, {cases[-1].batch} x {cases[-1].seq}", flush=True)
+    print(f"\n{cases[0]}", flush=True)
     print(f"{name:>16} {'capture s':>10} {'plan s':>8} {'GiB':>6} {'gap':>7} {'step ms':>9}")
     found = []
     for size, case in zip(sizes, cases):
@@ -190,7 +190,7 @@ def main() -> int:
     cases = [case_of(*words) for words in a.case]
     cases = cases or [c for c in CASES if not a.words or any(word in str(c) for word in a.words)]
     if a.growth:
-        failed = growth("layers", GROWING, LAYERS, a.seconds) + growth("mesh", WIDENING, DEVICES, a.seconds)
+        failed = growth("layers", GROWING, LAYERS, a.seconds) + growth("devices", WIDENING, DEVICES, a.seconds)
     elif a.determinism:
         failed = determinism(cases, a.determinism, a.seconds)
     else:
