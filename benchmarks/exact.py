@@ -63,7 +63,7 @@ def models(seconds_limit: float) -> int:
             if exact is None:
                 print(f"{row} nothing found in {seconds_limit:.0f} s", flush=True)
                 continue
-            lost, left = found.objective / exact.objective - 1, 1 - exact.bound / exact.objective
+            lost, left = (round(x, 6) + 0.0 for x in (found.objective / exact.objective - 1, 1 - exact.bound / exact.objective))
             wrong += found.objective < exact.bound * (1 - 1e-6)
             print(f"{row} {exact.objective * 1e3:9.4f} {left:7.3%} {time.perf_counter() - middle:6.1f} | {lost:7.3%}", flush=True)
     return wrong
