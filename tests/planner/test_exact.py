@@ -80,7 +80,7 @@ def test_bound_and_judge_with_a_price_on_memory(price):
     widest = 2e-2 if price[1] else 1e-2
     for mesh in MESHES:
         instance = Instance("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", mesh)
-        found = instance.minimize(*price, search=Search(program_seconds=3))
+        found = instance.minimize(*price, search=Search(program_seconds=1))
         assert found.objective == pytest.approx(instance.objective(found.choice, *price), rel=1e-9)
         assert 0 <= found.objective - found.bound <= widest * found.objective
 
