@@ -43,6 +43,7 @@ BUILDERS = {
 # Sources: GPT-2, Radford et al. 2019, table 2, with heads and vocabulary from the released checkpoints' hparams.json
 # (github.com/openai/gpt-2); GPT-3, arXiv 2005.14165, table 2.1; Llama 2, arXiv 2307.09288 and the released config.json;
 # Llama 3, arXiv 2407.21783, table 3, with the longest sequence of the 3.0 release (8B, 70B) and of 3.1 (405B).
+# GPT of 1.7 to 1008 billion parameters: Megatron-LM on GPUs, arXiv 2104.04473, table 1, with a vocabulary of 51,200.
 # Mixtral, arXiv 2401.04088, table 1, and the released config.json of 8x22B; ViT, arXiv 2010.11929, table 1; ResNet, arXiv
 # 1512.03385, table 1.
 # The sizes named tiny are for tests and demonstrations on a CPU.
@@ -51,8 +52,21 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2-medium": ("gpt", dict(hidden=1024, layers=24, heads=16, vocab=50257, seq=1024)),
     "gpt2-large": ("gpt", dict(hidden=1280, layers=36, heads=20, vocab=50257, seq=1024)),
     "gpt2-xl": ("gpt", dict(hidden=1600, layers=48, heads=25, vocab=50257, seq=1024)),
+    "gpt3-6.7b": ("gpt", dict(hidden=4096, layers=32, heads=32, vocab=50257, seq=2048)),
     "gpt3-175b": ("gpt", dict(hidden=12288, layers=96, heads=96, vocab=50257, seq=2048)),
+    "gpt-1.7b": ("gpt", dict(hidden=2304, layers=24, heads=24, vocab=51200, seq=2048)),
+    "gpt-3.6b": ("gpt", dict(hidden=3072, layers=30, heads=32, vocab=51200, seq=2048)),
+    "gpt-7.5b": ("gpt", dict(hidden=4096, layers=36, heads=32, vocab=51200, seq=2048)),
+    "gpt-18.4b": ("gpt", dict(hidden=6144, layers=40, heads=48, vocab=51200, seq=2048)),
+    "gpt-39.1b": ("gpt", dict(hidden=8192, layers=48, heads=64, vocab=51200, seq=2048)),
+    "gpt-76.1b": ("gpt", dict(hidden=10240, layers=60, heads=80, vocab=51200, seq=2048)),
+    "gpt-145.6b": ("gpt", dict(hidden=12288, layers=80, heads=96, vocab=51200, seq=2048)),
+    "gpt-310.1b": ("gpt", dict(hidden=16384, layers=96, heads=128, vocab=51200, seq=2048)),
+    "gpt-529.6b": ("gpt", dict(hidden=20480, layers=105, heads=128, vocab=51200, seq=2048)),
+    "gpt-1008b": ("gpt", dict(hidden=25600, layers=128, heads=160, vocab=51200, seq=2048)),
     "llama2-7b": ("llama", dict(hidden=4096, layers=32, heads=32, ffn=11008, vocab=32000, seq=4096)),
+    "llama2-13b": ("llama", dict(hidden=5120, layers=40, heads=40, ffn=13824, vocab=32000, seq=4096)),
+    "llama2-70b": ("llama", dict(hidden=8192, layers=80, heads=64, kv_heads=8, ffn=28672, vocab=32000, seq=4096)),
     "llama3-8b": (
         "llama",
         dict(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192, rope_theta=500000.0),

@@ -14,6 +14,8 @@ COUNTS = {  # parameters of the released checkpoints, tied ones once; GPT-3's we
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
     "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,

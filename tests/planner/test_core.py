@@ -41,9 +41,10 @@ def test_the_dual_bound_holds_for_expert_plans():
     for mesh in ("a=2", "a=2,b=2"):
         free = Instance(TINY_LLAMA, mesh)
         bound = free.minimize().bound
-        for strategy in ("ddp", "zero2", "fsdp", "megatron", "megatron_sp"):
-            plan = make(TINY_LLAMA, mesh, strategy=strategy)
-            assert plan.step_seconds >= bound * (1 - 1e-9), strategy
+        experts = [a for a in make(TINY_LLAMA, mesh, baselines=True).alternatives if a.step_seconds is not None]
+        assert len(experts) >= 6
+        for expert in experts:
+            assert expert.step_seconds >= bound * (1 - 1e-9), expert.name
 
 
 def test_column_then_row_is_found_among_the_four():

@@ -1,0 +1,140 @@
+"""Small random graphs whose plans can all be listed: what the search is held against."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from autopar.capture import Captured
+from autopar.graph import OutputRole, Role
+from autopar.planner.ascend import Search
+from autopar.planner.dual import own_cost
+from autopar.planner.hubs import HubPrices, served
+from autopar.planner.prices import Prices
+from autopar.planner.program import Program
+
+from .planning import Instance, toy
+
+aten, autopar = torch.ops.aten, torch.ops.autopar
+UNARY = (aten.relu.default, aten.t.default, aten.neg.default)
+BINARY = (aten.mm.default, autopar.linear.default, aten.add.Tensor, aten.mul.Tensor)
+PRICES = [  # and whether gathered parameters are kept
+    (Prices(), None), (Prices(1e-9, True), None), (Prices(1e-7, True), None), (Prices(1e-9), False), (Prices(1e-8, True), False),
+    (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, hidden_forward=0.3, hidden_backward=0.8, overlap=0.9), None),
+]  # fmt: skip
+MESHES = ["a=2", "a=4", "a=2,b=2"]
+WAITING = toy(latency=1e-6, launch=1e-7)  # latency and launches, so that few large steps can beat many small ones
+
+
+def random_graph(rng: random.Random, most_nodes: int = 8) -> Captured:
+    """A joint graph of 4 to `most_nodes` nodes on square matrices: an input, one or two parameters, ops of both phases of which
+    the last gives the gradient of the first parameter, and what the forward ends with as an output."""
+    size = rng.choice([4, 7, 8])  # 7 is cut unevenly
+    graph = fx.Graph()
+
+    def leaf(name: str, role: Role) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta |= dict(val=torch.empty(size, size, device="meta"), role=role, phase="forward", module="", source="")
+        return node
+
+    def op(phase: str) -> fx.Node:
+        target = rng.choice(UNARY + 2 * BINARY)
+        fresh = [n for n in values if not n.users] or values
+        first = rng.choice(fresh if rng.random() < 0.7 else values)
+        node = graph.call_function(target, (first, rng.choice(values)) if target in BINARY else (first,))
+        node.meta |= dict(val=torch.empty(size, size, device="meta"), phase=phase, module="", source="")
+        return node
+
+    values = [leaf("x", Role("input", "0"))]
+    values += [leaf(f"w{i}", Role("parameter", f"w{i}", trainable=i == 0)) for i in range(rng.randint(1, 2))]
+    ops = rng.randint(2, most_nodes - len(values))
+    forward = rng.randint(1, ops - 1)
+    for i in range(ops):
+        values.append(op("forward" if i < forward else "backward"))
+    output = graph.output((values[-1 - ops + forward], values[-1]))
+    output.meta["roles"] = [OutputRole("output", "0"), OutputRole("gradient", "w0")]
+    return Captured(fx.GraphModule(nn.Module(), graph), None, None, {})
+
+
+def thinned(instance: Instance, rng: random.Random, most: int) -> dict[int, np.ndarray]:
+    """Masks that leave at most `most` plans, the replicated one among them: strategies are taken away, half of a class at a
+    time, until so few are left."""
+    masks = {cls: mask.copy() for cls, mask in instance.allowed.items()}
+    while math.prod(int(mask.sum()) for mask in masks.values()) > most:
+        mask = masks[max(rng.sample(sorted(masks), len(masks) // 2 + 1), key=lambda cls: masks[cls].sum())]
+        others = np.flatnonzero(mask)[1:].tolist()
+        mask[rng.sample(others, (len(others) + 1) // 2)] = False
+    return masks
+
+
+def every_cost(instance: Instance, masks: dict[int, np.ndarray], prices: Prices, keep: bool | None) -> np.ndarray:
+    """Priced cost of all plans within the masks of an unfolded problem, one axis a class, inf where a plan is impossible."""
+    index = {cls: np.flatnonzero(mask) for cls, mask in masks.items()}
+    axis = {cls: i for i, cls in enumerate(masks)}
+    total = np.zeros([len(i) for i in index.values()])
+
+    def along(values: np.ndarray, classes: list[int]) -> np.ndarray:
+        """Values with one axis each of `classes`, as they are added to the total."""
+        shape = [1] * total.ndim
+        for cls in classes:
+            shape[axis[cls]] = len(index[cls])
+        return values.transpose(np.argsort([axis[cls] for cls in classes])).reshape(shape)
+
+    for cls in masks:
+        total += along(own_cost(instance.problem, cls, prices)[index[cls]], [cls])
+    for hub in instance.hubs:
+        classes = [hub.hub.producer, *dict.fromkeys(cls for cls, _, _ in hub.hub.consumers)]
+        total += along(_hub_costs(hub, index, classes, prices, keep), classes)
+    return total
+
+
+def _hub_costs(hub: HubPrices, index: dict[int, np.ndarray], classes: list[int], prices: Prices, keep) -> np.ndarray:
+    producer, *consumers = classes
+    costs = np.zeros([len(index[cls]) for cls in classes])
+    modes, sources = hub.modes(prices, keep), hub.source_of[index[producer]]
+    for place in np.ndindex(costs.shape[1:]):
+        chosen = {cls: index[cls][k] for cls, k in zip(consumers, place)}
+        columns = [int(of[chosen[cls]]) for of, (cls, _, _) in zip(hub.target_of, hub.hub.consumers)]
+        costs[(slice(None), *place)] = served(modes, sources, columns, hub.phases) * hub.hub.copies
+    return costs
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One random problem: how many plans it has, the cost of the best, and those that were found."""
+
+    plans: int
+    best: float
+    found: float
+    bound: float
+    exact: float
+
+
+def check(seed: int, most_plans: int) -> Checked:
+    """A random graph, mesh, machine and price: all plans listed, the judge asked about some of them, the search and HiGHS held
+    against the best. Raises AssertionError."""
+    rng = random.Random(seed)
+    mesh, (prices, keep), machine = rng.choice(MESHES), rng.choice(PRICES), rng.choice([toy(), toy(link=1e8), WAITING])
+    instance = Instance(random_graph(rng), mesh, machine, folded=False)
+    masks = thinned(instance, rng, most_plans)
+    costs = every_cost(instance, masks, prices, keep)
+    best = float(costs.min())
+    places = [np.unravel_index(costs.argmin(), costs.shape)]
+    places += [tuple(rng.randrange(n) for n in costs.shape) for _ in range(20)]
+    for place in places:
+        choice = {cls: int(np.flatnonzero(masks[cls])[k]) for cls, k in zip(masks, place)}
+        if np.isfinite(costs[place]):
+            judged = instance.objective(choice, prices, keep)
+            assert math.isclose(costs[place], judged, rel_tol=1e-9, abs_tol=1e-15), (costs[place], judged)
+    found = instance.minimize(prices, keep, masks)
+    exact = Program(instance.problem, instance.hubs, masks, prices, keep).solve(60, 1e-7)
+    assert math.isclose(exact.objective, best, rel_tol=2e-6), (exact.objective, best)
+    assert math.isclose(found.objective, instance.objective(found.choice, prices, keep), rel_tol=1e-9)
+    assert best * (1 - 1e-9) <= found.objective <= best * (1 + Search().gap), (found.objective, best)
+    assert found.bound <= best * (1 + 1e-9), (found.bound, best)
+    return Checked(costs.size, best, found.objective, found.bound, exact.objective)
