@@ -65,7 +65,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. Seconds are of one training step without the optimizer's; bytes are a device's."""
+    """See the module. Seconds are of one training step without the optimizer's; bytes are a device's. A step has `micro_batches`
+    passes of `samples` each, over all devices; the model is called so often, but for the last time inside of `no_sync` if the
+    plan `reduces_once`. Collectives are those of all passes."""
 
     model: str
     mesh: Mesh
@@ -97,6 +99,9 @@ class Plan:
     fingerprint: str = ""
     parameter_elements: int = 0  # of the whole model, quantized weights as if they were dequantized
     trained_elements: int = 0
+    micro_batches: int = 1
+    reduces_once: bool = False  # gradients of all passes together, not of each
+    samples: int = 0
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -167,7 +172,8 @@ class Plan:
             raise PlanIncompatible(
                 f"the plan was made for another model, input shape or torch version: {self.model} with graph "
                 f"{self.fingerprint[:12]}, this is {found[:12]}",
-                fix="plan again with this model and these example_inputs",
+                fix="plan again with this model and these example_inputs" if self.micro_batches == 1 else
+                f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or plan again",
             )
         check_decisions(graph, self.sharding)
 

@@ -192,6 +192,7 @@ SCHEMA = {
     }],
     "recomputed": [text], "recomputed_selectively": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
+    "micro_batches": count, "reduces_once": flag, "samples": count,
 }  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..plan import Plan
 from ..precision import compute_dtype
+from . import forced
+from . import micro_batches as passes
 from .ascend import Search
 from .evaluate import Evaluation, Pricer
 from .fold import fold, unfolded
@@ -33,7 +35,8 @@ from .whole import whole_of
 @dataclass(frozen=True)
 class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout that it
-    may not take. `memory_bytes`: None takes the hardware's."""
+    may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one of them.
+    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway)."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -46,12 +49,17 @@ class PlanOptions:
     strict: bool = False
     baselines: bool = True
     folded: bool = True
+    micro_batches: int = 1
+    recompute: str = "auto"
+    refuses: bool = True
     search: Search = Search()
 
     def check(self, mesh: Mesh) -> None:
         """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
         Restriction.of(self.strategy, mesh)
         compute_dtype(self.precision)
+        passes.check(self.micro_batches)
+        forced.check(self.recompute)
         StateBytes.of(self.optimizer, 4, 0)
 
 
@@ -130,10 +138,13 @@ def search(
     warnings = _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    solver = Solver(problem, Pricer(problem, redistribute, bucket_bytes), limit, options.search, report)
-    others = solver.baselines() if options.baselines else {}
+    solvers = [
+        Solver(problem, Pricer(problem, redistribute, bucket_bytes, options.micro_batches, once), limit, options.search, report)
+        for once in passes.ways(options.strategy, options.micro_batches)
+    ]
+    others = passes.baselines(solvers) if options.baselines else {}
     report("searching")
-    chosen = solver.solve(restriction, dict(options.pin))
+    solver, chosen = forced.fastest(solvers, restriction, dict(options.pin), options.recompute, options.refuses)
     if restriction.name == "auto" and not options.pin and not options.forbid:
         chosen = _not_worse(chosen, others)
     report("done")

@@ -39,8 +39,15 @@ def _result(plan: Plan) -> list[str]:
         f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *_passes(plan),
         *_trained(plan),
     ]
+
+
+def _passes(plan: Plan) -> list[str]:
+    how = "once a step" if plan.reduces_once else "every pass"
+    line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
+    return [line] if plan.micro_batches > 1 else []
 
 
 def _trained(plan: Plan) -> list[str]:
