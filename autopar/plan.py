@@ -64,6 +64,18 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class MeshTried:
+    """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not searched on."""
+
+    mesh: str
+    bound: float
+    step_seconds: float | None
+    peak_bytes: float | None
+    gap: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module. Seconds are of one training step without the optimizer's; bytes are a device's. A step has `micro_batches`
     passes of `samples` each, over all devices; the model is called so often, but for the last time inside of `no_sync` if the
@@ -102,6 +114,7 @@ class Plan:
     micro_batches: int = 1
     reduces_once: bool = False  # gradients of all passes together, not of each
     samples: int = 0
+    meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -153,6 +166,7 @@ class Plan:
                 "recomputed": tuple(fields["recomputed"]),
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "warnings": tuple(fields["warnings"]),
+                "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
                 "sharding": _sharding_from_json(fields["sharding"], mesh),
             }
         except (ValueError, IndexError, AutoparError) as error:

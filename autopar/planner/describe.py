@@ -46,6 +46,7 @@ def describe_plan(planned: Planned) -> Plan:
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.whole), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
+        meshes=planned.meshes,
     )  # fmt: skip
     return of_step(plan, *planned.whole, options.micro_batches)
 

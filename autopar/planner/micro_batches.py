@@ -30,7 +30,7 @@ ONCE = ("ddp", "zero1", "megatron", "megatron_sp")  # and those that lose nothin
 def check(micro_batches: object) -> None:
     """Raises StrategyError for anything but a number of passes."""
     if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
-        raise StrategyError(f"micro_batches is {micro_batches!r}, not 1 or more", fix="give the number of passes of a step, such as 4")
+        raise StrategyError(f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4")
 
 
 def ways(strategy: str | None, micro_batches: int) -> tuple[bool, ...]:

@@ -14,8 +14,8 @@ MEMORY = (
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, warnings."""
-    sections = (_result, _modules, _collectives, _memory, _recomputed, _alternatives, _warnings)
+    """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, meshes, warnings."""
+    sections = (_result, _modules, _collectives, _memory, _recomputed, _alternatives, _meshes, _warnings)
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -138,6 +138,21 @@ def _alternatives(plan: Plan) -> list[str]:
     )
     lines = table(["costed by the same model", "step ms", "comm ms", unit, "time"], rows)
     return lines + [f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None]
+
+
+def _meshes(plan: Plan) -> list[str]:
+    if not plan.meshes:
+        return []
+    unit, bytes_ = byte_column([m.peak_bytes for m in plan.meshes])
+    rows = zip(
+        [m.mesh for m in plan.meshes],
+        column([m.bound * 1e3 for m in plan.meshes]),
+        column([None if m.step_seconds is None else m.step_seconds * 1e3 for m in plan.meshes]),
+        bytes_,
+        ["-" if m.gap is None else f"{m.gap:.2%}" for m in plan.meshes],
+        [m.note for m in plan.meshes],
+    )
+    return table(["meshes tried", "at least ms", "step ms", unit, "gap", ""], list(rows))
 
 
 def _against(a: Alternative, plan: Plan) -> str:
