@@ -50,7 +50,7 @@ def passes_of(batch: int, mesh: Mesh | None, strategy: str | None, micro_batches
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
     """The plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell; `search(K)` plans
     with K passes. How many are needed is estimated from the activations of the plan before, which shrink with K. Micro-batches are
-    multiples of `ways`, if the batch is. If none does, the plan with most passes that was tried; raises its MemoryInfeasibleError."""
+    multiples of `ways`, if the batch is. If none does, what the last search gave or raised (MemoryInfeasibleError)."""
     choices = [k for k in _divisors(batch) if batch % ways or batch // k % ways == 0]
     without: Planned | None = None
     last: Planned | MemoryInfeasibleError | None = None

@@ -125,15 +125,14 @@ def plan(
 ) -> Plan:
     """Plan a model for a mesh without running anything: `model` and `example_inputs` may be on the meta device.
 
-    `mesh`: text ("dp=8,tp=8"), autopar.Mesh, a DeviceMesh, or a number of devices: then meshes are tried.
-    `hardware`: a profile's name, a device's own name, a TOML file
-    (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
-    glob of a parameter's name -> layout, "tp:S(0)" or "R"; `forbid`: glob -> a layout that it may not take, or several.
-    `precision`: "fp32", the model in its own types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA,
-    QLoRA, FakeQuant (autopar/adapt), planned with the rest. `baselines=False` leaves the expert strategies out. With
-    `micro_batches` the step is so many calls, `example_inputs` one of them, and gradients are added up; the plan says whether they
-    are reduced once a step or in every call. `recompute`: "auto", or "none", "selective" or "full" for all blocks. Raises
-    subclasses of AutoparError."""
+    `mesh`: text ("dp=8,tp=8"), autopar.Mesh, a DeviceMesh, or a number of devices: then meshes are tried. `hardware`: a profile's
+    name, a device's own name, a TOML file (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB"
+    (default the hardware's). `pin`: glob of a parameter's name -> layout, "tp:S(0)" or "R"; `forbid`: glob -> a layout that it may
+    not take, or several. `strategy`: a recipe, or two for two axes, "megatron_sp+zero1". `precision`: "fp32", the model in its own
+    types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with
+    the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
+    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. `recompute`:
+    "auto", or "none", "selective" or "full" for all blocks. Raises subclasses of AutoparError."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
         pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
@@ -200,8 +199,8 @@ def compile(
     taken over. Without example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K times a
-    step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. It gives right
-    gradients with any other number of calls too: what was planned for K is only what is fastest then.
+    step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. Any
+    other number of calls gives right gradients too: K only decides what is fastest.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')

@@ -105,11 +105,16 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    known = [k for k in MEMORY if k in plan.memory] + sorted(set(plan.memory) - set(MEMORY))
-    kinds = {**{k: plan.memory[k] for k in known}, "in all": plan.peak_bytes}
+    kinds = {**in_order(plan.memory), "in all": plan.peak_bytes}
     unit, cells = byte_column(list(kinds.values()))
     rows = [[k, cell, percent(v, plan.memory_limit_bytes)] for (k, v), cell in zip(kinds.items(), cells)]
     return table(["memory of a device", unit, "of the limit"], rows)
+
+
+def in_order(memory: dict[str, float]) -> dict[str, float]:
+    """Kinds of memory in the order that they are printed in."""
+    known = [k for k in MEMORY if k in memory] + sorted(set(memory) - set(MEMORY))
+    return {k: memory[k] for k in known}
 
 
 def _recomputed(plan: Plan) -> list[str]:
