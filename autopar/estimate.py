@@ -7,8 +7,8 @@ recomputation:
 
     72 B s L h^2 (1 + s / (6 h) + V / (12 L h))
 
-Hardware FLOPs add the products of the blocks that are computed again; with all of them it is the paper's F,
-96 B s L h^2 (1 + s / (6 h) + V / (16 L h)).
+Hardware FLOPs add the products that are computed again. With all blocks these are those of the paper's F,
+96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not read.
 """
 
 from __future__ import annotations
