@@ -122,8 +122,8 @@ def table_of(source: str, rows: list[Row]) -> list[str]:
     cells = []
     for i, (row, e) in enumerate(zip(rows, estimates)):
         cells.append([
-            row.name, row.mesh, f"{row.samples} x {row.passes}", row.recompute, f"{e.tflops_per_device(e.model_flops, row.seconds):.0f}",
-            f"{published[i]:.3f}",
+            row.name, row.mesh, f"{row.samples} x {row.passes}", row.recompute,
+            f"{e.tflops_per_device(e.model_flops, row.seconds):.0f}", f"{published[i]:.3f}",
             f"{serial[i]:.3f}", _off(serial[i], published[i]), _off(serial[i] * factors[0], published[i]),
             f"{overlapped[i]:.3f}", _off(overlapped[i], published[i]), _off(overlapped[i] * factors[1], published[i]),
             f"{e.plan.peak_bytes / GIB:.1f}" + ("" if e.fits else " (no room)"),

@@ -15,12 +15,13 @@ from autopar.planner.meshes import candidates, refines, search
 
 from .planning import captured, make, toy
 
+MODEL = "mlp-tiny:layers=1"
 # nodes of two devices, with a slow link between them
 NODES = replace(toy(link=1e8), links=(Tier("inner", 2, 0.0, 1e9, 1 << 40), Tier("outer", None, 0.0, 1e8, 1 << 40)))
 
 
 def found(devices: int, **options) -> Plan:
-    return search(captured("gpt2-tiny"), devices, PlanOptions(NODES, **{"baselines": False} | options)).plan
+    return search(captured(MODEL), devices, PlanOptions(NODES, **{"baselines": False} | options)).plan
 
 
 def test_candidates_keep_the_inner_axis_in_a_node():
@@ -48,7 +49,7 @@ def test_the_best_mesh_is_the_best_of_those_that_were_tried():
     assert [m.mesh for m in plan.meshes][0] == str(plan.mesh)
     assert {m.mesh for m in plan.meshes} == {"dp=4", "dp=2,tp=2"}
     for tried in plan.meshes:
-        alone = make("gpt2-tiny", tried.mesh, NODES)
+        alone = make(MODEL, tried.mesh, NODES)
         assert tried.bound <= alone.step_seconds * (1 + 1e-9)
         assert plan.step_seconds <= alone.step_seconds * 1.001
     assert found(4).to_json() == plan.to_json()
@@ -65,7 +66,7 @@ def test_with_experts_micro_batches_and_a_strategy():
 
 def test_refusals():
     with pytest.raises(InputError, match="use a batch of 8 or 10"):
-        search(captured("gpt2-tiny", 9), 4, PlanOptions(NODES))
+        search(captured(MODEL, 9), 4, PlanOptions(NODES))
     with pytest.raises(MemoryInfeasibleError):
         found(4, memory_bytes=1e4)
     with pytest.raises(StrategyError, match="two axes"):
