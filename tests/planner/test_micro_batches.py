@@ -56,8 +56,6 @@ def test_a_search_takes_the_faster_way_that_fits():
     tight = searched(memory_bytes=limit)
     assert not tight.reduces_once and tight.peak_bytes <= limit
     assert tight.step_seconds > roomy.step_seconds
-    with pytest.raises(MemoryInfeasibleError):
-        searched(memory_bytes=1e4)
 
 
 def test_a_plan_says_it_and_remembers_it():
