@@ -24,6 +24,7 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import autopar
 from autopar import models
@@ -79,7 +80,7 @@ def torchtitan() -> list[Row]:
     ]
 
 
-def foundry() -> list[Row]:
+def foundry(hardware: str) -> list[Row]:
     """(hardware, model, devices, samples, passes, checkpointing, tokens a second and device), sequences of 2048."""
     sizes = {"1b": (2048, 24, 16), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64)}
     rows = [
@@ -89,7 +90,9 @@ def foundry() -> list[Row]:
         ("h100", "30b", 16, 10, 3, True, 2263), ("h100", "70b", 64, 8, 4, True, 1039),
     ]  # fmt: skip
     found = []
-    for hardware, name, devices, samples, passes, checkpoints, speed in rows:
+    for own, name, devices, samples, passes, checkpoints, speed in rows:
+        if own != hardware:
+            continue
         hidden, layers, heads = sizes[name]
         model = f"gpt:hidden={hidden},layers={layers},heads={heads},vocab=50368,seq=2048"
         seconds = samples * passes * 2048 / speed
@@ -98,7 +101,10 @@ def foundry() -> list[Row]:
     return found
 
 
-SOURCES = {"Megatron": megatron, "torchtitan": torchtitan, "foundry": foundry}
+SOURCES = {
+    "Megatron": megatron, "torchtitan": torchtitan, "foundry-a100": partial(foundry, "a100"),
+    "foundry-h100": partial(foundry, "h100"),
+}  # fmt: skip
 
 
 def predicted(row: Row) -> autopar.Estimate:
