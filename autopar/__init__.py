@@ -9,6 +9,7 @@ from .adapt import FakeQuant, LoRA, QLoRA
 from .api import compile, explain, plan
 from .convert import convert
 from .errors import AdaptError, AutoparError
+from .estimate import Estimate, estimate
 from .hardware import Hardware
 from .mesh import Mesh
 from .plan import Plan
@@ -16,7 +17,7 @@ from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, 
 from .storage.quantized_folder import load_quantized
 
 __all__ = [
-    "AdaptError", "AutoparError", "Checkpoint", "FakeQuant", "Hardware", "LoRA", "Mesh", "Plan", "QLoRA", "compile", "convert",
-    "explain", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "save_checkpoint",
+    "AdaptError", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA", "Mesh", "Plan", "QLoRA", "compile",
+    "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -36,6 +36,8 @@ from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
 from .plan import Plan, fingerprint
+from .planner import meshes
+from .planner import micro_batches as passes
 from .planner.explain import Explanation, explain_plan
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
@@ -116,36 +118,47 @@ def plan(
     loss_fn: Callable | None = None,
     strict: bool = False,
     baselines: bool = True,
+    micro_batches: int = 1,
+    recompute: str = "auto",
     name: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plan a model for a mesh without running anything: `model` and `example_inputs` may be on the meta device.
 
-    `mesh`: text ("dp=8,tp=8"), autopar.Mesh, or a DeviceMesh. `hardware`: a profile's name, a device's own name, a TOML file
-    (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB" (default the hardware's). `pin`:
-    glob of a parameter's name -> layout, "tp:S(0)" or "R"; `forbid`: glob -> a layout that it may not take, or several.
-    `precision`: "fp32", the model in its own types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA,
-    QLoRA, FakeQuant (autopar/adapt), planned with the rest. `baselines=False` leaves the expert strategies out. Raises subclasses
-    of AutoparError."""
+    `mesh`: text ("dp=8,tp=8"), autopar.Mesh, a DeviceMesh, or a number of devices: then meshes are tried. `hardware`: a profile's
+    name, a device's own name, a TOML file (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB"
+    (default the hardware's). `pin`: glob of a parameter's name -> layout, "tp:S(0)" or "R"; `forbid`: glob -> a layout that it may
+    not take, or several. `strategy`: a recipe, or two for two axes, "megatron_sp+zero1". `precision`: "fp32", the model in its own
+    types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with
+    the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
+    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. `recompute`:
+    "auto", or "none", "selective" or "full" for all blocks. Raises subclasses of AutoparError."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
-        pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, name=name, report=report,
+        pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
+        recompute=recompute, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
-    pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, name=None, report=lambda text: None,
+    pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=1, recompute="auto", refuses=True,
+    name=None, report=lambda text: None,
 ) -> Planned:  # fmt: skip
-    """`plan`, with all that the search knows beside the plan."""
-    checked = _mesh(mesh)
+    """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same."""
+    devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
+    checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
-    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid)
-    options.check(checked)
+    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, micro_batches)
+    options = replace(options, recompute=recompute, refuses=refuses)
+    if devices is None:
+        options.check(checked)
     report("tracing the model")
     adaptations = order.checked(adapt)
     with order.attached(model, adaptations):
         captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision, adaptations)
+    if devices is not None:
+        return meshes.search(captured, devices, options, name or type(model).__name__, report)
     return search_plan(captured, checked, options, name or type(model).__name__, report)
 
 
@@ -176,6 +189,7 @@ def compile(
     loss_fn: Callable | None = None,
     weights=None,
     strict: bool = False,
+    micro_batches: int = 1,
 ) -> nn.Module:
     """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global batch.
 
@@ -183,6 +197,10 @@ def compile(
     `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each rank reads
     its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's parameters are
     taken over. Without example_inputs the model is compiled at its first call.
+
+    With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K times a
+    step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. Any
+    other number of calls gives right gradients too: K only decides what is fastest.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
@@ -196,8 +214,10 @@ def compile(
     arguments = dict(
         inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
-        adapt=adaptations,
+        adapt=adaptations, micro_batches=micro_batches,
     )  # fmt: skip
+    passes.check(micro_batches)
+
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)
 
@@ -280,7 +300,8 @@ class _Compiler:
         return agreed
 
 
-def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None) -> PlanOptions:
+def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
+             micro_batches=1) -> PlanOptions:  # fmt: skip
     for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", "" if strategy is None else strategy)):
         if not isinstance(value, str):
             raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
@@ -295,17 +316,8 @@ def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict
         load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
         memory_bytes=_bytes(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),
         forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
-        fixed=fixed, strict=strict, baselines=baselines,
+        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches,
     )  # fmt: skip
-
-
-def _mesh(mesh) -> Mesh:
-    if isinstance(mesh, int):
-        raise MeshError(
-            "planning for a number of devices without a mesh is not available in this version",
-            fix=f'name the axes, such as "dp={mesh}"',
-        )
-    return Mesh.of(mesh)
 
 
 def _default_hardware(mesh) -> str:

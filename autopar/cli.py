@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import calibrate, compare, diff, explain, graph, plan, report, trace, train, verify
+from .commands import calibrate, compare, diff, estimate, explain, graph, plan, report, trace, train, verify
 from .errors import AutoparError
 
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     result = _Parser(prog="autopar", description="Plans how a PyTorch model runs on many devices, and compiles it to do so.")
     result.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = result.add_subparsers(metavar="COMMAND", required=True)
-    for command in (plan, explain, report, trace, compare, diff, train, verify, graph, calibrate):
+    for command in (plan, estimate, explain, report, trace, compare, diff, train, verify, graph, calibrate):
         command.add(subparsers)
     return result
 

@@ -64,8 +64,22 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class MeshTried:
+    """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not searched on."""
+
+    mesh: str
+    bound: float
+    step_seconds: float | None
+    peak_bytes: float | None
+    gap: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """See the module. Seconds are of one training step without the optimizer's; bytes are a device's."""
+    """See the module. Seconds are of one training step without the optimizer's; bytes are a device's. A step has `micro_batches`
+    passes of `samples` each, over all devices; the model is called so often, but for the last time inside of `no_sync` if the
+    plan `reduces_once`. Collectives are those of all passes."""
 
     model: str
     mesh: Mesh
@@ -98,6 +112,10 @@ class Plan:
     fingerprint: str = ""
     parameter_elements: int = 0  # of the whole model, quantized weights as if they were dequantized
     trained_elements: int = 0
+    micro_batches: int = 1
+    reduces_once: bool = False  # gradients of all passes together, not of each
+    samples: int = 0
+    meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -149,6 +167,7 @@ class Plan:
                 "recomputed": tuple(fields["recomputed"]),
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "warnings": tuple(fields["warnings"]),
+                "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
                 "sharding": _sharding_from_json(fields["sharding"], mesh),
             }
         except (ValueError, IndexError, AutoparError) as error:
@@ -168,7 +187,8 @@ class Plan:
             raise PlanIncompatible(
                 f"the plan was made for another model, input shape or torch version: {self.model} with graph "
                 f"{self.fingerprint[:12]}, this is {found[:12]}",
-                fix="plan again with this model and these example_inputs",
+                fix="plan again with this model and these example_inputs" if self.micro_batches == 1 else
+                f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or plan again",
             )
         check_decisions(graph, self.sharding)
 

@@ -194,6 +194,11 @@ SCHEMA = {
     }],
     "recomputed": [text], "recomputed_selectively": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
+    "micro_batches": count, "reduces_once": flag, "samples": count,
+    "meshes": [{
+        "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),
+        "note": text,
+    }],
 }  # fmt: skip
 
 

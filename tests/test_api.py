@@ -48,7 +48,8 @@ def test_pins_are_followed():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(mesh=4), MeshError, 'name the axes, such as "dp=4"'),
+        (dict(mesh=0), MeshError, "positive"),
+        (dict(mesh=True), MeshError, "cannot read a bool as a mesh"),
         (dict(mesh="dp=0"), MeshError, "positive"),
         (dict(memory="1 potato"), StrategyError, "cannot read '1 potato' as a memory limit"),
         (dict(memory="1..5GB"), StrategyError, "cannot read '1..5GB' as a memory limit"),

@@ -35,7 +35,7 @@ def autopar(*words: str, **environment: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("command", [
-    "plan", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph", "calibrate",
+    "plan", "estimate", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph", "calibrate",
 ])  # fmt: skip
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:

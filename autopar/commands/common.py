@@ -28,11 +28,14 @@ def command(subparsers, name: str, summary: str, example: str, run: Callable[[ar
     return parser
 
 
-def add_model(parser, batch: int | None = 8, seq: int | None = 64) -> None:
-    """--model, --mesh, --batch and --seq; a size without a default is required."""
+def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool = False) -> None:
+    """--model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them will do."""
     model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, or file.py:function"
     parser.add_argument("--model", required=True, metavar="M", help=model)
-    parser.add_argument("--mesh", required=True, help="axes and sizes, outermost first: dp=8,tp=8")
+    where = parser.add_mutually_exclusive_group(required=True) if devices else parser
+    where.add_argument("--mesh", required=not devices, help="axes and sizes, outermost first: dp=8,tp=8")
+    if devices:
+        where.add_argument("--devices", type=count, metavar="N", help="plan for the best mesh of N devices")
     for name, default, what in (("--batch", batch, "global batch"), ("--seq", seq, "sequence length")):
         after = "" if default is None else f" (default {default})"
         parser.add_argument(name, type=count, default=default, required=default is None, metavar="N", help=what + after)
@@ -52,7 +55,8 @@ def add_planning(parser, hardware: str) -> None:
 
 def add_search(parser, baselines: bool = False) -> None:
     """All arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
-    add_model(parser, batch=None, seq=None)
+    add_model(parser, batch=None, seq=None, devices=True)
+    add_passes(parser)
     add_planning(parser, hardware="h100")
     add_adapting(parser)
     forbid = "a layout that the parameters that GLOB matches may not take, such as '*.wte.weight=R'; may be repeated"
@@ -63,23 +67,43 @@ def add_search(parser, baselines: bool = False) -> None:
         parser.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
 
 
+def add_passes(parser) -> None:
+    """--micro-batches, --micro-batch and --recompute."""
+    passes = "passes of a step, whose gradients are added up; auto: the fewest that fit without recomputation (default 1)"
+    parser.add_argument("--micro-batches", type=passes_or_auto, metavar="K", help=passes)
+    samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
+    parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
+    level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
+    parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
+
+
 def add_slowdown(parser) -> None:
     """--slowdown."""
     slowdown = "how much longer compute takes beside a collective, 1 or more (default 1)"
     parser.add_argument("--slowdown", type=factor, default=1.0, metavar="X", help=slowdown)
 
 
-def search(args: argparse.Namespace, report: Report) -> Planned:
-    """The finished search that the arguments of `add_search` ask for, of the model on the meta device."""
-    from .. import api, models
+def search(args: argparse.Namespace, report: Report, **options) -> Planned:
+    """The finished search that the arguments of `add_search` ask for, of the model on the meta device; `options` of `api.search`
+    come on top."""
+    from .. import accumulate, api, models
+    from ..mesh import Mesh
 
     quiet()
-    report("building the model")
-    model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
-    return api.search(
-        model, args.mesh, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), report=report,
-        baselines=not getattr(args, "no_baselines", True), adapt=adaptations(args), **planning(args),
-    )  # fmt: skip
+    mesh = Mesh.parse(args.mesh) if args.mesh else None
+
+    def planned(passes: int) -> Planned:
+        report("building the model")
+        model, inputs = models.build(args.model, batch=args.batch // passes, seq=args.seq)
+        return api.search(
+            model, mesh or args.devices, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args),
+            report=report, adapt=adaptations(args), micro_batches=passes, recompute=args.recompute,
+            **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options,
+        )  # fmt: skip
+
+    if args.micro_batches == accumulate.AUTO and args.micro_batch is None:
+        return accumulate.fewest(planned, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1)
+    return planned(accumulate.passes_of(args.batch, mesh, args.strategy, args.micro_batches, args.micro_batch))
 
 
 def add_adapting(parser) -> None:
@@ -110,6 +134,10 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
+
+
+def passes_or_auto(text: str) -> int | str:
+    return text if text == "auto" else count(text)
 
 
 def factor(text: str) -> float:
@@ -151,7 +179,8 @@ def check(args: argparse.Namespace) -> None:
     from ..mesh import Mesh
     from ..planner.restrict import Restriction
 
-    Restriction.of(args.strategy, Mesh.parse(args.mesh))
+    if args.mesh is not None:
+        Restriction.of(args.strategy, Mesh.parse(args.mesh))
     hardware.load(args.hardware)
     pins(args)
     if hasattr(args, "forbid"):

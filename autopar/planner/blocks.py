@@ -74,8 +74,9 @@ class Blocks:
         self.inner = {v for v, block in self.block.items() if block and v not in leaves_block}
         self._cheap = {v for v in self.inner if not flops_of(problem.vertices[v].node)}
 
-    def recomputation(self, evaluation: Evaluation) -> list[Recomputation]:
-        """All steps of all blocks, in graph order; a block's selective step before its full one."""
+    def recomputation(self, evaluation: Evaluation, merged: bool = True) -> list[Recomputation]:
+        """All steps of all blocks, in graph order; a block's selective step before its full one. `merged`: where the second is
+        cheaper a byte, both are one."""
         held: dict[str, list[Key]] = defaultdict(list)
         for key in evaluation.saved:
             if key[0] in self.inner:
@@ -89,7 +90,7 @@ class Blocks:
         for block, keys in held.items():
             selective = self._selective(evaluation, block, keys, arriving)
             full = self._full(evaluation, block, keys, arriving, selective)
-            if selective and full and full.price < selective.price:
+            if merged and selective and full and full.price < selective.price:
                 selective, full = None, self._full(evaluation, block, keys, arriving, None)
             steps += [step for step in (selective, full) if step and step.freed_bytes > 0]
         return steps
@@ -182,21 +183,34 @@ class Blocks:
         for step in steps:
             alive[step.block] += step.freed_bytes
         missing += max(alive.values(), default=0.0)
-        taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
-        saved, seconds, price = dict(evaluation.saved), 0.0, 0.0
+        counts, price = [], 0.0
         for step in steps:
             if missing <= 0:
                 break
-            count = min(step.copies, math.ceil(missing / step.freed_bytes))
-            taken[step.block][step.level] = (step, count)
-            seconds, price = seconds + step.seconds * count, step.price
-            share = count / step.copies
-            saved |= {key: saved[key] * (1 - share) for key in step.freed}
-            saved |= {key: saved.get(key, 0.0) + bytes_ * share for key, bytes_ in step.needed}
-            missing -= step.freed_bytes * count
-        if missing > 0:
-            return None, price
-        return replace(
-            evaluation, saved=saved, recomputed=dict(taken), recompute_seconds=seconds,
-            transient_bytes=max((alive[block] for block in taken), default=0.0),
-        ), price  # fmt: skip
+            counts.append((step, min(step.copies, math.ceil(missing / step.freed_bytes))))
+            missing, price = missing - step.freed_bytes * counts[-1][1], step.price
+        return (None if missing > 0 else _taking(evaluation, counts, alive)), price
+
+    def at_level(self, evaluation: Evaluation, level: str) -> Evaluation:
+        """The evaluation with every block at one level, whether that is needed or not."""
+        steps = [s for s in self.recomputation(evaluation, merged=False) if level == FULL or s.level == level]
+        alive: dict[str, float] = defaultdict(float)
+        for step in steps:
+            alive[step.block] += step.freed_bytes
+        return _taking(evaluation, [(step, step.copies) for step in steps], alive)
+
+
+def _taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]], alive: dict[str, float]) -> Evaluation:
+    """The evaluation with these steps taken in so many copies each; `alive`: by block, what it holds again in its backward."""
+    taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
+    saved, seconds = dict(evaluation.saved), 0.0
+    for step, count in counts:
+        taken[step.block][step.level] = (step, count)
+        seconds += step.seconds * count
+        share = count / step.copies
+        saved |= {key: saved[key] * (1 - share) for key in step.freed}
+        saved |= {key: saved.get(key, 0.0) + bytes_ * share for key, bytes_ in step.needed}
+    return replace(
+        evaluation, saved=saved, recomputed=dict(taken), recompute_seconds=seconds,
+        transient_bytes=max((alive[block] for block in taken), default=0.0),
+    )  # fmt: skip

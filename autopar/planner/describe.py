@@ -12,6 +12,7 @@ from ..sharding import NodeSharding, Sharding
 from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
 from .make import Planned
+from .micro_batches import of_step, samples_of
 from .problem import STATE, Problem, Vertex
 from .regions import regions_of
 from .solve import Outcome
@@ -30,7 +31,7 @@ def describe_plan(planned: Planned) -> Plan:
             alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
         else:
             alternatives.append(Alternative(name, None, None, None, False, other.message))
-    return Plan(
+    plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
@@ -44,8 +45,10 @@ def describe_plan(planned: Planned) -> Plan:
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.whole), planning_seconds=planned.seconds,
-        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
+        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
+        meshes=planned.meshes,
     )  # fmt: skip
+    return of_step(plan, *planned.whole, options.micro_batches)
 
 
 def _recomputed(problem: Problem, e: Evaluation) -> dict[str, list[str]]:
@@ -94,8 +97,8 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
             if step.move.kind == "slice":
                 continue
             key = (step.move.kind, step.move.axes, transfer.phase)
-            count[key] += transfer.copies
-            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.copies
+            count[key] += transfer.copies * transfer.times
+            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.copies * transfer.times
             seconds[key] += charged * transfer.copies
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])

@@ -29,7 +29,8 @@ RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "rando
 @dataclass(frozen=True)
 class Transfer:
     """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of one of its
-    `copies`. What is hidden may run beside compute: parameters gathered ahead, gradients reduced behind."""
+    `copies`, on average over the passes of a step, in `times` of which it is made. What is hidden may run beside compute:
+    parameters gathered ahead, gradients reduced behind."""
 
     producer: int
     output: int
@@ -42,6 +43,7 @@ class Transfer:
     consumers: tuple[int, ...]
     copies: int
     is_hidden: bool
+    times: int = 1
 
     @property
     def step_seconds(self) -> list[tuple[Step, float]]:
@@ -53,7 +55,7 @@ class Transfer:
 
 @dataclass
 class Evaluation:
-    """Cost of one complete choice. Bytes are per device, for the device that holds most."""
+    """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds most."""
 
     compute: dict[str, float]  # seconds by phase
     transfers: list[Transfer]
@@ -66,7 +68,8 @@ class Evaluation:
     first: int = 0  # how a compact graph was split, see Problem.split
     recomputed: dict[str, dict] = field(default_factory=dict)  # block -> level -> (step, copies that take it), see blocks.py
     recompute_seconds: float = 0.0
-    whole_gradient_bytes: float = 0.0  # what ZeRO-1's unreduced gradients take beyond their shards
+    whole_gradient_bytes: float = 0.0  # what gradients that are not reduced yet take beyond their shards
+    reduces_once: bool = False  # gradients of several passes wait for one reduction
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     passing_bytes: float = 0.0  # what else is alive when memory peaks, less what of the rest is not (see live_bytes.py)
 
@@ -122,18 +125,25 @@ class Evaluation:
 
 
 class Pricer:
-    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them."""
+    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has `micro_batches`
+    passes; with `reduces_once` their gradients wait for one reduction (autopar/planner/micro_batches.py)."""
 
-    def __init__(
-        self, problem: Problem, redistribute: Redistributor, bucket_bytes: float, collectives: CollectiveCost | None = None
-    ):
+    def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
+                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False):  # fmt: skip
         self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
+        self.micro_batches, self.reduces_once = micro_batches, reduces_once
         self.prices = TransferPrices(redistribute, collectives)
         self._local: dict[tuple, float] = {}
 
     def is_bucketed(self, producer: int, slots) -> bool:
         """Whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of one."""
         return self.problem.vertices[producer].kind == "parameter" or STATE in slots
+
+    def times(self, producer: int, slots, source: Layout) -> int:
+        """In how many passes of a step a tensor is redistributed."""
+        is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
+        is_sum = source.partial and all(reduction == "sum" for _, reduction in source.partial)
+        return 1 if self.reduces_once and is_gradient and is_sum else self.micro_batches
 
     def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
         """Seconds of one redistribution of a tensor of so many global bytes, inf if there is none."""
@@ -183,6 +193,7 @@ def evaluate(
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False gathers again,
     ZeRO-3; True keeps, ZeRO-1 and 2). `whole_gradients`: ZeRO-1, where gradients are whole until they are reduced."""
     result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first)
+    result.reduces_once = pricer.reduces_once
     for v in problem.vertices:
         options, k = problem.choices(v.index), choice[v.index]
         phase = "backward" if v.phase == "backward" else "forward"
@@ -192,19 +203,20 @@ def evaluate(
     uses_of = uses_by_tensor(problem)
     for (producer, output), uses in uses_of.items():
         _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses)
-        if whole_gradients:
-            result.whole_gradient_bytes += _unreduced_bytes(problem, choice, pricer, uses)
+        if whole_gradients or pricer.reduces_once:
+            made = problem.choices(producer).strategies[choice[producer]].outputs[output]
+            result.whole_gradient_bytes += _unreduced_bytes(problem, choice, pricer, uses, made)
     return result
 
 
-def _unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use]) -> float:
-    """Bytes of a whole gradient beyond those of its shard; 0 for other tensors."""
+def _unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
+    """Bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
     consumer = problem.vertices[uses[0].consumer]
     if consumer.kind != "parameter" or not any(u.slot == STATE for u in uses):
         return 0.0
     shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
-    whole = pricer.local_bytes(consumer.index, 0, Layout.replicated(len(shard.dims)))
-    return (whole - pricer.local_bytes(consumer.index, 0, shard)) * consumer.copies
+    whole = pricer.local_bytes(consumer.index, 0, made)
+    return max(0.0, whole - pricer.local_bytes(consumer.index, 0, shard)) * consumer.copies
 
 
 def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses) -> None:
@@ -212,6 +224,7 @@ def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, 
     source = problem.choices(producer).strategies[choice[producer]].outputs[output]
     bytes_, copies = problem.tensor_bytes[producer, output], vertex.copies
     is_hidden = pricer.is_bucketed(producer, [u.slot for u in uses])
+    times = pricer.times(producer, [u.slot for u in uses], source)
     wanted: dict[str, dict[Layout, list[int]]] = {"forward": {}, "backward": {}}
     reads_base = False
     for use in uses:
@@ -223,10 +236,10 @@ def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, 
             reads_base = True
 
     def transfer(target: Layout, phase: str, consumers: list[int]) -> None:
-        seconds = pricer.seconds(source, target, bytes_, is_hidden)
+        seconds = pricer.seconds(source, target, bytes_, is_hidden) * times / pricer.micro_batches
         moves = pricer.redistribute(source, target)
         result.transfers.append(
-            Transfer(producer, output, phase, source, target, seconds, moves, bytes_, tuple(consumers), copies, is_hidden)
+            Transfer(producer, output, phase, source, target, seconds, moves, bytes_, tuple(consumers), copies, is_hidden, times)
         )
 
     for target, consumers in wanted["forward"].items():

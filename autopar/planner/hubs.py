@@ -75,6 +75,8 @@ class HubPrices:
         self.reads_saved = BACKWARD in self.phases
         self.is_hidden = pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
         self.once = pricer.matrix(self.sources, self.targets, problem.tensor_bytes[hub.example], self.is_hidden)
+        times = [pricer.times(hub.example[0], [slot for _, slot, _ in hub.consumers], p) for p in self.sources]
+        self.once = self.once * (np.array(times) / pricer.micro_batches)[:, None]
         self.is_possible = np.isfinite(self.once)
         self.once[~self.is_possible] = 0.0
         number = {layout: i for i, layout in enumerate(self.sources)}

@@ -18,8 +18,10 @@ from ..graph import describe
 from ..hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
-from ..plan import Plan
+from ..plan import MeshTried, Plan
 from ..precision import compute_dtype
+from . import forced
+from . import micro_batches as passes
 from .ascend import Search
 from .evaluate import Evaluation, Pricer
 from .fold import fold, unfolded
@@ -34,7 +36,8 @@ from .whole import whole_of
 @dataclass(frozen=True)
 class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout that it
-    may not take. `memory_bytes`: None takes the hardware's."""
+    may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one of them.
+    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway)."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -47,12 +50,17 @@ class PlanOptions:
     strict: bool = False
     baselines: bool = True
     folded: bool = True
+    micro_batches: int = 1
+    recompute: str = "auto"
+    refuses: bool = True
     search: Search = Search()
 
     def check(self, mesh: Mesh) -> None:
         """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
         Restriction.of(self.strategy, mesh)
         compute_dtype(self.precision)
+        passes.check(self.micro_batches)
+        forced.check(self.recompute)
         StateBytes.of(self.optimizer, 4, 0)
 
 
@@ -68,6 +76,7 @@ class Planned:
     others: Mapping[str, Outcome | AutoparError]  # expert strategies, by name
     warnings: tuple[str, ...]
     seconds: float  # that planning took
+    meshes: tuple[MeshTried, ...] = ()  # if the mesh was searched for too
 
     @property
     def problem(self) -> Problem:
@@ -116,30 +125,42 @@ def search(
     options: PlanOptions,
     model: str = "model",
     report: Callable[[str], None] = lambda t: None,
+    solvers: list[Solver] | None = None,
 ) -> Planned:
-    """The best plan of a captured graph, with the search that found it. Raises as `make_plan` does."""
+    """The best plan of a captured graph, with the search that found it; `solvers`: what `solvers_of` gave, if it was called before.
+    Raises as `make_plan` does."""
     options.check(mesh)
     start = time.perf_counter()
-    hardware = options.hardware
     restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
+    solvers = solvers or solvers_of(captured, mesh, options, report)
+    warnings = _unruled(solvers[0].problem, options.strict)
+    others = passes.baselines(solvers) if options.baselines else {}
+    report("searching")
+    solver, chosen = forced.fastest(solvers, restriction, dict(options.pin), options.recompute, options.refuses)
+    chosen = not_worse(chosen, others, options)
+    report("done")
+    return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
+
+
+def solvers_of(
+    captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None
+) -> list[Solver]:
+    """One for each way to reduce gradients, all of the same problem."""
+    hardware = options.hardware
     redistribute = Redistributor(mesh, hardware.links_for(mesh), hardware.reached_memory_bytes_per_second)
     report("building the problem")
     problem = build(
         captured, mesh, hardware, options.optimizer,
         fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
     )  # fmt: skip
-    warnings = _unruled(problem, options.strict)
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    pricer = Pricer(problem, redistribute, bucket_bytes, CollectiveCost(hardware, mesh))
-    solver = Solver(problem, pricer, limit, options.search, report, hardware.overlap_gain)
-    others = solver.baselines() if options.baselines else {}
-    report("searching")
-    chosen = solver.solve(restriction, dict(options.pin))
-    if restriction.name == "auto" and not options.pin and not options.forbid:
-        chosen = _not_worse(chosen, others)
-    report("done")
-    return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
+    collectives, gain = CollectiveCost(hardware, mesh), hardware.overlap_gain
+    pricers = [
+        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once)
+        for once in passes.ways(options.strategy, options.micro_batches)
+    ]
+    return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 
 
 def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
@@ -171,8 +192,11 @@ def _by_target(problem: Problem) -> dict[str, list[int]]:
     return found
 
 
-def _not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError]) -> Outcome:
-    """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap)."""
+def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], options: PlanOptions) -> Outcome:
+    """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap). What was asked
+    for stays."""
+    if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != forced.AUTO:
+        return chosen
     for other in others.values():
         if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
             chosen = Outcome(

@@ -64,7 +64,7 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
         row["communication"] += transfer.seconds * transfer.copies
         for step in transfer.redistribution.steps:
             if step.move.kind != "slice":
-                row["collectives"][step.move.kind] += transfer.copies
+                row["collectives"][step.move.kind] += transfer.copies * transfer.times
     return tuple(
         Region(name, max(1, len(r["numbers"])), r["ops"], _most(r["weights"]), _most(r["activations"]), r["compute"],
                r["communication"], r["bytes_"], dict(sorted(r["collectives"].items())))

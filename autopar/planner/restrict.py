@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -80,6 +80,8 @@ class Restriction:
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
             return Restriction("auto", dict.fromkeys(mesh.names, FREE))
+        if "+" in str(name):
+            return _both(str(name), mesh)
         if name not in RECIPES:
             known = ", ".join(["auto", *RECIPES])
             close = difflib.get_close_matches(str(strategy), list(RECIPES), 1)
@@ -101,6 +103,21 @@ class Restriction:
         data = tuple(a for a in mesh.names if a not in tensor)
         roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
         return Restriction(name, roles, tensor, data, None)
+
+
+def _both(strategy: str, mesh: Mesh) -> Restriction:
+    """`"megatron_sp+zero1"`: a tensor-parallel recipe, and what a data-parallel one says of the parameters on its data axes."""
+    names = [ALIASES.get(name, name) for name in strategy.split("+")]
+    first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
+    if len(names) != 2 or not _has_tensor(first) or second is None or not second.data or second.replicates:
+        raise StrategyError(
+            f"cannot read {strategy!r} as two strategies", fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1"
+        )
+    if second.shard == "none":
+        return replace(first, name=strategy)
+    return replace(
+        first, name=strategy, sharded_axes=mesh.names, whole_axes=(), keep=second.keep, whole_gradients=second.whole_gradients
+    )
 
 
 def allowed_strategies(

@@ -72,6 +72,10 @@ class Solver:
         fastest = run.fastest()
         return fastest if fastest.fits else run.within_limit(fastest)
 
+    def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
+        """The fastest plan, whether it fits or not."""
+        return _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).fastest()
+
     def baseline(self, name: str) -> Outcome | AutoparError:
         """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
         try:

@@ -10,8 +10,8 @@ from .units import byte_column, column, ms, percent, size, table
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, warnings."""
-    sections = (_result, _modules, _collectives, _memory, _recomputed, _alternatives, _warnings)
+    """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, meshes, warnings."""
+    sections = (_result, _modules, _collectives, _memory, _recomputed, _alternatives, _meshes, _warnings)
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -37,8 +37,15 @@ def _result(plan: Plan) -> list[str]:
         f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *_passes(plan),
         *_trained(plan),
     ]
+
+
+def _passes(plan: Plan) -> list[str]:
+    how = "once a step" if plan.reduces_once else "every pass"
+    line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
+    return [line] if plan.micro_batches > 1 else []
 
 
 def _trained(plan: Plan) -> list[str]:
@@ -106,6 +113,12 @@ def _memory(plan: Plan) -> list[str]:
     return table(["memory of a device", f"most {unit}", "at the peak", "of the limit"], rows)
 
 
+def in_order(memory: dict[str, float]) -> dict[str, float]:
+    """Kinds of memory in the order that they are printed in."""
+    known = [k for k in MEMORY_KINDS if k in memory] + sorted(set(memory) - set(MEMORY_KINDS))
+    return {k: memory[k] for k in known}
+
+
 def _recomputed(plan: Plan) -> list[str]:
     lines = []
     for what, blocks in (("", plan.recomputed), ("what is cheap in ", plan.recomputed_selectively)):
@@ -132,6 +145,21 @@ def _alternatives(plan: Plan) -> list[str]:
     )
     lines = table(["costed by the same model", "step ms", "comm ms", unit, "time"], rows)
     return lines + [f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None]
+
+
+def _meshes(plan: Plan) -> list[str]:
+    if not plan.meshes:
+        return []
+    unit, bytes_ = byte_column([m.peak_bytes for m in plan.meshes])
+    rows = zip(
+        [m.mesh for m in plan.meshes],
+        column([m.bound * 1e3 for m in plan.meshes]),
+        column([None if m.step_seconds is None else m.step_seconds * 1e3 for m in plan.meshes]),
+        bytes_,
+        ["-" if m.gap is None else f"{m.gap:.2%}" for m in plan.meshes],
+        [m.note for m in plan.meshes],
+    )
+    return table(["meshes tried", "at least ms", "step ms", unit, "gap", ""], list(rows))
 
 
 def _against(a: Alternative, plan: Plan) -> str:

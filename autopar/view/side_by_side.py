@@ -30,6 +30,8 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
         "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
         "recomputed blocks": lambda p: str(len(p.recomputed)) if p.recomputed else "-",
     }  # fmt: skip
+    if any(p.micro_batches > 1 for p in plans):
+        what["micro-batches"] = lambda p: str(p.micro_batches)
     return [(label, list(map(read, plans))) for label, read in what.items()]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from .planning import make, toy
 
-SHORT_OF_MEMORY = ("mlp:hidden=64,layers=4", "dp=4", None, 2e6)
+SHORT_OF_MEMORY = ("mlp:hidden=64,layers=4", "dp=4", None, 2.5e6)
 WITH_A_STRATEGY = ("llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=64,vocab=64", "dp=2,tp=2", "fsdp", None)
 ROOT = Path(__file__).parents[2]
 

@@ -62,8 +62,10 @@ def test_one_reduction_for_many_micro_steps():
     names = ("ddp", "zero1", "fsdp")
     plans = {name: planned(tiny.Regressor(loss=True), "dp=2", CALL, strategy=name) for name in names}
     whole = 4 * sum(p.numel() for p in tiny.Regressor().parameters())
+    plans["for four"] = planned(tiny.Regressor(loss=True), "dp=2", CALL, micro_batches=4, strategy="ddp")
+    assert plans["for four"].reduces_once
     for found in gloo.run(2, _micro_steps, plans):
-        assert found == {name: ([0, 0, 0, 1], whole) for name in names}
+        assert found == {name: ([0, 0, 0, 1], whole) for name in plans}
 
 
 def _loops(rank, plan):

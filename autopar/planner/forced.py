@@ -1,0 +1,60 @@
+"""Plans with a level of recomputation that somebody else chose, and plans that do not fit: what estimates are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import MemoryInfeasibleError, StrategyError
+from . import micro_batches
+from .blocks import FULL, SELECTIVE
+from .restrict import Restriction
+from .solve import Outcome, Solver
+
+AUTO, NONE = "auto", "none"
+LEVELS = (AUTO, NONE, SELECTIVE, FULL)
+
+
+def check(level: object) -> None:
+    """Raises StrategyError for an unknown level."""
+    if level not in LEVELS:
+        raise StrategyError(f"no recomputation {level!r} is known", fix=f"use one of {', '.join(LEVELS)}")
+
+
+def fastest(
+    solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str], level: str = AUTO, refuses: bool = True
+) -> tuple[Solver, Outcome]:
+    """The fastest plan with every block at a level, or with as much recomputation as the memory demands ("auto"), and who found
+    it. Raises MemoryInfeasibleError for what does not fit, unless it `refuses` nothing: then the plan is the one that misses
+    least by recomputing all."""
+    if level == AUTO:
+        try:
+            return micro_batches.fastest(solvers, restriction, pins)
+        except MemoryInfeasibleError:
+            if refuses:
+                raise
+            level = FULL
+    found = [(solver, _at_level(solver, solver.fastest(restriction, pins), level)) for solver in solvers]
+    fitting = [(solver, outcome) for solver, outcome in found if outcome.fits]
+    if not fitting and refuses:
+        raise _missing(*min(found, key=lambda pair: pair[1].evaluation.bytes_), level)
+    if fitting:
+        return min(fitting, key=lambda pair: pair[1].evaluation.seconds)
+    return min(found, key=lambda pair: pair[1].evaluation.bytes_)
+
+
+def _at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
+    evaluation = outcome.evaluation if level == NONE else solver.blocks.at_level(outcome.evaluation, level)
+    return replace(
+        outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes, smallest_bytes=evaluation.bytes_
+    )
+
+
+def _missing(solver: Solver, outcome: Outcome, level: str) -> MemoryInfeasibleError:
+    need, limit = outcome.evaluation.bytes_, solver.limit_bytes
+    return MemoryInfeasibleError(
+        f"with recomputation {level} the plan needs {need / 2**30:.3g} GiB a device, {(need - limit) / 2**30:.3g} GiB more than "
+        f"{limit / 2**30:.3g} GiB",
+        missing_bytes=int(need - limit), mesh=solver.problem.mesh,
+        fix="leave the level to the planner, or use a smaller batch or more micro-batches",
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""Which mesh for so many devices: factorizations are tried on the node's topology, cheap bounds first, and the fastest plan wins.
+
+An axis has no role of its own in the search space, so a mesh is its sizes, outermost first. The innermost of several stays inside
+a node, since its neighbours are the closest; the outermost divides the batch. First come all meshes of one and two axes, then
+those of three that refine the best of them: two axes can do what one can, and only the moves of a few more tensors gain from a
+third. A mesh is searched in full only while its bound, some sweeps of the dual (autopar/planner/dual.py), is below the best plan.
+
+Axes are called dp, cp and tp as people would name them. Pipeline stages would divide the devices before they are factorized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ..capture import Captured
+from ..errors import AutoparError, InputError, MemoryInfeasibleError
+from ..mesh import Mesh
+from ..plan import MeshTried
+from . import make
+from . import micro_batches as passes
+from .dual import Dual
+from .restrict import Restriction, allowed_strategies
+from .solve import Solver
+
+SWEEPS = 4
+MOST_SEARCHED = 3  # meshes that are searched in full, of each round
+
+
+def candidates(devices: int, node: int, batch: int, axes: int = 2) -> list[Mesh]:
+    """Meshes of up to two axes, or of three, over nodes of so many devices. The outermost axis divides a batch of several samples;
+    one sample is cut along its sequence, and the mesh has no dp."""
+    names = ("dp", "cp", "tp") if batch > 1 else ("cp", "sp", "tp")
+    inner = [t for t in range(2, node + 1) if node % t == 0 and devices % t == 0 and t < devices]
+    if axes == 3:
+        sizes = [(devices // t // m, m, t) for t in inner for m in range(2, devices // t) if devices // t % m == 0]
+    else:
+        sizes = [(devices,), *((devices // t, t) for t in inner)]
+    named = {1: names[:1], 2: names[::2], 3: names}
+    return [Mesh(named[len(s)], s) for s in sizes if batch % s[0] == 0 or batch == 1]
+
+
+def refines(mesh: Mesh, coarse: Mesh) -> bool:
+    """Whether neighbouring axes of a mesh of three make those of a coarser one."""
+    a, b, c = mesh.sizes
+    return coarse.sizes in ((a * b, c), (a, b * c), (a * b * c,))
+
+
+@dataclass
+class _Try:
+    """A mesh with its problem. `bound` and `planned` are filled as the search goes on."""
+
+    mesh: Mesh
+    solvers: list[Solver]
+    bound: float
+    planned: make.Planned | None = None
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.planned.evaluation.seconds if self.planned else math.inf
+
+
+class _Tour:
+    """The tries of one search, and the best plan so far."""
+
+    def __init__(self, captured: Captured, options: make.PlanOptions, model: str, report: Callable[[str], None]):
+        self.captured, self.model, self.report = captured, model, report
+        self.options = replace(options, baselines=False)
+        self.tries: list[_Try] = []
+
+    @property
+    def best(self) -> _Try | None:
+        return min((t for t in self.tries if t.planned), key=lambda t: t.seconds, default=None)
+
+    def visit(self, meshes: list[Mesh]) -> None:
+        """Bound all, then search the most promising ones."""
+        bounded = [t for mesh in meshes for t in self._bounded(mesh)]
+        self.tries += bounded
+        for i, one in enumerate(sorted(bounded, key=lambda t: t.bound)):
+            if self.best and one.bound >= self.best.seconds:
+                one.note = "its bound is above the best plan"
+            elif i >= MOST_SEARCHED and self.best:
+                one.note = "its bound is not among the lowest"
+            else:
+                self._search(one)
+            if one is not self.best:
+                one.solvers = []
+
+    def _bounded(self, mesh: Mesh) -> Iterator[_Try]:
+        try:
+            self.options.check(mesh)
+        except AutoparError as error:
+            self.refusal = error
+            return
+        self.report(f"bounding {mesh}")
+        solvers = make.solvers_of(self.captured, mesh, self.options)
+        restriction = replace(Restriction.of(self.options.strategy, mesh), forbidden=self.options.forbid)
+        yield _Try(mesh, solvers, min(_quick_bound(s, restriction, dict(self.options.pin)) for s in solvers))
+
+    def _search(self, one: _Try) -> None:
+        def tell(text: str) -> None:
+            self.report(f"{one.mesh}: {text}")
+
+        before = self.best
+        try:
+            one.planned = make.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers)
+            one.bound = max(one.bound, one.planned.chosen.bound_seconds)
+        except MemoryInfeasibleError as error:
+            one.note, self.refusal = "does not fit", error
+        if before and before is not self.best:
+            before.solvers = []
+
+
+def search(
+    captured: Captured, devices: int, options: make.PlanOptions, model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+) -> make.Planned:  # fmt: skip
+    """The best plan over all meshes that are tried, which its `meshes` list. Raises InputError for a batch that no mesh divides,
+    else what planning raises, of the last mesh, if there is no plan for any."""
+    node, batch = options.hardware.links[0].devices or devices, _batch(captured)
+    coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
+    if not coarse and not fine:
+        raise _indivisible(devices, node, batch)
+    tour = _Tour(captured, options, model, report)
+    tour.visit(coarse)
+    best = tour.best
+    tour.visit([m for m in fine if best is None or refines(m, best.mesh)])
+    best = tour.best
+    if best is None:
+        raise tour.refusal
+    planned = best.planned
+    if options.baselines:
+        others = passes.baselines(best.solvers)
+        planned = replace(planned, options=options, others=others, chosen=make.not_worse(planned.chosen, others, options))
+    return replace(planned, meshes=tuple(_told(t, options.micro_batches) for t in sorted(tour.tries, key=_order)))
+
+
+def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
+    """Seconds that no plan of the problem undercuts, whatever memory it takes."""
+    dual = Dual(solver.problem, solver.hubs, allowed_strategies(solver.problem, restriction, pins), solver.free, restriction.keep)
+    for _ in range(SWEEPS):
+        dual.sweep(True)
+        dual.sweep(False)
+    return max(0.0, dual.bound() - solver.free.byte_seconds * solver.limit_bytes)
+
+
+def _order(one: _Try) -> tuple:
+    return one.seconds, one.bound, str(one.mesh)
+
+
+def _told(one: _Try, micro_batches: int) -> MeshTried:
+    """Seconds of a step."""
+    bound = one.bound * micro_batches
+    if one.planned is None:
+        return MeshTried(str(one.mesh), bound, None, None, None, one.note)
+    e = one.planned.evaluation
+    return MeshTried(str(one.mesh), bound, e.seconds * micro_batches, e.bytes_, one.planned.chosen.gap)
+
+
+def _batch(captured: Captured) -> int:
+    """Samples of one pass, 1 if the model has no input with dims."""
+    nodes = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
+    return next((int(n.meta["val"].shape[0]) for n in nodes if n.meta["val"].dim()), 1)
+
+
+def _indivisible(devices: int, node: int, batch: int) -> InputError:
+    def fits(b: int) -> bool:
+        return bool(candidates(devices, node, b) or candidates(devices, node, b, axes=3))
+
+    near = [next(filter(fits, range(batch, 1, -1)), None), next(filter(fits, range(batch, batch + devices + 1)))]
+    return InputError(
+        f"a batch of {batch} samples cannot be cut evenly over the outer axis of any mesh of {devices} devices",
+        fix=f"use a batch of {' or '.join(str(b) for b in near if b)}, or name a mesh whose axes cut the sequence",
+    )

@@ -1,0 +1,101 @@
+"""Steps of several forward and backward passes, one a micro-batch, whose gradients are added up.
+
+The graph that is planned is one pass. With K passes a step takes K times its seconds, but gradients that their ops leave partial
+may wait, unreduced, for one reduction in the last pass (`no_sync`; Li et al., VLDB 13(12), 2020, section 3.2.4):
+
+    step = K * pass                                   every pass reduces: what is added up is as small as the parameters' shards
+    step = K * pass - (K - 1) * reductions of a pass  reduced once: what is added up is as large as each rank computes it
+
+Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass, in which a
+reduction that is made once costs 1 / K; `of_step` multiplies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
+from ..plan import Plan
+from .evaluate import Evaluation
+from .problem import Problem
+from .restrict import ALIASES, RECIPES, Restriction
+from .solve import Outcome, Solver
+from .timeline import Timeline, simulate
+
+EVERY_PASS = ("zero2",)  # recipes that reduce in every pass by their definition
+ONCE = ("ddp", "zero1", "megatron", "megatron_sp")  # and those that lose nothing by reducing once: gradients are whole anyway
+
+
+def check(micro_batches: object) -> None:
+    """Raises StrategyError for anything but a number of passes."""
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+        raise StrategyError(f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4")
+
+
+def ways(strategy: str | None, micro_batches: int) -> tuple[bool, ...]:
+    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way first."""
+    name = ALIASES.get(strategy, strategy) or "auto"
+    if micro_batches == 1 or name.endswith(EVERY_PASS):
+        return (False,)
+    return (True,) if name.endswith(ONCE) else (False, True)
+
+
+def baselines(solvers: Sequence[Solver]) -> dict[str, Outcome | AutoparError]:
+    """Every expert strategy, reducing as experts do."""
+    passes = solvers[0].pricer.micro_batches
+    by_way = {solver.pricer.reduces_once: solver for solver in solvers}
+    return {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
+
+
+def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:
+    """The fastest plan of all ways that fits, and who found it. Its bound holds for all ways. Raises MemoryInfeasibleError if
+    none fits."""
+    found, refused = [], []
+    for solver in solvers:
+        try:
+            found.append((solver, solver.solve(restriction, pins)))
+        except MemoryInfeasibleError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.missing_bytes)
+    solver, outcome = min(found, key=lambda pair: pair[1].evaluation.seconds)  # the first of equal ones
+    return solver, replace(outcome, bound_seconds=min(other.bound_seconds for _, other in found))
+
+
+def timelines(problem: Problem, evaluation: Evaluation, micro_batches: int) -> list[tuple[int, Timeline]]:
+    """How often a step plays which timeline: passes that leave gradients alone, and the one that reduces them."""
+    if not evaluation.reduces_once:
+        return [(micro_batches, simulate(problem, evaluation))]
+
+    def reducing(scale: float) -> Timeline:
+        waiting = [replace(t, seconds=t.seconds * scale) if t.times < micro_batches else t for t in evaluation.transfers]
+        return simulate(problem, replace(evaluation, transfers=waiting))
+
+    return [(micro_batches - 1, reducing(0.0)), (1, reducing(micro_batches))]
+
+
+def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int) -> Plan:
+    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines."""
+    if micro_batches == 1:
+        return plan
+    played = timelines(problem, evaluation, micro_batches)
+
+    def times(one, *names):
+        seconds = {name: getattr(one, name) for name in names}
+        return replace(one, **{name: s and s * micro_batches for name, s in seconds.items()})
+
+    plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "bound")
+    return replace(
+        plan, micro_batches=micro_batches, reduces_once=evaluation.reduces_once,
+        simulated_seconds=sum(n * t.seconds for n, t in played), exposed_seconds=sum(n * t.exposed_seconds for n, t in played),
+        collectives=tuple(times(c, "seconds") for c in plan.collectives),
+        regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
+        alternatives=tuple(times(a, "step_seconds", "communication_seconds") for a in plan.alternatives),
+    )  # fmt: skip
+
+
+def samples_of(problem: Problem) -> int:
+    """Samples of one pass over all devices: dim 0 of the first input, 0 if there is none."""
+    shapes = [v.node.meta["val"].shape for v in problem.vertices if v.kind == "input" and v.node.meta["val"].dim()]
+    return int(shapes[0][0]) if shapes else 0
