@@ -63,7 +63,7 @@ class Estimate:
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
             "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),
             "simulated_tflops_per_device": self.tflops_per_device(self.model_flops, p.simulated_seconds),
-            "peak_bytes": p.peak_bytes, "memory": dict(p.memory), "memory_limit_bytes": p.memory_limit_bytes,
+            "peak_bytes": p.peak_bytes, "memory": dict(p.at_peak), "memory_limit_bytes": p.memory_limit_bytes,
             "fits": self.fits, "missing_bytes": self.missing_bytes, "parameter_elements": p.parameter_elements,
             "collectives": [asdict(c) | {"axes": list(c.axes)} for c in p.collectives],
         }  # fmt: skip

@@ -56,7 +56,7 @@ def test_version(capsys):
     [
         ([], "COMMAND", "autopar --help"),
         (["plna"], "'plna'", "autopar --help"),
-        (["plan", "--model", "gpt2"], "--mesh", "autopar plan --help"),
+        (["plan", "--model", "gpt2"], "--batch", "autopar plan --help"),
         (["plan", *MLP, "--batch", "0"], "0 is not 1 or more", "autopar plan --help"),
         (["plan", *MLP, "--batch", "many"], "invalid count value: 'many'", "autopar plan --help"),
         (["plan", *MLP, "--model", "gtp2"], "no model named 'gtp2'", "gpt2"),

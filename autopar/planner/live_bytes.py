@@ -162,12 +162,16 @@ class _Lives:
         """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""
         e, problem, count = self.evaluation, self.problem, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
-        yield GRADIENTS, backward, count, e.whole_gradient_bytes
+        accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
+        yield GRADIENTS, 0 if accumulated else backward, count, e.whole_gradient_bytes
         for use in problem.uses:
             v = problem.vertices[use.consumer]
             if use.slot != STATE or v.kind != "parameter":
                 continue
             bytes_ = float(problem.choices(v.index).gradient_bytes[e.choice[v.index]])
+            if accumulated:
+                yield GRADIENTS, 0, count, bytes_ * v.copies
+                continue
             yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
             if v.copies > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)

@@ -165,8 +165,9 @@ class _Run:
         for _ in range(MOST_PRICES):
             self.solver.report(f"memory price {price / self.solver.unit_price:.3g}")
             # memory peaks when the forward ends, or where gradients are more than activations, when the backward ends
-            at_end = last.gradient_bytes + last.whole_gradient_bytes > last.saved_bytes
-            prices = replace(self.prices, byte_seconds=price, saved=not at_end, gradients=float(at_end))
+            accumulated = self.solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
+            at_end = not accumulated and last.gradient_bytes + last.whole_gradient_bytes > last.saved_bytes
+            prices = replace(self.prices, byte_seconds=price, saved=not at_end, gradients=float(at_end or accumulated))
             lower, tried = self._recomputing(prices)
             bound, smallest = max(bound, lower), min(smallest, self.solver.blocks.least_bytes(tried))
             fitted, dearest = self._fitted(tried, fast, prices)

@@ -24,7 +24,7 @@ def estimate_text(e: Estimate) -> str:
         + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),
         "",
     ]
-    kinds = {**in_order(p.memory), "in all": p.peak_bytes}
+    kinds = {**in_order(p.at_peak), "in all": p.peak_bytes}
     unit, cells = byte_column(list(kinds.values()))
     rows = [[kind, cell, percent(v, p.memory_limit_bytes)] for (kind, v), cell in zip(kinds.items(), cells)]
     return "\n".join([*lines, *table(["memory of a device", unit, "of the limit"], rows)]) + "\n"
