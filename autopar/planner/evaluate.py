@@ -215,8 +215,8 @@ def _unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, u
     if consumer.kind != "parameter" or not any(u.slot == STATE for u in uses):
         return 0.0
     shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
-    whole = pricer.local_bytes(consumer.index, 0, made)
-    return max(0.0, whole - pricer.local_bytes(consumer.index, 0, shard)) * consumer.copies
+    master = consumer.node.meta["val"]  # a gradient has the type of its parameter, not of the copy that computes
+    return max(0.0, pricer.bytes_of(master, made) - pricer.bytes_of(master, shard)) * consumer.copies
 
 
 def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses) -> None:
