@@ -15,7 +15,7 @@ from autopar.ops_random import stream_of
 from autopar.oracle import global_values
 from autopar.plan import fingerprint
 from autopar.planner.fold import fold
-from autopar.planner.problem import _vertices
+from autopar.planner.problem import vertices_of
 from autopar.simulated import plan_and_capture, simulate_step
 
 from .runtime import tiny
@@ -83,7 +83,7 @@ def test_unrolled_blocks_draw_from_streams_of_their_own():
 
 def test_planning_ties_the_masks_of_equal_blocks():
     """Stream numbers differ from block to block and change no price."""
-    vertices, uses = _vertices(api.trace(Tall(6), (torch.randn(4, 8),)).graph)
+    vertices, uses = vertices_of(api.trace(Tall(6), (torch.randn(4, 8),)).graph)
     folded = fold(vertices, uses)
     masks = [folded[v.index] for v in vertices if v.kind == "op" and v.node.target is torch.ops.autopar.dropout.default]
     assert len(masks) == 2 * 13 - 2 and len(set(masks)) < 20

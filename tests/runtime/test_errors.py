@@ -52,7 +52,7 @@ def _to_twice_the_size(node):
 
 
 def _later(node):
-    next(n for n in node.graph.nodes if "all_gather" in str(n.target)).append(node)
+    next(n for n in node.graph.nodes if "all_reduce" in str(n.target) and n is not node).append(node)
 
 
 def _nowhere(node):
@@ -147,8 +147,8 @@ EXPECTED = {
     "reduction of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('sum', 'max')} on rank 3"],
     "dtype of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('32', '64')} on rank 3"],
     "shape of a collective": [f"collective 0 of tp is {FIRST}, (4, 4) on rank 2 and {FIRST}, (8, 4) on rank 3"],
-    "order of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_gather_into_tensor float32"],
-    "missing of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_gather_into_tensor float32"],
+    "order of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_reduce(sum) float32 over dp"],
+    "missing of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_reduce(sum) float32 over dp"],
     "other plans": ["DesyncError: rank 2 has plan hashx, rank 0 has hash", "fix: "],
 }
 
