@@ -32,7 +32,7 @@ from .planner.problem import Problem
 @dataclass(frozen=True)
 class Estimate:
     """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are those of
-    `step_seconds`, the serial sum, in which nothing overlaps; with overlap a step takes `simulated_seconds`."""
+    `step_seconds`, the objective of the search; played through stream by stream a step takes `simulated_seconds`."""
 
     plan: Plan
     recompute: str

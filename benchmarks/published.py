@@ -122,7 +122,7 @@ def table_of(source: str, rows: list[Row]) -> list[str]:
         print(f"{source} {row.name}", file=sys.stderr)
         estimates.append(predicted(row))
     published = [row.seconds for row in rows]
-    serial = [e.plan.step_seconds for e in estimates]
+    serial = [e.plan.compute_seconds + e.plan.communication_seconds + e.plan.recompute_seconds for e in estimates]
     overlapped = [e.plan.simulated_seconds for e in estimates]
     factors = [_mean_ratio(published, values) for values in (serial, overlapped)]
     cells = []

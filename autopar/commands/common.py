@@ -14,6 +14,7 @@ from ..errors import StrategyError
 
 if TYPE_CHECKING:
     from ..planner.make import Planned
+    from ..planner.timeline import Timeline
 
 Report = Callable[[str], None]
 
@@ -77,10 +78,20 @@ def add_passes(parser) -> None:
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
 
 
-def add_slowdown(parser) -> None:
-    """--slowdown."""
-    slowdown = "how much longer compute takes beside a collective, 1 or more (default 1)"
-    parser.add_argument("--slowdown", type=factor, default=1.0, metavar="X", help=slowdown)
+def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
+    """The arguments of a search, --slowdown and --out: a plan that is played through and written to a file."""
+    add_search(parser, baselines)
+    slowdown = "how much longer compute takes beside a collective, 1 or more; from 2 on it waits (default: the hardware's)"
+    parser.add_argument("--slowdown", type=factor, metavar="X", help=slowdown)
+    parser.add_argument("--out", required=True, metavar="FILE", help=out)
+
+
+def played(args: argparse.Namespace) -> tuple[Planned, Timeline]:
+    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan."""
+    check(args)
+    with progress() as report:
+        planned = search(args, report)
+    return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
 
 
 def search(args: argparse.Namespace, report: Report, **options) -> Planned:

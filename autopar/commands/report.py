@@ -12,20 +12,15 @@ EXAMPLE = "autopar report --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --ou
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "report", "write a plan as one HTML page", EXAMPLE, run)
-    common.add_search(parser, baselines=True)
-    common.add_slowdown(parser)
-    parser.add_argument("--out", required=True, metavar="FILE", help="where to write it")
+    common.add_played(parser, baselines=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check(args)
-    with common.progress() as report:
-        planned = common.search(args, report)
-    from ..planner.timeline import simulate
+    planned, timeline = common.played(args)
     from ..view.report import report_page
     from ..view.units import size
 
-    page = report_page(planned, simulate(*planned.whole, args.slowdown))
+    page = report_page(planned, timeline)
     Path(args.out).write_text(page, encoding="utf-8")
     print(f"{args.out}: {size(len(page.encode()))}")
     return 0

@@ -13,20 +13,14 @@ EXAMPLE = "autopar trace --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --out
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "trace", "write the predicted step as a Chrome trace", EXAMPLE, run)
-    common.add_search(parser)
-    common.add_slowdown(parser)
-    parser.add_argument("--out", required=True, metavar="FILE", help="where to write it; open it at ui.perfetto.dev")
+    common.add_played(parser, out="where to write it; open it at ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check(args)
-    with common.progress() as report:
-        planned = common.search(args, report)
-    from ..planner.timeline import simulate
+    planned, timeline = common.played(args)
     from ..view.trace import trace_of
     from ..view.units import ms
 
-    timeline = simulate(*planned.whole, args.slowdown)
     Path(args.out).write_text(json.dumps(trace_of(planned, timeline)) + "\n")
     print(f"{args.out}: {len(timeline.events)} events, step {ms(timeline.seconds)}, "
           f"{ms(timeline.exposed_seconds)} of communication exposed")  # fmt: skip

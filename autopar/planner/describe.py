@@ -48,7 +48,7 @@ def describe_plan(planned: Planned) -> Plan:
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
         meshes=planned.meshes,
     )  # fmt: skip
-    return of_step(plan, *planned.whole, options.micro_batches)
+    return of_step(plan, *planned.whole, options.micro_batches, options.hardware.overlap_slowdown)
 
 
 def _recomputed(problem: Problem, e: Evaluation) -> dict[str, list[str]]:

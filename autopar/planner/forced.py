@@ -44,7 +44,7 @@ def fastest(
 
 
 def _at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
-    evaluation = outcome.evaluation if level == NONE else solver.blocks.at_level(outcome.evaluation, level)
+    evaluation = outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
     return replace(
         outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes, smallest_bytes=evaluation.bytes_
     )

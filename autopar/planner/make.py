@@ -97,8 +97,12 @@ class Planned:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The chosen plan played through with overlap."""
-        return simulate(*self.whole, self.options.hardware.overlap_slowdown)
+        """The chosen plan played through with the hardware's overlap."""
+        return self.played(self.options.hardware.overlap_slowdown)
+
+    def played(self, slowdown: float) -> Timeline:
+        """The same with another slowdown of compute beside a collective."""
+        return simulate(*self.whole, slowdown)
 
     @cached_property
     def live_bytes(self) -> LiveBytes:

@@ -63,23 +63,24 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str,
     return solver, replace(outcome, bound_seconds=min(other.bound_seconds for _, other in found))
 
 
-def timelines(problem: Problem, evaluation: Evaluation, micro_batches: int) -> list[tuple[int, Timeline]]:
+def timelines(problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0) -> list[tuple[int, Timeline]]:
     """How often a step plays which timeline: passes that leave gradients alone, and the one that reduces them."""
     if not evaluation.reduces_once:
-        return [(micro_batches, simulate(problem, evaluation))]
+        return [(micro_batches, simulate(problem, evaluation, slowdown))]
 
     def reducing(scale: float) -> Timeline:
         waiting = [replace(t, seconds=t.seconds * scale) if t.times < micro_batches else t for t in evaluation.transfers]
-        return simulate(problem, replace(evaluation, transfers=waiting))
+        return simulate(problem, replace(evaluation, transfers=waiting), slowdown)
 
     return [(micro_batches - 1, reducing(0.0)), (1, reducing(micro_batches))]
 
 
-def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int) -> Plan:
-    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines."""
+def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float) -> Plan:
+    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines, and the
+    hardware's `slowdown`."""
     if micro_batches == 1:
         return plan
-    played = timelines(problem, evaluation, micro_batches)
+    played = timelines(problem, evaluation, micro_batches, slowdown)
 
     def times(one, *names):
         seconds = {name: getattr(one, name) for name in names}

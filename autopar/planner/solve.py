@@ -72,6 +72,11 @@ class Solver:
         fastest = run.fastest()
         return fastest if fastest.fits else run.within_limit(fastest)
 
+    def settled(self, e: Evaluation) -> Evaluation:
+        """The evaluation with all that is alive at its peak."""
+        self.problem.split(e.first)
+        return replace(e, passing_bytes=live_bytes(self.problem, e, self.pricer).peak_bytes - e.charged_bytes)
+
     def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan, whether it fits or not."""
         return _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).fastest()
@@ -150,10 +155,10 @@ class _Run:
         return replace(e, passing_bytes=self.passing_bytes)
 
     def _settled(self, e: Evaluation) -> Evaluation:
-        """The evaluation with all that is alive at its peak."""
-        self.problem.split(e.first)
-        self.passing_bytes = live_bytes(self.problem, e, self.solver.pricer).peak_bytes - e.charged_bytes
-        return replace(e, passing_bytes=self.passing_bytes)
+        """`Solver.settled`, remembered for the plans that are judged next."""
+        e = self.solver.settled(e)
+        self.passing_bytes = e.passing_bytes
+        return e
 
     def within_limit(self, fastest: Outcome) -> Outcome:
         """The fastest plan that fits. A price is right when the dearest recomputation that a plan needs is as dear as the price:
@@ -238,8 +243,8 @@ class _Run:
     def _refuse(self, smallest: float) -> None:
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * 1e4, saved=True)
         dearest = self.at(prices).evaluation
-        without = dearest.resident_bytes + dearest.gradient_bytes
         need = min(smallest, self.solver.blocks.least_bytes(dearest))
+        without = min(need, dearest.resident_bytes + dearest.gradient_bytes)  # not all of it is alive at the same time
         missing = need - self.limit_bytes
         factor = int(np.ceil(need / self.limit_bytes))
         kind = "" if self.restriction.name == "auto" else f" with strategy {self.restriction.name}"

@@ -20,6 +20,7 @@ from .regions import module_of
 from .step_order import Travel, step_order
 
 COMPUTE = "compute"
+NOTHING_GAINED = 2.0  # a slowdown: both together take as long as one after the other
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Timeline:
 
 
 def simulate(problem: Problem, evaluation: Evaluation, slowdown: float = 1.0) -> Timeline:
-    """Plays an evaluated choice through. `slowdown`: how much longer compute takes beside a collective, 1 or more.
-    Raises ValueError for less."""
+    """Plays an evaluated choice through. `slowdown`: how much longer compute takes beside a collective, 1 or more; from 2 on, where
+    nothing is gained, compute waits for every collective. Raises ValueError for less."""
     if slowdown < 1.0:
         raise ValueError(f"slowdown is {slowdown}, and beside a collective nothing computes faster: 1 or more is meant")
     return _Player(problem, evaluation, slowdown).play()
@@ -126,10 +127,13 @@ class _Player:
             ready = max(ready, self.made[self.order.runs[travel.start - 1].vertex])
         for step, seconds in steps:
             streams = (COMPUTE,) if step.move.kind == "slice" else step.move.axes
+            waited = streams if self.slowdown < NOTHING_GAINED else (COMPUTE, *streams)
             ready = self._occupy(
-                streams, v.name, step.move.kind, module_of(v), travel.phase, max(ready, *(self.free[s] for s in streams)), seconds,
+                streams, v.name, step.move.kind, module_of(v), travel.phase, max(ready, *(self.free[s] for s in waited)), seconds,
                 step.wire_fraction * t.bytes_, t.producer, t.output, step, travel.again,
             )  # fmt: skip
+            if self.slowdown >= NOTHING_GAINED:
+                self.free[COMPUTE] = max(self.free[COMPUTE], ready)
         self.arrived[key] = ready
 
     def _occupy(self, streams, name, kind, module, phase, start, seconds, *rest) -> float:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from ..estimate import Estimate
-from .plan_text import in_order
+from .plan_text import in_order, parts_of
 from .units import byte_column, ms, number, percent, size, table
 
 
 def estimate_text(e: Estimate) -> str:
     """The result, then memory by kind."""
     p = e.plan
-    parts = {"compute": p.compute_seconds, "communication": p.communication_seconds, "recomputation": p.recompute_seconds}
-    sum_of = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds)
     how = "once a step" if p.reduces_once else "every pass"
     many = "" if p.micro_batches == 1 else "es"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision}, {p.optimizer}, "
         f"strategy {p.strategy}, recomputation {e.recompute}",
         f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (f", gradients reduced {how}" if many else ""),
-        f"step {ms(p.step_seconds)} = {sum_of or 'nothing'}; simulated with overlap {ms(p.simulated_seconds)}",
+        f"step {ms(p.step_seconds)} = {parts_of(p)}; simulated with overlap {ms(p.simulated_seconds)}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of {size(p.memory_limit_bytes)}"
         + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),
@@ -35,5 +33,5 @@ def _rates(e: Estimate) -> str:
         (what, e.tflops_per_device(flops, e.plan.step_seconds), e.tflops_per_device(flops, e.plan.simulated_seconds))
         for what, flops in (("model", e.model_flops), ("hardware", e.hardware_flops))
     ]
-    cells = [f"{number(serial)} of the {what} ({number(simulated)} with overlap)" for what, serial, simulated in rates]
+    cells = [f"{number(serial)} of the {what} ({number(simulated)} simulated)" for what, serial, simulated in rates]
     return f"TFLOP/s a device: {', '.join(cells)}; a step of the model is {e.model_flops:.4g} FLOPs"

@@ -21,19 +21,11 @@ def summary(plan: Plan) -> str:
 
 
 def _result(plan: Plan) -> list[str]:
-    parts = {
-        "compute": plan.compute_seconds,
-        "communication": plan.communication_seconds,
-        "recomputation": plan.recompute_seconds,
-    }
-    sum_of = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds)
-    hidden = sum(parts.values()) - plan.step_seconds
-    sum_of += f" - {ms(hidden)} of it hidden" if hidden > 1e-6 * plan.step_seconds else ""
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
         f"strategy {plan.strategy}",
-        f"step {ms(plan.step_seconds)} = {sum_of or 'nothing'}; no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})",
+        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})",
         f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
@@ -46,6 +38,18 @@ def _passes(plan: Plan) -> list[str]:
     how = "once a step" if plan.reduces_once else "every pass"
     line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
     return [line] if plan.micro_batches > 1 else []
+
+
+def parts_of(plan: Plan) -> str:
+    """What the step's seconds are made of."""
+    parts = {
+        "compute": plan.compute_seconds,
+        "communication": plan.communication_seconds,
+        "recomputation": plan.recompute_seconds,
+    }
+    hidden = sum(parts.values()) - plan.step_seconds
+    text = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds) or "nothing"
+    return text + (f" - {ms(hidden)} of it hidden" if hidden > 1e-6 * plan.step_seconds else "")
 
 
 def _trained(plan: Plan) -> list[str]:
