@@ -15,7 +15,7 @@ from autopar.ops_random import stream_of
 from autopar.oracle import global_values
 from autopar.plan import fingerprint
 from autopar.planner.fold import fold
-from autopar.planner.problem import vertices_of
+from autopar.planner.vertices import vertices_of
 from autopar.simulated import plan_and_capture, simulate_step
 
 from .runtime import tiny

@@ -203,14 +203,15 @@ class Blocks:
 def _taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]], alive: dict[str, float]) -> Evaluation:
     """The evaluation with these steps taken in so many copies each; `alive`: by block, what it holds again in its backward."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
-    saved, seconds = dict(evaluation.saved), 0.0
+    saved, kept, seconds = dict(evaluation.saved), set(evaluation.kept), 0.0
     for step, count in counts:
         taken[step.block][step.level] = (step, count)
         seconds += step.seconds * count
         share = count / step.copies
         saved |= {key: saved[key] * (1 - share) for key in step.freed}
         saved |= {key: saved.get(key, 0.0) + bytes_ * share for key, bytes_ in step.needed}
+        kept.difference_update(step.freed if count == step.copies else ())
     return replace(
-        evaluation, saved=saved, recomputed=dict(taken), recompute_seconds=seconds,
+        evaluation, saved=saved, kept=kept, recomputed=dict(taken), recompute_seconds=seconds,
         transient_bytes=max((alive[block] for block in taken), default=0.0),
     )  # fmt: skip

@@ -13,17 +13,16 @@ from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
 from .make import Planned
 from .micro_batches import of_step, samples_of
-from .problem import STATE, Problem, Vertex
+from .problem import Problem
 from .regions import regions_of
 from .solve import Outcome
-from .whole import names_of
+from .vertices import STATE
 
 
 def describe_plan(planned: Planned) -> Plan:
     """The plan of a search."""
-    problem, options, chosen, pricer = planned.problem, planned.options, planned.chosen, planned.pricer
-    e = chosen.evaluation
-    problem.split(e.first)
+    options, chosen, pricer = planned.options, planned.chosen, planned.pricer
+    problem, e = planned.whole
     alternatives = []
     for name, other in planned.others.items():
         if isinstance(other, Outcome):
@@ -40,52 +39,39 @@ def describe_plan(planned: Planned) -> Plan:
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes,
         memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
         collectives=_collectives(e), regions=regions_of(problem, e),
-        alternatives=tuple(alternatives), recomputed=tuple(_recomputed(problem, e)[FULL]),
-        recomputed_selectively=tuple(_recomputed(problem, e)[SELECTIVE]), warnings=planned.warnings,
+        alternatives=tuple(alternatives), recomputed=tuple(_recomputed(e)[FULL]),
+        recomputed_selectively=tuple(_recomputed(e)[SELECTIVE]), warnings=planned.warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
-        fingerprint=fingerprint(problem.whole), planning_seconds=planned.seconds,
+        fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
         meshes=planned.meshes,
     )  # fmt: skip
-    return of_step(plan, *planned.whole, options.micro_batches, options.hardware.overlap_slowdown)
+    return of_step(plan, problem, e, options.micro_batches, options.hardware.overlap_slowdown)
 
 
-def _recomputed(problem: Problem, e: Evaluation) -> dict[str, list[str]]:
-    """By level, names of the blocks of the whole graph whose values are computed again."""
+def _recomputed(e: Evaluation) -> dict[str, list[str]]:
+    """By level, names of the blocks whose values are computed again."""
     names = {SELECTIVE: [], FULL: []}
     for block, levels in e.recomputed.items():
-        every = names_of(problem, block)
-        full = levels[FULL][1] if FULL in levels else 0
-        selective = levels[SELECTIVE][1] if SELECTIVE in levels else 0
-        names[FULL] += every[:full]
-        names[SELECTIVE] += every[full:selective]
+        names[FULL if FULL in levels else SELECTIVE].append(block)
     return names
 
 
 def _again(problem: Problem, e: Evaluation) -> list[str]:
     """Names of the ops that blocks at the selective level compute twice."""
-    names = []
-    for levels in e.recomputed.values():
-        if SELECTIVE in levels:
-            step, count = levels[SELECTIVE]
-            full = levels[FULL][1] if FULL in levels else 0
-            nodes = [n for v in sorted(step.again) for n in _nodes_of(problem.vertices[v])]
-            names += [n.name for node in nodes for n in problem.whole_nodes(node)[full:count]]
-    return names
-
-
-def _nodes_of(v: Vertex) -> list:
-    return [v.node, *v.casts.values()]
+    steps = [levels[SELECTIVE][0] for levels in e.recomputed.values() if FULL not in levels]
+    vertices = [problem.vertices[v] for step in steps for v in sorted(step.again)]
+    return [node.name for v in vertices for node in (v.node, *v.casts.values())]
 
 
 def _elements(problem: Problem, trained: bool) -> int:
     """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is dequantized."""
-    leaves = [n for n in problem.whole.nodes if n.op == "placeholder"]
+    leaves = [n for n in problem.graph.nodes if n.op == "placeholder"]
     found = {n for n in leaves if n.meta["role"].kind == "parameter" and isinstance(n.meta["val"], torch.Tensor)}
     if trained:
         return sum(n.meta["val"].numel() for n in found if n.meta["role"].trainable)
-    packed = {n.args[0]: n for n in problem.whole.nodes if n.target is torch.ops.autopar.dequantize.default}
+    packed = {n.args[0]: n for n in problem.graph.nodes if n.target is torch.ops.autopar.dequantize.default}
     parts = {part for n in packed.values() for part in n.all_input_nodes}
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
@@ -97,9 +83,9 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
             if step.move.kind == "slice":
                 continue
             key = (step.move.kind, step.move.axes, transfer.phase)
-            count[key] += transfer.copies * transfer.times
-            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.copies * transfer.times
-            seconds[key] += charged * transfer.copies
+            count[key] += transfer.times
+            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.times
+            seconds[key] += charged
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
@@ -108,40 +94,33 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
 
 def _layouts(problem: Problem, e: Evaluation) -> dict[str, str]:
     return {
-        node.meta["role"].name: problem.choices(v.index).strategies[e.choice[v.index]].outputs[0].text()
+        v.node.meta["role"].name: problem.choices(v.index).strategies[e.choice[v.index]].outputs[0].text()
         for v in problem.vertices
         if v.kind in ("parameter", "input")
-        for node in problem.whole_nodes(v.node)
     }
 
 
 def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
-    """The decisions for the whole graph."""
+    """The decisions that the lowering reads."""
 
     def strategy(index: int):
         return problem.choices(index).strategies[e.choice[index]]
 
-    nodes, leaves, kept = {}, {}, set()
+    nodes, leaves = {}, {}
     for v in problem.vertices:
         s = strategy(v.index)
         if v.kind == "op":
-            nodes |= {n.name: NodeSharding(s.inputs, s.outputs, s.choice) for n in problem.whole_nodes(v.node)}
+            nodes[v.node.name] = NodeSharding(s.inputs, s.outputs, s.choice)
         elif v.kind != "output":
-            leaves |= {n.name: s.outputs[0] for n in problem.whole_nodes(v.node)}
+            leaves[v.node.name] = s.outputs[0]
         for output, cast in v.casts.items():
-            layout = s.outputs[output]
-            nodes |= {n.name: NodeSharding((layout,), (layout,), ()) for n in problem.whole_nodes(cast)}
-    dropped = Counter()  # in how many of its copies, the first ones, a block does not save a value
-    for levels in e.recomputed.values():
-        for step, count in levels.values():
-            dropped.update(dict.fromkeys(step.freed, count))
-    for v, output, layout in e.kept:
-        node, item = problem.vertices[v].tensor(output)
-        kept |= {(n.name, item, layout) for n in problem.whole_nodes(node)[dropped[v, output, layout] :]}
+            nodes[cast.name] = NodeSharding((s.outputs[output],), (s.outputs[output],), ())
+    tensors = {(v, output): problem.vertices[v].tensor(output) for v, output, _ in e.kept}
+    kept = {(tensors[v, output][0].name, tensors[v, output][1], layout) for v, output, layout in e.kept}
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
-        frozenset(kept), frozenset(_recomputed(problem, e)[FULL]), frozenset(_again(problem, e)),
+        frozenset(kept), frozenset(_recomputed(e)[FULL]), frozenset(_again(problem, e)),
     )  # fmt: skip
 
 
@@ -149,14 +128,14 @@ PARTNER = {"gradient": "parameter", "mutation": "buffer", "output": "tangent"}  
 
 
 def _outputs(problem: Problem, strategy) -> tuple:
-    """Layout of every output of the whole graph."""
+    """Layout of every output of the graph."""
     layouts = {}
     for use in problem.output_uses:
         s, v = strategy(use.consumer), problem.vertices[use.consumer]
         if use.slot == STATE:
-            layouts |= {(v.kind, n.meta["role"].name): s.outputs[0] for n in problem.whole_nodes(v.node)}
+            layouts[v.kind, v.node.meta["role"].name] = s.outputs[0]
         else:
             layouts[v.name] = s.inputs[use.slot]
-    roles = output_node(problem.whole).meta["roles"]
+    roles = output_node(problem.graph).meta["roles"]
     own = [layouts.get(f"{r.kind}:{r.name}") for r in roles]
     return tuple(own_ or layouts[PARTNER[r.kind], r.name] for own_, r in zip(own, roles))

@@ -19,7 +19,8 @@ import numpy as np
 
 from .hubs import FORWARD, HubPrices, Mode
 from .prices import Prices
-from .problem import STATE, Problem
+from .problem import Problem
+from .vertices import STATE
 
 IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost

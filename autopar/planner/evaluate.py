@@ -21,7 +21,8 @@ from ..cost.redistribute import Redistribution, Redistributor, Step
 from ..cost.transfer_prices import TransferPrices
 from ..layout import Layout, largest_local_numel
 from .prices import Prices
-from .problem import STATE, Problem, Use
+from .problem import Problem
+from .vertices import STATE, Use
 
 RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "random")  # their base never has to be saved
 

@@ -22,10 +22,10 @@ from ..rules import Strategy
 from .dual import Dual
 from .evaluate import Evaluation
 from .make import Planned
-from .problem import Vertex
 from .regions import module_of
 from .restrict import allowed_strategies
 from .solve import BASELINE_GAP, Outcome, Solver
+from .vertices import Vertex
 
 SWEEPS = 16
 ROUNDS = 24  # of the search for each alternative, which starts from the chosen plan

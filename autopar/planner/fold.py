@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from .problem import Use, Vertex
+from .vertices import Use, Vertex
 
 
 def fold(vertices: list[Vertex], uses: list[Use], radius: int = 2) -> list[int]:

@@ -19,9 +19,10 @@ import numpy as np
 
 from ..cost.compute import FREE
 from .evaluate import Evaluation, Pricer
-from .problem import STATE, Problem
+from .problem import Problem
 from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
+from .vertices import STATE
 
 STAYING = ("parameters", "optimizer", "buffers")
 GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (

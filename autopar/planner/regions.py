@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 from ..adapt.lora_site import is_factor
 from ..plan import Region
 from .evaluate import Evaluation
-from .problem import Problem, Vertex
+from .problem import Problem
+from .vertices import Vertex
 
 DEPTH_IN_BLOCK = 2  # "layers.3.self_attn.q_proj" is listed as layers.*.self_attn.q_proj: two names below the block
 
@@ -32,7 +33,7 @@ def module_of(v: Vertex) -> str:
 
 
 def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
-    """Rows in order of first appearance in the forward."""
+    """Rows of a plan of the whole graph, in order of first appearance in the forward."""
     rows: dict[str, dict] = defaultdict(
         lambda: dict(ops=0, compute=0.0, communication=0.0, bytes_=0.0, collectives=Counter(), weights=Counter(),
                      activations=Counter(), numbers=set())
@@ -45,41 +46,31 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
         name = home[v.index] = row_of(module)
         row, choices = rows[name], problem.choices(v.index)
         strategy = choices.strategies[e.choice[v.index]]
-        row["numbers"] |= _numbers(problem, module)
+        row["numbers"].update(re.findall(r"(?:^|\.)(\d+)(?=\.|$)", module)[:1])
         k = e.choice[v.index]
-        row["bytes_"] += float(choices.resident_bytes[k] + choices.gradient_bytes[k]) * v.copies
+        row["bytes_"] += float(choices.resident_bytes[k] + choices.gradient_bytes[k])
         if v.kind == "parameter" and v.node.meta["val"].dim() > 1:
-            row["weights"][strategy.outputs[0].text()] += v.copies
+            row["weights"][strategy.outputs[0].text()] += 1
         elif v.kind == "op":
-            row["ops"] += v.copies
-            row["compute"] += float(choices.seconds[k]) * v.copies
+            row["ops"] += 1
+            row["compute"] += float(choices.seconds[k])
             if v.phase == "forward" and len(strategy.outputs[0].dims) >= 2:
-                row["activations"][strategy.outputs[0].text()] += problem.tensor_bytes[v.index, 0] * v.copies
+                row["activations"][strategy.outputs[0].text()] += problem.tensor_bytes[v.index, 0]
     for key, bytes_ in e.saved.items():
         if key[0] in home:
             rows[home[key[0]]]["bytes_"] += bytes_
     for transfer in e.transfers:
         at = next((c for c in transfer.consumers if c in home), transfer.producer)
         row = rows[home.get(at, "(outside of modules)")]
-        row["communication"] += transfer.seconds * transfer.copies
+        row["communication"] += transfer.seconds
         for step in transfer.redistribution.steps:
             if step.move.kind != "slice":
-                row["collectives"][step.move.kind] += transfer.copies * transfer.times
+                row["collectives"][step.move.kind] += transfer.times
     return tuple(
         Region(name, max(1, len(r["numbers"])), r["ops"], _most(r["weights"]), _most(r["activations"]), r["compute"],
                r["communication"], r["bytes_"], dict(sorted(r["collectives"].items())))
         for name, r in rows.items()
     )  # fmt: skip
-
-
-def _numbers(problem: Problem, module: str) -> set[int]:
-    """Numbers in the whole model of the blocks that a module of the planned graph lies in."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", module)
-    if not found:
-        return set()
-    number, compact = int(found[1]), problem.compact
-    in_tower = compact is not None and module[: found.start(1) - 1] == compact.tower
-    return set(compact.stands_for(number, problem.first)) if in_tower else {number}
 
 
 def _most(counter: Counter) -> str:

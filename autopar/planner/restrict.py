@@ -22,7 +22,8 @@ from ..errors import StrategyError
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.rule import entries_of, name_of
-from .problem import Problem, Vertex
+from .problem import Problem
+from .vertices import Vertex
 
 DATA, TENSOR, TENSOR_SEQUENCE, FREE = "data", "tensor", "tensor with sequence", "free"
 

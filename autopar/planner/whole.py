@@ -9,7 +9,8 @@ from dataclasses import replace
 from ..graph import output_node
 from .blocks import FULL, SELECTIVE, Recomputation
 from .evaluate import Evaluation, uses_by_tensor
-from .problem import STATE, Problem, vertices_of
+from .problem import Problem
+from .vertices import STATE, vertices_of
 
 
 def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:

@@ -17,7 +17,7 @@ from autopar.lower import lower
 from autopar.mesh import Mesh
 from autopar.planner import fold as folding
 from autopar.planner.prices import Prices
-from autopar.planner.problem import STATE
+from autopar.planner.vertices import STATE
 from autopar.rules import Strategy
 
 from .planning import Instance, captured, counts, make, toy
