@@ -23,8 +23,8 @@ class Search:
 
     gap: float = 2e-3
     rounds: int = 120
-    largest_program: int = 12_000  # of all strategies that can still be better
-    largest_choice: int = 16_000  # of the most promising ones
+    largest_program: int = 8_000  # of all strategies that can still be better
+    largest_choice: int = 8_000  # of the most promising ones
     program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
 
 
@@ -58,7 +58,7 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
 def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
     """The best of what is promising, by an integer program; and of all that can still be better, if those are few. The program
     knows no recomputation."""
-    if dual.recomputable or not search.largest_program:
+    if dual.again or not search.largest_program:
         return best
     base, reduced = dual.reduced_costs()
     slack = (best.objective - base) * (1 + 1e-9)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from ..cost.compute import flops_of
@@ -82,13 +82,18 @@ class Blocks:
             if key[0] in self.inner:
                 held[self.block[key[0]]].append(key)
         arriving: dict[int, float] = defaultdict(float)
+        moved, gathered = set(), defaultdict(list)
         for transfer in evaluation.transfers:
             if transfer.phase == "forward":
-                for consumer in transfer.consumers[:1]:
-                    arriving[consumer] += transfer.seconds
+                arriving[transfer.consumers[0]] += transfer.seconds
+                for consumer in transfer.consumers:
+                    if self.problem.vertices[transfer.producer].kind == "parameter":
+                        gathered[consumer].append((transfer.producer, transfer.output, transfer.target))
+                    else:
+                        moved.add(consumer)
         steps = []
         for block, keys in held.items():
-            selective = self._selective(evaluation, block, keys, arriving)
+            selective = self._selective(evaluation, block, keys, moved, gathered)
             full = self._full(evaluation, block, keys, arriving, selective)
             if merged and selective and full and full.price < selective.price:
                 selective, full = None, self._full(evaluation, block, keys, arriving, None)
@@ -98,13 +103,13 @@ class Blocks:
     def _seconds(self, e: Evaluation, vertices: Iterable[int], arriving: dict[int, float]) -> float:
         return sum(float(self.problem.choices(v).seconds[e.choice[v]]) + arriving.get(v, 0.0) for v in vertices)
 
-    def _selective(self, e: Evaluation, block: str, keys: list[Key], arriving) -> Recomputation | None:
-        """Drop what cheap ops make from what is left, largest values first."""
+    def _selective(self, e: Evaluation, block: str, keys: list[Key], moved, gathered) -> Recomputation | None:
+        """Drop what cheap ops make from what is left, largest values first. Gathered parameters that they read are kept."""
         own = {(v, o): layout for v, o, layout in keys if self._source(e, v, o) == layout}
         dropped: set[tuple[int, int]] = set()
         again: set[int] = set()
         for v, o in sorted(own, key=lambda t: (-e.saved[(*t, own[t])], t)):
-            found = self._sources(e, v, dropped | {(v, o)}, arriving)
+            found = self._sources(e, v, dropped | {(v, o)}, moved)
             if found is not None:
                 dropped.add((v, o))
                 again |= found
@@ -112,17 +117,20 @@ class Blocks:
             return None
         freed = tuple((*t, own[t]) for t in sorted(dropped))
         copies = self.problem.vertices[freed[0][0]].copies
-        bytes_ = sum(e.saved[key] for key in freed) / copies
-        return Recomputation(block, SELECTIVE, freed, (), bytes_, self._seconds(e, again, {}), copies, frozenset(again))
+        read = dict.fromkeys(key for v in sorted(again) for key in gathered[v] if key not in e.saved)
+        needed = tuple((key, self._local_bytes(*key) * copies) for key in read)
+        bytes_ = (sum(e.saved[key] for key in freed) - sum(held for _, held in needed)) / copies
+        return Recomputation(block, SELECTIVE, freed, needed, bytes_, self._seconds(e, again, {}), copies, frozenset(again))
 
-    def _sources(self, e: Evaluation, vertex: int, dropped: set[tuple[int, int]], arriving) -> set[int] | None:
-        """The cheap ops that make a vertex again from saved values, None if there is no such way."""
+    def _sources(self, e: Evaluation, vertex: int, dropped: set[tuple[int, int]], moved: Collection[int]) -> set[int] | None:
+        """The cheap ops that make a vertex again from saved values, where they are read as they were made; None if there is no
+        such way."""
         found, stack = set(), [vertex]
         while stack:
             v = stack.pop()
             if v in found:
                 continue
-            if v not in self._cheap or v in arriving:
+            if v not in self._cheap or v in moved:
                 return None
             found.add(v)
             for p, o in self.problem.vertices[v].inputs:

@@ -15,7 +15,7 @@ from .make import Planned
 from .micro_batches import of_step, samples_of
 from .problem import Problem
 from .regions import regions_of
-from .solve import Outcome
+from .search import Outcome
 from .vertices import STATE
 
 

@@ -12,11 +12,12 @@ a block, so the minimum is over partitions of the consumers into blocks, min_q (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .again import Again
 from .hubs import FORWARD, HubPrices, Mode
 from .prices import Prices
 from .problem import Problem
@@ -152,11 +153,11 @@ class Dual:
     """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned stays."""
 
     def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
-                 keep_parameters: bool | None = None, recomputable: Collection[int] = ()):  # fmt: skip
-        """`recomputable`: vertices whose values may be made again in the backward instead of saved; with them the bound also
-        holds for plans that recompute (each at least for the price of its own op)."""
+                 keep_parameters: bool | None = None, again: Again | None = None):  # fmt: skip
+        """`again`: what values cost that may be made again in the backward instead of saved; with it the bound also holds for
+        plans that recompute."""
         self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
-        self.recomputable = frozenset(recomputable)
+        self.again = again
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
         self.index = [np.flatnonzero(allowed[cls]) for cls in self.classes]
@@ -210,9 +211,7 @@ class Dual:
 
     def modes(self, hub: HubPrices) -> list[Mode]:
         """The ways to serve one copy of a hub at the prices of the dual."""
-        again = None
-        if hub.hub.example[0] in self.recomputable:
-            again = float(self.problem.classes[hub.hub.producer].seconds.min()) * self.prices.compute("backward")
+        again = self.again.seconds(hub, self.prices) if self.again else None
         return hub.modes(self.prices, self.keep_parameters, again)
 
     # ascent

@@ -24,7 +24,8 @@ from .evaluate import Evaluation
 from .make import Planned
 from .regions import module_of
 from .restrict import allowed_strategies
-from .solve import BASELINE_GAP, Outcome, Solver
+from .search import Outcome
+from .solve import BASELINE_GAP, Solver
 from .vertices import Vertex
 
 SWEEPS = 16

@@ -9,7 +9,8 @@ from ..errors import MemoryInfeasibleError, StrategyError
 from . import micro_batches
 from .blocks import FULL, SELECTIVE
 from .restrict import Restriction
-from .solve import Outcome, Solver
+from .search import Outcome
+from .solve import Solver
 
 AUTO, NONE = "auto", "none"
 LEVELS = (AUTO, NONE, SELECTIVE, FULL)

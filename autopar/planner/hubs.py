@@ -84,9 +84,9 @@ class HubPrices:
         self.held_bytes = np.array([pricer.local_bytes(*hub.example, q) for q in self.targets])
         self.base_bytes = np.array([pricer.local_bytes(*hub.example, p) for p in self.sources])
 
-    def modes(self, prices: Prices, keep_parameters: bool | None, recompute_seconds: float | None = None) -> list[Mode]:
+    def modes(self, prices: Prices, keep_parameters: bool | None, again_seconds: np.ndarray | None = None) -> list[Mode]:
         """The ways to serve one copy of the hub. `keep_parameters`: whether gathered parameters are kept for the backward (None:
-        as prices say). `recompute_seconds`: of computing the producer again, None if it may not be."""
+        as prices say). `again_seconds`: of making the tensor again, by producer layout, None if it may not be."""
         forward, backward = ((prices.hidden(p) if self.is_hidden else 1.0) for p in ("forward", "backward"))
         early, late = (np.where(self.is_possible, self.once * weight, np.inf) for weight in (forward, backward))
         nothing = np.zeros(len(self.sources))
@@ -105,9 +105,9 @@ class HubPrices:
         gone = keep.copy()
         gone[self.same_as[columns], columns] = np.inf
         dropped = Mode(nothing, {FORWARD: early, BACKWARD: np.full_like(late, np.inf), BOTH: gone})
-        if recompute_seconds is None:
+        if again_seconds is None:
             return [saved, dropped]
-        again = Mode(np.full(len(self.sources), recompute_seconds), {FORWARD: early, BACKWARD: late, BOTH: early + late})
+        again = Mode(again_seconds, {FORWARD: early, BACKWARD: late, BOTH: early + late})
         return [saved, dropped, again]
 
 

@@ -28,7 +28,8 @@ from .fold import fold, unfolded
 from .live_bytes import LiveBytes, live_bytes
 from .problem import Problem, build
 from .restrict import Restriction
-from .solve import Outcome, Solver
+from .search import Outcome
+from .solve import Solver
 from .timeline import Timeline, simulate
 from .whole import whole_of
 

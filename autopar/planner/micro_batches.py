@@ -20,7 +20,8 @@ from ..plan import Plan
 from .evaluate import Evaluation
 from .problem import Problem
 from .restrict import ALIASES, RECIPES, Restriction
-from .solve import Outcome, Solver
+from .search import Outcome
+from .solve import Solver
 from .timeline import Timeline, simulate
 
 EVERY_PASS = ("zero2",)  # recipes that reduce in every pass by their definition

@@ -1,0 +1,185 @@
+"""The fastest plan that fits, where the fastest plan of all does not.
+
+Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds of every
+plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
+(autopar/planner/cuts.py). The bound allows for recomputation (autopar/planner/again.py). Plans are searched for at the same prices
+without it, and then made to fit: by copies that are given up, by blocks that are computed again, or, where there is room left, by
+parts of faster plans.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ..errors import MemoryInfeasibleError
+from .again import Again
+from .ascend import minimize
+from .cuts import FIRST_PRICE
+from .dual import Dual
+from .evaluate import Evaluation
+from .mix import between, keep_copies, mix
+from .prices import Prices
+from .program import Solution
+from .search import Outcome, Run
+from .tied import Tied
+
+MOST_PRICES = 9
+FEW_PRICES = 4  # if there is a plan that fits
+MOST_TRIES = 4
+MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
+SMALL_DOUBT = 0.01  # of the bound: better prices would hardly say more
+PLAN_GAP = 5e-3  # of the plans that are then made to fit
+STEP = 1e-5  # between two points, for a slope
+DEAREST_PRICE = 1e4  # at which nothing but memory counts
+
+
+class WithinLimit:
+    """The second half of a search, whose first half found `fastest`."""
+
+    def __init__(self, run: Run, fastest: Outcome):
+        self.run, self.solver, self.problem, self.limit_bytes = run, run.solver, run.problem, run.limit_bytes
+        self.fast = fastest.evaluation  # the least memory among fast plans, so far
+        self.bound, self.smallest_bytes = fastest.bound_seconds, self.fast.bytes_
+        self.best: Evaluation | None = None
+        self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), largest_program=0)
+
+    def outcome(self) -> Outcome:
+        """The fastest plan found. Raises MemoryInfeasibleError if none fits."""
+        e = self.fast
+        # memory peaks when the forward ends, or where gradients are more than activations, when the backward ends
+        at_half = self.run.accumulates or e.gradient_bytes + e.whole_gradient_bytes <= e.saved_bytes
+        for saved in (at_half, not at_half):
+            self._search(saved)
+            if self.best is not None:
+                seconds = self.best.seconds
+                return Outcome(self.run.restriction, self.best, min(self.bound, seconds), True, self.smallest_bytes)
+        raise self._refusal()
+
+    def _search(self, saved: bool) -> None:
+        """Plans at changing prices; `saved`: of what is held when the forward ends, else of what is held when the backward ends."""
+        free = replace(self.solver.free, saved=saved, gradients=float(self.run.accumulates or not saved))
+        point = self._highest_bound(free)
+        if not self._is_near():
+            self._bisect(free, point)
+
+    def _highest_bound(self, free: Prices) -> np.ndarray:
+        """Where the bound is highest, from the point of view of plans that may recompute."""
+        run, cuts = self.run, self.run.cuts.copy()
+        cuts.high[2] = MOST_PRICE
+        again = Again(self.problem, self.solver.pricer, self.solver.blocks.inner)
+        dual = Dual(self.problem, self.solver.hubs, run.allowed, free, run.restriction.keep, again)
+        for _ in range(MOST_PRICES):
+            point, doubt, _ = cuts.highest(self.bound)
+            if doubt <= SMALL_DOUBT or cuts.is_known(point) or self._is_near():
+                break
+            prices = self._prices(free, point)
+            dual.price(prices)
+            solution = minimize(dual, self.solver.found, replace(run.search, gap=max(run.search.gap, doubt / 4)))
+            self.solver.found.append(solution.choice)
+            self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.limit_bytes)
+            line = self._line(dual, free, point, solution)
+            cuts.add(point, *line, self._try(prices)[0])
+        return point
+
+    def _bisect(self, free: Prices, point: np.ndarray) -> None:
+        """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the price: then
+        neither more sharding nor more recomputation would be cheaper."""
+        low, high, price, seen = 0.0, None, max(point[2], FIRST_PRICE), []
+        for _ in range(MOST_PRICES if self.best is None else FEW_PRICES):
+            prices = self._prices(free, np.array([*point[:2], price]))
+            tried, dearest = self._try(prices)
+            if self._is_near() or self.best is not None and tried.choice in seen:
+                break
+            seen.append(tried.choice)
+            if dearest > prices.byte_seconds:
+                low = price
+            else:
+                high = price
+            if high is not None and high < 1.1 * low:
+                break
+            price = 8 * price if high is None else math.sqrt(low * high) if low else high / 8
+
+    def _is_near(self) -> bool:
+        return self.best is not None and self.run.is_near(self.best, self.bound)
+
+    def _prices(self, free: Prices, point: np.ndarray) -> Prices:
+        forward, backward, units = point.tolist()
+        return replace(free, hidden_forward=forward, hidden_backward=backward, byte_seconds=units * self.solver.unit_price)
+
+    def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
+        """What a choice costs at a point, less what the limit is worth there, and its slopes. Around the point the cost is linear,
+        so that a difference is the slope."""
+
+        def seconds(at: np.ndarray) -> float:
+            dual.price(self._prices(free, at))
+            return Tied(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.limit_bytes
+
+        here = seconds(point)
+        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
+
+    def _try(self, prices: Prices) -> tuple[Evaluation, float]:
+        """The plan that costs least at these prices, and what a byte costs that is recomputed to make it fit, infinite if it does
+        not. The fastest one is kept."""
+        self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
+        tried = self.run.at(prices, self.rough).evaluation
+        self.smallest_bytes = min(self.smallest_bytes, self.solver.blocks.least_bytes(tried))
+        fitted, dearest = self._fitted(tried, prices)
+        if fitted is not None and (self.best is None or fitted.seconds < self.best.seconds):
+            self.best = fitted
+        if self.limit_bytes < tried.bytes_ < self.fast.bytes_:
+            self.fast = tried
+        return tried, dearest
+
+    def _fitted(self, tried: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
+        """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan and of copies
+        kept for the backward; and the price in seconds a byte of what it recomputes."""
+        limit, judge = self.limit_bytes, partial(self.run.judge, prices)
+        for _ in range(MOST_TRIES):
+            self.run.passing_bytes = tried.passing_bytes
+            fitted, dearest = self._recomputed(tried, limit, prices)
+            if fitted is None:
+                break
+            if dearest == 0.0:
+                fitted = between(self.problem, fitted, self.fast, judge, limit)
+                fitted = mix(self.problem, fitted, self.fast, limit, judge)
+            if self.run.restriction.keep is None:
+                fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
+            fitted = self.run.settled(fitted)
+            if fitted.bytes_ <= self.limit_bytes:
+                return fitted, dearest
+            limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
+        return None, math.inf
+
+    def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
+        """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again; and the
+        price of the dearest step."""
+        fitted, dearest = self.solver.blocks.fit(tried, limit_bytes)
+        if dearest > prices.byte_seconds and self.run.restriction.keep is None:
+            # where blocks are computed again the backward has compute enough to hide behind
+            dear = replace(prices, byte_seconds=dearest, hidden_backward=1.0 - prices.overlap, saved=True)
+            leaner, price = self.solver.blocks.fit(self.run.judge(dear, tried.choice), limit_bytes)
+            if leaner is not None and (fitted is None or leaner.seconds < fitted.seconds):
+                return leaner, price
+        return fitted, dearest
+
+    def _refusal(self) -> MemoryInfeasibleError:
+        """What is missing, by the smallest plan that there is."""
+        prices = replace(self.run.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
+        dearest = self.run.at(prices).evaluation
+        need = min(self.smallest_bytes, self.solver.blocks.least_bytes(dearest))
+        without = min(need, dearest.resident_bytes + dearest.gradient_bytes)  # not all of it is alive at the same time
+        missing = need - self.limit_bytes
+        factor = math.ceil(need / self.limit_bytes)
+        kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
+        return MemoryInfeasibleError(
+            f"no plan{kind} fits {self.limit_bytes / 2**30:.3g} GiB a device: the smallest found needs "
+            f"{need / 2**30:.3g} GiB, {missing / 2**30:.3g} GiB more",
+            missing_bytes=int(missing),
+            breakdown={"parameters, gradients and optimizer": without, "saved for the backward": need - without},
+            mesh=self.problem.mesh,
+            fix=f"about {factor}x the devices, a smaller batch, or memory={1.01 * need / 2**30:.3g}GiB would fit",
+        )

@@ -1,0 +1,127 @@
+"""One search: the strategies that a restriction allows, at changing prices, until the fastest plan is found.
+
+Communication that may hide behind compute has a weight (autopar/planner/prices.py). Any weights give a lower bound; the best ones
+are found by cutting planes (autopar/planner/cuts.py). The plan is then one of those found on the way, or a mixture of two of them:
+one in the first blocks of a deep model, the other in the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .ascend import Search, minimize
+from .cuts import Cuts
+from .dual import Dual
+from .evaluate import Evaluation, evaluate
+from .mix import between
+from .prices import Prices
+from .restrict import Restriction
+
+if TYPE_CHECKING:
+    from .solve import Solver
+
+MOST_WEIGHTS = 10
+LIMITED_DOUBT = 0.05  # of the bound, if no plan so far fits: prices of memory will raise it much further
+
+
+@dataclass
+class Outcome:
+    """A plan's cost on the unfolded graph, with the bound that certifies it."""
+
+    restriction: Restriction
+    evaluation: Evaluation
+    bound_seconds: float
+    fits: bool
+    smallest_bytes: float = 0.0  # of all plans tried
+
+    @property
+    def gap(self) -> float:
+        seconds = self.evaluation.seconds
+        return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
+
+
+class Run:
+    """One search: the allowed strategies of one restriction at changing prices."""
+
+    def __init__(self, solver: Solver, restriction: Restriction, allowed: dict[int, np.ndarray], search: Search):
+        self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
+        self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
+        self.dual = Dual(solver.problem, solver.hubs, allowed, solver.free, restriction.keep)
+        self.prices = solver.free
+        least = 1.0 - solver.free.overlap
+        self.cuts = Cuts((least, least, 0.0), (1.0, 1.0, 0.0))
+        self.passing_bytes = 0.0  # of the last plan: a guess for the next one
+        self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
+
+    def fastest(self, is_limited: bool = False) -> Outcome:
+        """The fastest plan, whether it fits or not; if only plans that fit are of use, less exactly where none do."""
+        best, bound, doubt = None, -math.inf, 0.0
+        for _ in range(MOST_WEIGHTS):
+            tried = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
+            best = tried if best is None or tried.evaluation.seconds < best.evaluation.seconds else best
+            bound = max(bound, tried.bound_seconds)
+            self._cut(tried.evaluation)
+            if not self.prices.overlap or self.is_near(best.evaluation, bound):
+                break
+            point, doubt, met = self.cuts.highest(bound)
+            if is_limited and doubt <= LIMITED_DOUBT and all(plan.bytes_ > self.limit_bytes for plan in self.cuts.plans):
+                break
+            if doubt <= self.search.gap or self.cuts.is_known(point):
+                best = self._mixed(best, met)
+                break
+            self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
+        return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
+
+    def _cut(self, e: Evaluation) -> None:
+        """What the plan that was found last says of the bound for all prices."""
+        point = np.array([self.prices.hidden_forward, self.prices.hidden_backward, 0.0])
+        held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
+        slope = [e.exposed("forward"), e.exposed("backward"), (held - self.limit_bytes) * self.solver.unit_price]
+        seconds = e.priced(replace(self.prices, byte_seconds=0.0))
+        self.cuts.add(point, seconds, np.array(slope), e)
+
+    def is_near(self, e: Evaluation, bound: float) -> bool:
+        return e.seconds - bound <= self.search.gap * e.seconds
+
+    def _mixed(self, best: Outcome, plans: list[Evaluation]) -> Outcome:
+        """The best of all mixtures of two of the plans, or what there is."""
+        for one, other in itertools.combinations(plans, 2):
+            mixed = self.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
+            if mixed.seconds < best.evaluation.seconds:
+                best = Outcome(self.restriction, mixed, best.bound_seconds, mixed.bytes_ <= self.limit_bytes, mixed.bytes_)
+        return best
+
+    def at(self, prices: Prices, search: Search | None = None) -> Outcome:
+        """The plan that costs least at these prices, as exactly as a search goes, by default the run's own."""
+        self.dual.price(prices)
+        solution = minimize(self.dual, self.solver.found, search or self.search)
+        self.solver.found.append(solution.choice)
+        evaluation = self.judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
+        self._check(solution.objective, evaluation, prices)
+        evaluation = self.settled(evaluation)
+        bound = solution.bound - prices.byte_seconds * self.limit_bytes
+        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
+
+    def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
+        """Cost of a choice by vertex, with what passes by as in the last plan."""
+        restriction = self.restriction
+        e = evaluate(self.problem, choice, self.solver.pricer, prices, restriction.keep, restriction.whole_gradients)
+        return replace(e, passing_bytes=self.passing_bytes)
+
+    def settled(self, e: Evaluation) -> Evaluation:
+        """`Solver.settled`, remembered for the plans that are judged next."""
+        e = self.solver.settled(e)
+        self.passing_bytes = e.passing_bytes
+        return e
+
+    def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
+        """The objective of the folded problem must be the cost of the unfolded plan."""
+        priced = evaluation.priced(prices)
+        if abs(priced - objective) > 1e-6 * abs(priced) + 1e-12:
+            raise AssertionError(f"the folded objective {objective} is not the unfolded cost {priced}")
