@@ -157,8 +157,9 @@ class Blocks:
                 if p not in again and vertex.kind not in RESIDENT_LEAVES and key not in e.saved:
                     needed[key] = self._local_bytes(*key) * vertex.copies
         copies = problem.vertices[keys[0][0]].copies
-        freed = tuple(key for key in keys if before is None or key not in before.freed)
-        bytes_ = (sum(e.saved[key] for key in freed) - sum(needed.values())) / copies
+        held = {key: e.saved[key] for key in keys if before is None or key not in before.freed}
+        held |= dict(before.needed) if before else {}
+        freed, bytes_ = tuple(held), (sum(held.values()) - sum(needed.values())) / copies
         seconds = self._seconds(e, again, arriving) - (before.seconds if before else 0.0)
         return Recomputation(block, FULL, freed, tuple(needed.items()), bytes_, seconds, copies, frozenset(again))
 
