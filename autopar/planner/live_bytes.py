@@ -3,7 +3,7 @@
 Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A tensor saved for
 the backward lives from the op that makes it to its last reader. Besides these live the values between two ops, gathered parameters
 on their way through a block, buckets of collectives, and gradients before they are reduced. A view lives in the memory of what it
-looks at.
+looks at. What the device's context, the communication library and the allocator keep for themselves is there all the time.
 
 In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its gradients
 from then on: what they hold in between is never more than at one of the two ends.
@@ -25,6 +25,7 @@ from .timeline import Timeline
 from .vertices import STATE
 
 STAYING = ("parameters", "optimizer", "buffers")
+RESERVE = "allocator reserve"
 GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
     "collective buffers",
@@ -84,6 +85,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
     for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
+    changes[RESERVE][0] += problem.reserve_bytes
     changes[BUCKETS][0] += _bucket_bytes(problem, evaluation, pricer)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_

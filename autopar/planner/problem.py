@@ -39,6 +39,7 @@ class Problem:
     output_uses: list[Use]  # one an output of the graph
     whole: fx.Graph
     optimizer: str
+    reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
     compact: Compact | None = None
     uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/evaluate.py
     first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
@@ -111,7 +112,8 @@ def build(
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
     problem = Problem(
-        mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, optimizer, compact
+        mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, optimizer,
+        hardware.reserve_bytes, compact,
     )
     if compact:
         problem.split(compact.most // 2)

@@ -57,6 +57,7 @@ class Solver:
     def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
                  report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
+        self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report, self.blocks = search, report, Blocks(problem)
         self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
         self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
@@ -145,7 +146,7 @@ class _Run:
         evaluation = self._judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, prices)
         evaluation = self._settled(evaluation)
-        bound = solution.bound - prices.byte_seconds * self.limit_bytes
+        bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
 
     def _judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
@@ -232,7 +233,7 @@ class _Run:
         evaluation = self._judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self.dual.price(prices)
         self._check(Tied(self.dual).objective(solution.choice), evaluation, prices)
-        return solution.bound - prices.byte_seconds * self.limit_bytes, self._settled(evaluation)
+        return solution.bound - prices.byte_seconds * self.solver.room_bytes, self._settled(evaluation)
 
     def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
         """The objective of the folded problem must be the cost of the unfolded plan."""
@@ -244,15 +245,20 @@ class _Run:
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * 1e4, saved=True)
         dearest = self.at(prices).evaluation
         need = min(smallest, self.solver.blocks.least_bytes(dearest))
-        without = min(need, dearest.resident_bytes + dearest.gradient_bytes)  # not all of it is alive at the same time
+        reserve = self.problem.reserve_bytes
+        without = min(need - reserve, dearest.resident_bytes + dearest.gradient_bytes)  # not all is alive at the same time
         missing = need - self.limit_bytes
-        factor = int(np.ceil(need / self.limit_bytes))
+        factor = int(np.ceil((need - reserve) / max(self.solver.room_bytes, 1.0)))  # what is reserved no device shares
+        devices = f"about {factor}x the devices, a smaller batch, or " if self.solver.room_bytes > 0 else ""
         kind = "" if self.restriction.name == "auto" else f" with strategy {self.restriction.name}"
         raise MemoryInfeasibleError(
             f"no plan{kind} fits {self.limit_bytes / 2**30:.3g} GiB a device: the smallest found needs "
             f"{need / 2**30:.3g} GiB, {missing / 2**30:.3g} GiB more",
             missing_bytes=int(missing),
-            breakdown={"parameters, gradients and optimizer": without, "saved for the backward": need - without},
+            breakdown={
+                "parameters, gradients and optimizer": without, "saved for the backward": need - without - reserve,
+                **({"allocator reserve": reserve} if reserve else {}),
+            },
             mesh=self.problem.mesh,
-            fix=f"about {factor}x the devices, a smaller batch, or memory={1.01 * need / 2**30:.3g}GiB would fit",
+            fix=f"{devices}memory={1.01 * need / 2**30:.3g}GiB would fit",
         )
