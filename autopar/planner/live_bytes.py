@@ -67,8 +67,11 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
     """Bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(STAYING, 0.0)
     for v in problem.vertices:
-        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]]) * v.copies
-        if v.kind == "parameter":
+        options, k = problem.choices(v.index), e.choice[v.index]
+        resident = float(options.resident_bytes[k]) * v.copies
+        if options.strategies[k].on_host:
+            result["parameters"] += resident
+        elif v.kind == "parameter":
             trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
             result["parameters"] += elements * (state.master + state.copy)
@@ -156,10 +159,15 @@ class _Lives:
                 layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
                 if self._base(run.vertex, output)[0] != run.vertex or not run.again and (run.vertex, output, layout) in e.saved:
                     continue
-                if use and self._layout(use.consumer, 0) == layout and self.problem.vertices[use.consumer].kind == "parameter":
-                    continue  # a gradient, which stays
+                if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
+                    continue
                 last = self.reads[run.vertex, output, run.phase]
                 yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
+
+    def _keeps_gradient(self, vertex: int) -> bool:
+        """Whether the device holds on to a gradient that is made in the layout of this leaf."""
+        on_host = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].on_host
+        return self.problem.vertices[vertex].kind == "parameter" and not on_host
 
     def _gradients(self):
         """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""

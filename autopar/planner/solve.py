@@ -69,9 +69,18 @@ class Solver:
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
-        run = _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search)
+        run = _Run(self, restriction, self.allowed(restriction, pins), self.search)
         fastest = run.fastest()
         return fastest if fastest.fits else run.within_limit(fastest)
+
+    def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
+        """A mask over the strategies of every class. What may be on the device stays there if gradients wait for one reduction: on
+        the host they would wait unreduced."""
+        masks = allowed_strategies(self.problem, restriction, pins)
+        for cls, options in self.problem.classes.items() if self.pricer.reduces_once else ():
+            on_device = np.array([not s.on_host for s in options.strategies])
+            masks[cls] &= on_device | ~on_device.any()
+        return masks
 
     def settled(self, e: Evaluation) -> Evaluation:
         """The evaluation with all that is alive at its peak."""
@@ -80,7 +89,7 @@ class Solver:
 
     def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan, whether it fits or not."""
-        return _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).fastest()
+        return _Run(self, restriction, self.allowed(restriction, pins), self.search).fastest()
 
     def baseline(self, name: str) -> Outcome | AutoparError:
         """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
@@ -88,7 +97,7 @@ class Solver:
             restriction = Restriction.of(name, self.problem.mesh)
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
-            return _Run(self, restriction, allowed_strategies(self.problem, restriction), search).fastest()
+            return _Run(self, restriction, self.allowed(restriction), search).fastest()
         except AutoparError as error:
             return error
 
