@@ -34,7 +34,8 @@ def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
     if (level == OPTIMIZER or on_host) and hardware.host is None:
         raise StrategyError(
             f"profile {hardware.name} says nothing of a host beside the device's own memory",
-            fix="leave offload out, or add a [host] table to the profile, as h100.toml has one",
+            fix="pass the hardware= that the plan was made for" if on_host else
+            "leave offload out, or add a [host] table to the profile, as h100.toml has one",
         )
 
 

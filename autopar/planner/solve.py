@@ -226,9 +226,20 @@ class _Run:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
             fitted = self._settled(fitted)
             if fitted.bytes_ <= self.limit_bytes:
-                return fitted, dearest
+                return self._filled(fitted, fast, judge), dearest
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
         return None, math.inf
+
+    def _filled(self, fitted: Evaluation, fast: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
+        """A plan that has parameters on the host, with as many of them on the device as there is room for: memory then peaks
+        elsewhere than in the plan that it was made of, and what that one lacked may be there."""
+        for _ in range(MOST_TRIES if fitted.offload_seconds and not fitted.recomputed else 0):
+            self.passing_bytes = fitted.passing_bytes
+            more = self._settled(mix(self.problem, fitted, fast, self.limit_bytes, judge))
+            if more.bytes_ > self.limit_bytes or more.seconds >= fitted.seconds:
+                break
+            fitted = more
+        return fitted
 
     def _recomputing(self, prices: Prices) -> tuple[float, Evaluation]:
         """A bound that also holds for plans that recompute, and the plan that costs least when recomputing is allowed."""

@@ -30,10 +30,10 @@ def without_planning_for_it(plan: Plan) -> dict:
     return {k: v for k, v in plan.to_json().items() if k not in ("hash", "gap", "bound")}
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"micro_batches": 2}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"micro_batches": 2}], ids=str)
 def test_where_memory_is_no_matter_nothing_changes(options):
     """A layout on the host is dominated by itself on the device as long as bytes are free."""
-    on_device, either = (make(GPT, "dp=2,tp=2", MACHINE, **options, offload=level) for level in ("none", "auto"))
+    on_device, either = (make(SMALL, "dp=4", MACHINE, **options, offload=level) for level in ("none", "auto"))
     assert without_planning_for_it(on_device) == without_planning_for_it(either)
     assert on_device.offloaded == Offloaded() and "host" not in str(on_device)
 
@@ -61,8 +61,7 @@ def test_all_on_the_host_by_the_closed_formula(mesh, hidden, passes, optimizer, 
     assert o.parameters == len(list(model.parameters())) and o.host_bytes == shards * 4 * (2 + states)
     assert o.copy_seconds == pytest.approx(passes * shards * (computing + 4) / host.link_bytes_per_second)
     assert o.optimizer_seconds == pytest.approx(shards * 4 * (1 + 2 * (1 + states)) / host.memory_bytes_per_second)
-    parts = plan.compute_seconds + plan.communication_seconds + plan.recompute_seconds + o.seconds
-    assert parts * (1 - 1e-9) <= plan.step_seconds * 2 and plan.step_seconds >= plan.compute_seconds + o.seconds
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.communication_seconds + o.seconds)
     assert Plan.from_json(plan.to_json()) == plan and f"{o.parameters} parameters with gradients" in str(plan)
 
 
@@ -72,18 +71,19 @@ def test_memory_decides_how_many_parameters_go_to_the_host():
     free, all_ = make(GPT, "dp=2", **options), make(GPT, "dp=2", **options, offload="optimizer")
     with pytest.raises(MemoryInfeasibleError):
         make(GPT, "dp=2", **options, memory_bytes=1.1 * all_.peak_bytes)
-    some = [make(GPT, "dp=2", **options, offload="auto", memory_bytes=limit * free.peak_bytes) for limit in (0.9, 0.7, 0.5)]
-    counts = [plan.offloaded.parameters for plan in some]
-    assert 0 < counts[0] < counts[1] < counts[2] <= all_.offloaded.parameters
+    some = [make(GPT, "dp=2", **options, offload="auto", memory_bytes=limit * free.peak_bytes) for limit in (0.9, 0.5)]
+    held = [plan.offloaded.host_bytes for plan in some]
+    assert 0 < held[0] < held[1] <= all_.offloaded.host_bytes
     for plan in some:
         assert plan.peak_bytes <= plan.memory_limit_bytes and plan.bound <= plan.step_seconds
-        assert free.step_seconds < plan.step_seconds <= all_.step_seconds * (1 + 1e-9)
+        assert free.step_seconds + plan.offloaded.seconds + plan.recompute_seconds == pytest.approx(plan.step_seconds)
         assert len(plan.sharding.on_host) == plan.offloaded.parameters
 
 
 @pytest.mark.parametrize(("model", "mesh", "strategy", "precision", "recompute"), [
-    (SMALL, "dp=2,tp=2", None, "fp32", "auto"), (GPT, "dp=2", "fsdp", "fp32", "full"), (SMALL, "dp=2", "zero1", "bf16", "auto"),
-    ("llama-tiny:layers=2", "tp=3", None, "fp32", "selective"), (SMALL, "dp=2", "ddp", "bf16", "auto"),
+    ("mlp-tiny", "dp=2,tp=2", None, "fp32", "auto"), (SMALL, "dp=2", "fsdp", "fp32", "full"),
+    (SMALL, "dp=2", "zero1", "bf16", "auto"), ("llama-tiny:layers=1", "tp=3", None, "fp32", "selective"),
+    ("mlp-tiny", "dp=2", "ddp", "bf16", "auto"),
 ])  # fmt: skip
 def test_gradients_are_those_of_one_device(model, mesh, strategy, precision, recompute):
     """The emitted graphs copy every parameter once to the device, in the type that computes, and every gradient to the host."""
