@@ -56,6 +56,19 @@ class Offload:
         return (False, True) if is_free else (False,)
 
 
+def break_even(problem: Problem, gradients: float) -> float | None:
+    """Seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be in both places.
+    `gradients`: whether those are held when memory peaks (1) or not (0)."""
+    prices = []
+    for options in problem.classes.values():
+        here = [k for k, s in enumerate(options.strategies) if not s.on_host]
+        there = [k for k, s in enumerate(options.strategies) if s.on_host]
+        if here and there:  # the same layouts in the same order, and the same price for all
+            held = options.resident_bytes + gradients * options.gradient_bytes
+            prices.append(float(options.seconds[there[0]] / max(held[here[0]] - held[there[0]], 1.0)))
+    return max(prices, default=None)
+
+
 def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
     """What an evaluated plan has on the host. Seconds are of a step, bytes of a device's share."""
     parameters, bytes_, copies, steps = 0, 0.0, 0.0, 0.0

@@ -23,6 +23,7 @@ from .evaluate import Evaluation, Pricer, evaluate
 from .hubs import HubPrices, hubs_of
 from .live_bytes import live_bytes
 from .mix import between, keep_copies, mix
+from .offload import break_even
 from .prices import Prices
 from .problem import Problem
 from .restrict import RECIPES, Restriction, allowed_strategies
@@ -174,7 +175,7 @@ class _Run:
         """The fastest plan that fits. A price is right when the dearest recomputation that a plan needs is as dear as the price:
         then neither more sharding nor more recomputation would be cheaper."""
         bound, best = fastest.bound_seconds, None
-        low, high, price = 0.0, None, self.solver.unit_price
+        low, high, price = 0.0, None, break_even(self.problem, self.prices.gradients) or self.solver.unit_price
         smallest, fast, last = fastest.evaluation.bytes_, fastest.evaluation, fastest.evaluation
         seen: list[dict[int, int]] = []
         for _ in range(MOST_PRICES):
@@ -231,14 +232,23 @@ class _Run:
         return None, math.inf
 
     def _filled(self, fitted: Evaluation, fast: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
-        """A plan that has parameters on the host, with as many of them on the device as there is room for: memory then peaks
-        elsewhere than in the plan that it was made of, and what that one lacked may be there."""
-        for _ in range(MOST_TRIES if fitted.offload_seconds and not fitted.recomputed else 0):
+        """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what is cheaper to
+        compute again makes room for."""
+        price = break_even(self.problem, self.prices.gradients)
+        if price is None or not fitted.offload_seconds:
+            return fitted
+        room, blocks = self.limit_bytes + self.solver.blocks.freed_bytes(judge(fitted.choice), price), self.solver.blocks
+        for _ in range(MOST_TRIES):
             self.passing_bytes = fitted.passing_bytes
-            more = self._settled(mix(self.problem, fitted, fast, self.limit_bytes, judge))
-            if more.bytes_ > self.limit_bytes or more.seconds >= fitted.seconds:
+            more = mix(self.problem, judge(fitted.choice), fast, room, judge)
+            less, _ = blocks.fit(more, self.limit_bytes)
+            less = self._settled(less or more)
+            if less.bytes_ <= self.limit_bytes and less.seconds >= fitted.seconds:
                 break
-            fitted = more
+            if less.bytes_ <= self.limit_bytes:
+                fitted = less
+            else:
+                room -= less.bytes_ - self.limit_bytes
         return fitted
 
     def _recomputing(self, prices: Prices) -> tuple[float, Evaluation]:
