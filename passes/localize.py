@@ -176,7 +176,8 @@ class _Localizer:
         if producer.name in self.on_host:
             self.on_host.remove(producer.name)
             value = producer.meta["val"]
-            local = self._moved(local, value.device, value, layout, phase, f"{producer.name}_on_device")
+            device = torch.device(value.device.type)  # the rank's own, whichever that was where the graph was traced
+            local = self._moved(local, device, value, layout, phase, f"{producer.name}_on_device")
             self.own[producer.name, index] = local, layout
         return local, layout
 

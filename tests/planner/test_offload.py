@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import api, simulated
+from autopar import api, capture, simulated
 from autopar.compare import verify_plan
 from autopar.errors import MemoryInfeasibleError, StrategyError
+from autopar.graph import values_of
 from autopar.hardware import Host
 from autopar.layout import Layout, largest_local_numel
+from autopar.lower import lower, lower_deferred
 from autopar.mesh import Mesh
 from autopar.models import build, registry
 from autopar.plan import Offloaded, Plan
@@ -94,13 +97,37 @@ def test_gradients_are_those_of_one_device(model, mesh, strategy, precision, rec
     )  # fmt: skip
     report = verify_plan(captured, plan, module, inputs)
     assert report.match, report
-    graph = simulated.lower(captured, plan, 0, check=True).local.graph
+    graph = lower(captured, plan, 0, check=True).local.graph
     moved = [n for n in graph.nodes if n.op == "call_function" and "device" in n.kwargs and n.name.endswith(("_device", "_host"))]
     arriving = [n for n in moved if n.name.endswith("_on_device")]
     assert len(arriving) == len(plan.sharding.on_host) and len(moved) == 2 * len(arriving)
     narrow = {str(n.meta["val"].dtype) for n in arriving}
     assert narrow == {"torch.bfloat16" if precision == "bf16" else "torch.float32"}
     assert all(a.op == "placeholder" or a.args[0].op == "placeholder" for n in arriving for a in n.all_input_nodes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_graphs_for_gpus_compute_on_them(precision):
+    """Lowered for a mesh of GPUs, only parameters, their casts and the gradients that leave are in the host's memory."""
+    module, inputs = build("mlp-tiny", batch=4, seq=16, device="cpu")
+    plan, captured = simulated.plan_and_capture(
+        module, "dp=2", inputs, hardware=MACHINE, strategy="fsdp", precision=precision, baselines=False, offload="optimizer"
+    )
+    capture.move(captured, torch.device("cuda"))
+    program = lower(captured, plan, 0, check=True)
+    deferred = lower_deferred(captured, plan, 0, program.parts.saved)
+    for graph in (program.parts.forward.graph, program.parts.backward.graph, deferred.backward.graph, deferred.reduce.graph):
+        for node in graph.nodes:
+            for value in values_of(node) if node.op != "output" else ():
+                source = node.args[0] if node.target is torch.ops.aten._to_copy.default else node
+                arrives = source.op == "placeholder" and source.name in (*plan.sharding.on_host, *deferred_inputs(deferred))
+                on_host = node.name.endswith("_on_host") or arrives and not node.name.endswith("_on_device")
+                assert value.device.type == ("cpu" if on_host else "cuda"), node.format_node()
+                assert getattr(node.kwargs.get("device"), "index", None) is None  # each rank has a GPU of its own
+
+
+def deferred_inputs(deferred) -> list[str]:
+    return [n.name for n in deferred.reduce.graph.nodes if n.op == "placeholder"]
 
 
 def test_what_cannot_be_offloaded_says_so():
