@@ -85,7 +85,7 @@ def _excess(last: Planned | MemoryInfeasibleError) -> float:
         return 4.0
     e, limit = last.evaluation, last.solver.limit_bytes
     freed = sum(step.freed_bytes * count for levels in e.recomputed.values() for step, count in levels.values())
-    staying = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
+    staying = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
     return max(2.0, (e.saved_bytes + freed) / max(limit - staying, 1.0))
 
 

@@ -120,6 +120,7 @@ def plan(
     baselines: bool = True,
     micro_batches: int = 1,
     recompute: str = "auto",
+    offload: str = "none",
     name: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -132,25 +133,27 @@ def plan(
     types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with
     the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
     one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. `recompute`:
-    "auto", or "none", "selective" or "full" for all blocks. Raises subclasses of AutoparError."""
+    "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
+    their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). Raises subclasses of
+    AutoparError."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
         pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
-        recompute=recompute, name=name, report=report,
+        recompute=recompute, offload=offload, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
     pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=1, recompute="auto", refuses=True,
-    name=None, report=lambda text: None,
+    offload="none", name=None, report=lambda text: None,
 ) -> Planned:  # fmt: skip
     """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, micro_batches)
-    options = replace(options, recompute=recompute, refuses=refuses)
+    options = replace(options, recompute=recompute, refuses=refuses, offload=offload)
     if devices is None:
         options.check(checked)
     report("tracing the model")
@@ -190,6 +193,7 @@ def compile(
     weights=None,
     strict: bool = False,
     micro_batches: int = 1,
+    offload: str = "none",
 ) -> nn.Module:
     """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global batch.
 
@@ -214,7 +218,7 @@ def compile(
     arguments = dict(
         inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
-        adapt=adaptations, micro_batches=micro_batches,
+        adapt=adaptations, micro_batches=micro_batches, offload=offload,
     )  # fmt: skip
     passes.check(micro_batches)
 
@@ -284,7 +288,8 @@ class _Compiler:
             if first is not None:  # gradients and optimizer state stay in memory when a graph has no backward
                 trains = any(role.kind == "parameter" and role.trainable for role in leaves)
                 held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
-                options = options | dict(pin=None, memory=first.memory_limit_bytes - held)
+                here = first.sharding.on_host & set(leaves.values())  # parameters stay where they are
+                options = options | dict(pin=None, memory=first.memory_limit_bytes - held, offload="none", on_host=here)
                 if self.given is not None:
                     options["strategy"] = first.strategy
             elif self.given is not None:
@@ -301,7 +306,7 @@ class _Compiler:
 
 
 def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-             micro_batches=1) -> PlanOptions:  # fmt: skip
+             micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
     for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", "" if strategy is None else strategy)):
         if not isinstance(value, str):
             raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
@@ -316,7 +321,7 @@ def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict
         load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
         memory_bytes=_bytes(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),
         forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
-        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches,
+        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload, on_host=frozenset(on_host),
     )  # fmt: skip
 
 

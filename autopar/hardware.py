@@ -2,12 +2,13 @@
 
     name, description, device_names        device_names: patterns of what such devices call themselves
     [compute]      flops_per_second (by dtype), efficiency, launch_seconds
-    [memory]       bytes, bytes_per_second, efficiency
+    [memory]       bytes, bytes_per_second, efficiency; reserve_bytes if there are any
     [collectives]  reduce_scatter_lowering; overlap_slowdown if known
     [[links]]      name, devices (not in the last), latency_seconds, bytes_per_second, bucket_bytes
 
-and, where they are known, with the fields of Kernels, Nccl and Curve:
+and, where they are known, with the fields of Host, Kernels, Nccl and Curve:
 
+    [host]         link_bytes_per_second, memory_bytes_per_second, memory_bytes
     [kernels]      multiprocessors, tile, half_rows, half_columns, half_depth, attention, attention_backward
     [nccl]         generation, intra, channels, channel_bytes_per_second, nvls, copy_engine_bytes_per_second,
                    reached.KIND = { devices, bytes_per_second }, a list each
@@ -31,9 +32,9 @@ from functools import cache
 from pathlib import Path
 
 from .errors import HardwareError, nearest
-from .hardware_model import Curve, Hardware, Kernels, Link, Nccl, Tier
+from .hardware_model import Curve, Hardware, Host, Kernels, Link, Nccl, Tier
 
-__all__ = ["Curve", "Hardware", "Kernels", "Link", "Nccl", "Tier", "load", "names"]
+__all__ = ["Curve", "Hardware", "Host", "Kernels", "Link", "Nccl", "Tier", "load", "names"]
 
 PROFILES = Path(__file__).parent / "hardware_profiles"
 SUFFIXES = (".toml", ".json")
@@ -118,10 +119,10 @@ def _read(file: Path) -> Hardware:
             fix="give links from the closest to the farthest, the last one without devices",
         )
     lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
-    kernels, nccl, measured, fingerprint = (
-        table.inner(key) if key in table.entries else None for key in ("kernels", "nccl", "measured", "fingerprint")
+    host, kernels, nccl, measured, fingerprint = (
+        table.inner(key) if key in table.entries else None for key in ("host", "kernels", "nccl", "measured", "fingerprint")
     )
-    groups = {"compute": compute, "memory": memory, "collectives": collectives, "kernels": kernels, "nccl": nccl}
+    groups = {"compute": compute, "memory": memory, "host": host, "collectives": collectives, "kernels": kernels, "nccl": nccl}
     groups |= {"measured": measured} | {f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))}
     sources = {name: group.text("source") for name, group in groups.items() if group}
     return Hardware(
@@ -141,8 +142,15 @@ def _read(file: Path) -> Hardware:
         nccl=_nccl(nccl) if nccl else None,
         curves=tuple(_curve(row) for row in measured.rows("curves")) if measured else (),
         curves_error=measured.zero_or_more("median_error") if measured else 0.0,
+        reserve_bytes=memory.whole("reserve_bytes") if "reserve_bytes" in memory.entries else 0,
+        host=_host(host) if host else None,
         fingerprint={key: fingerprint.text(key) for key in sorted(fingerprint.entries)} if fingerprint else {},
     )
+
+
+def _host(table: _Table) -> Host:
+    speeds = (table.positive(key) for key in ("link_bytes_per_second", "memory_bytes_per_second"))
+    return Host(*speeds, memory_bytes=table.whole("memory_bytes"))
 
 
 def _kernels(table: _Table) -> Kernels:

@@ -99,11 +99,24 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What the host gives each of its devices while all of them use it: bytes per second that a copy between host and device
+    reaches, in one direction at a time, and the device's share of the host's memory and of its speed."""
+
+    link_bytes_per_second: float
+    memory_bytes_per_second: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One kind of device and its links, closest tier first.
 
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
     which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of kernels.
+    `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the device's context, to the
+    buffers of the communication library and to the rounding of the caching allocator. `host`: the host's memory behind a device,
+    None where nothing can be kept there.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other; 2 if
     nothing is gained by it.
@@ -127,6 +140,8 @@ class Hardware:
     nccl: Nccl | None = None
     curves: tuple[Curve, ...] = ()
     curves_error: float = 0.0
+    reserve_bytes: int = 0
+    host: Host | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def peak_flops_per_second(self, dtype: str) -> float:

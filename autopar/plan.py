@@ -76,10 +76,25 @@ class MeshTried:
 
 
 @dataclass(frozen=True)
+class Offloaded:
+    """What a plan keeps on the host: how many parameters, bytes for each device (gradients and optimizer state included), and
+    seconds of a step for copies to the device and back and for the optimizer there."""
+
+    parameters: int = 0
+    host_bytes: float = 0.0
+    copy_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.copy_seconds + self.optimizer_seconds
+
+
+@dataclass(frozen=True)
 class Plan:
-    """See the module. Seconds are of one training step without the optimizer's; bytes are a device's. A step has `micro_batches`
-    passes of `samples` each, over all devices; the model is called so often, but for the last time inside of `no_sync` if the
-    plan `reduces_once`. Collectives are those of all passes."""
+    """See the module. Seconds are of one training step without the optimizer's, but for its part on the host; bytes are a device's.
+    A step has `micro_batches` passes of `samples` each, over all devices; the model is called so often, but for the last time
+    inside of `no_sync` if the plan `reduces_once`. Collectives are those of all passes."""
 
     model: str
     mesh: Mesh
@@ -116,6 +131,7 @@ class Plan:
     reduces_once: bool = False  # gradients of all passes together, not of each
     samples: int = 0
     meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
+    offloaded: Offloaded = Offloaded()
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -167,6 +183,7 @@ class Plan:
                 "recomputed": tuple(fields["recomputed"]),
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "warnings": tuple(fields["warnings"]),
+                "offloaded": Offloaded(**fields["offloaded"]),
                 "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
                 "sharding": _sharding_from_json(fields["sharding"], mesh),
             }
@@ -233,6 +250,7 @@ def _sharding_to_json(sharding: Sharding) -> dict:
         "kept": kept,
         "recompute": sorted(sharding.recompute),
         "again": sorted(sharding.again),
+        "on_host": sorted(sharding.on_host),
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
     }
 
@@ -263,4 +281,5 @@ def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
         frozenset((name, index, layout(number)) for name, index, number in data["kept"]),
         frozenset(data["recompute"]),
         frozenset(data["again"]),
+        frozenset(data["on_host"]),
     )

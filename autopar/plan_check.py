@@ -24,10 +24,11 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     nodes = {n.name: n for n in graph.nodes}
     ops = {n.name for n in graph.nodes if is_op(n)}
     leaves = {n.name for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    parameters = {n.name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
     blocks = {path for n in graph.nodes for path in _prefixes(n.meta.get("module") or "")}
     for names, known, what in (
         (sharding.nodes, ops, "op"), (sharding.leaves, leaves, "placeholder"), (sharding.recompute, blocks, "block"),
-        (sharding.again, ops, "op"),
+        (sharding.again, ops, "op"), (sharding.on_host, parameters, "parameter"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
     ):  # fmt: skip
         if unknown := sorted(set(names) - known):

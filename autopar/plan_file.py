@@ -17,13 +17,13 @@ from pathlib import Path
 from .errors import PlanFormatError, PlanTampered
 from .hardware import LOWERINGS
 
-VERSION = 3
+VERSION = 4
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
 MEMORY_KINDS = (  # in the order of the plan's text
     "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters", "activations",
-    "recomputed block", "values between ops", "collective buffers",
+    "recomputed block", "values between ops", "collective buffers", "allocator reserve",
 )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ SHARDING = {
     "leaves": Values(count),
     "outputs": [Either(count)],
     "kept": [(text, count, count)],
-    "recompute": [text], "again": [text],
+    "recompute": [text], "again": [text], "on_host": [text],
     "layouts": [(rank, text)],
 }
 SCHEMA = {
@@ -194,6 +194,7 @@ SCHEMA = {
     }],
     "recomputed": [text], "recomputed_selectively": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
+    "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
     "micro_batches": count, "reduces_once": flag, "samples": count,
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),

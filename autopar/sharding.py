@@ -37,6 +37,7 @@ class Sharding:
         own layout: this is how ZeRO-3 gathers a parameter a second time.
     recompute: blocks ("model.layers.3") whose inner values the backward computes again.
     again: names of other op nodes that the backward computes again instead of reading what they gave.
+    on_host: placeholders whose local value arrives in the host's memory; what is their gradient leaves to there.
     """
 
     mesh: Mesh
@@ -48,6 +49,7 @@ class Sharding:
     kept: frozenset[tuple[str, int, Layout]] = field(default_factory=frozenset)
     recompute: frozenset[str] = field(default_factory=frozenset)
     again: frozenset[str] = field(default_factory=frozenset)
+    on_host: frozenset[str] = field(default_factory=frozenset)
 
     @cached_property
     def redistributor(self) -> Redistributor:

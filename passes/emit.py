@@ -60,10 +60,10 @@ class Builder:
         node.meta = {**self.meta, "val": value}
         return node
 
-    def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A contiguous fake tensor with the dtype and device of `like`."""
+    def empty(self, shape: Sequence[int], like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """A contiguous fake tensor with the dtype of `like`, on its device or another."""
         with self.mode:
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+            return torch.empty(shape, dtype=like.dtype, device=device or like.device)
 
 
 class Emitter:

@@ -4,6 +4,9 @@ For each op in order: every tensor argument is brought from its producer's layou
 sharding asks for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake
 local tensors, whose shapes must be those that the layouts imply.
 
+A parameter on the host arrives there. It is copied to the device when an op first asks for it, after the cast to the type that it
+computes in if it has one; every redistribution starts from that copy. Its gradient is copied to the host where it leaves the graph.
+
 A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution
 starts from the furthest copy on its way. The backward does not see the forward's copies unless they are in
 `sharding.kept`.
@@ -32,10 +35,12 @@ from .._torch import graph_module, tree_flatten, tree_unflatten
 from ..errors import VerifyError
 from ..graph import describe, is_tensor, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, local_part, local_shape
+from ..planner.casts import own_casts
 from ..sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
 
 aten = torch.ops.aten
+HOST = torch.device("cpu")
 
 # A view needs strides that a local value may not have; reshape gives the same values and copies where it must.
 RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
@@ -70,6 +75,10 @@ class _Localizer:
         self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
         self.several: dict[str, fx.Node] = {}  # ops with several outputs
         self.copies: dict[tuple[str, int, Layout, str], fx.Node] = {}
+        leaves = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name in sharding.on_host]
+        self.on_host = {n.name for n in leaves}  # tensors that the device has no copy of yet
+        self.from_host = {n.meta["role"].name for n in leaves}
+        self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph, ()).items() if n.name in self.on_host}
 
     def placeholder(self, node: fx.Node) -> None:
         local = self.builder.graph.create_node("placeholder", node.name, (), {}, node.name)
@@ -87,7 +96,8 @@ class _Localizer:
     def _leaf(self, node: fx.Node, local: fx.Node) -> None:
         value, layout = node.meta["val"], self._leaf_layout(node)
         shape = local_shape(value.shape, layout, self.mesh, self.coordinate)
-        local.meta = {**node.meta, "val": self.builder.empty(shape, value), "global": value, "layout": layout}
+        device = HOST if node.name in self.on_host else value.device
+        local.meta = {**node.meta, "val": self.builder.empty(shape, value, device), "global": value, "layout": layout}
         self.own[node.name, 0] = local, layout
 
     def item(self, node: fx.Node) -> None:
@@ -108,7 +118,11 @@ class _Localizer:
             raise _error(f"{len(sharding.inputs)} layouts for {len(tensors)} tensor arguments", node, sharding)
         layouts = iter(sharding.inputs)
         flat, spec = tree_flatten((node.args, node.kwargs))
-        flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
+        if node.name in self.casts:  # the host makes the type that computes, so that less is copied
+            flat = [self.own[a.name, 0][0] if is_tensor(a) else a for a in flat]
+            self.on_host ^= {node.name, self.casts[node.name]}
+        else:
+            flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
         args, kwargs = tree_unflatten(flat, spec)
         args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
         single = isinstance(node.meta["val"], torch.Tensor)
@@ -146,16 +160,36 @@ class _Localizer:
             if isinstance(value, fx.Node):
                 phase = "forward" if role is not None and role.kind in ("output", "mutation") else "backward"
                 producer, index = tensor_of(value)
-                value = self._copy(value, layout or self.own[producer.name, index][1], phase, value)
+                layout = layout or self.own[producer.name, index][1]
+                local = self._copy(value, layout, phase, value)
+                if role is not None and role.kind == "gradient" and role.name in self.from_host:
+                    local = self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
+                value = local
             values.append(value)
         local = self.builder.graph.output(tuple(values))
         local.meta = {**node.meta, "layouts": self.sharding.outputs}
         local.meta.pop("val", None)
 
+    def _on_device(self, producer: fx.Node, index: int, phase: str) -> tuple[fx.Node, Layout]:
+        """The local value of a tensor as its producer made it, on the device."""
+        local, layout = self.own[producer.name, index]
+        if producer.name in self.on_host:
+            self.on_host.remove(producer.name)
+            value = producer.meta["val"]
+            device = torch.device(value.device.type)  # the rank's own, whichever that was where the graph was traced
+            local = self._moved(local, device, value, layout, phase, f"{producer.name}_on_device")
+            self.own[producer.name, index] = local, layout
+        return local, layout
+
+    def _moved(self, local: fx.Node, device: torch.device, value: torch.Tensor, layout: Layout, phase: str, name: str) -> fx.Node:
+        """A copy of a local value on the host or the device; of no module, so that no block makes it again."""
+        self.builder.meta = {"phase": phase, "module": "", "source": "", "global": value, "layout": layout}
+        return self.builder.call(aten._to_copy.default, local, device=device, name=name)
+
     def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node) -> fx.Node:
         """The local value of a global tensor in the layout `wanted`."""
         producer, index = tensor_of(tensor)
-        local, layout = self.own[producer.name, index]
+        local, layout = self._on_device(producer, index, phase)
         redistribution = self.sharding.redistributor(layout, wanted)
         if redistribution is None:
             raise VerifyError(

@@ -35,8 +35,12 @@ def test_shipped_profiles(name):
     for near, far in zip(profile.links, profile.links[1:]):
         assert near.bytes_per_second > far.bytes_per_second and near.latency_seconds <= far.latency_seconds
     sourced = {line.split(":")[0] for line in profile.source.splitlines()}
-    besides = {"nccl", "kernels"} if profile.nccl else set()
+    besides = {"nccl", "kernels", "host"} if profile.nccl else set()
     assert sourced == {"compute", "memory", "collectives", *besides, *(f"links.{tier.name}" for tier in profile.links)}
+    assert (profile.reserve_bytes > 0) == (profile.host is not None) == (profile.nccl is not None)
+    if host := profile.host:  # a host is larger and slower than what it serves
+        assert profile.reserve_bytes < 0.05 * profile.memory_bytes < profile.memory_bytes < host.memory_bytes * 1.5
+        assert host.link_bytes_per_second < host.memory_bytes_per_second * 2 < profile.memory_bytes_per_second
     assert hash(profile) == hash(hardware.load(name))
 
 

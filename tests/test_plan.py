@@ -70,8 +70,8 @@ def test_every_field_is_covered_by_the_hash(plan):
 
 @pytest.mark.parametrize("content", [
     b"", b"{", b"[]", b"null", b"3", b'"plan"', b"{}", b"\xff\xfe\x00", b"\x80\x04K\x01.", b"PK\x03\x04", b"[" * 100_000,
-    b'{"version": 3}', b'{"version": "1"}', b'{"version": true}', b'{"version": NaN}', b'{"a": 1, "a": 2}', b"1e999999",
-    b'{"version": 3, "hash": null}', b'{"version": 3, "hash": ' + b"9" * 5000 + b"}",
+    b'{"version": 4}', b'{"version": "1"}', b'{"version": true}', b'{"version": NaN}', b'{"a": 1, "a": 2}', b"1e999999",
+    b'{"version": 4, "hash": null}', b'{"version": 4, "hash": ' + b"9" * 5000 + b"}",
 ])  # fmt: skip
 def test_garbage(content, tmp_path):
     (tmp_path / "plan.json").write_bytes(content)
@@ -139,7 +139,7 @@ def test_keys(plan, tmp_path):
 
 
 @pytest.mark.parametrize("text, reason", [
-    ('{"version": 3, "version": 3}', "two values under one key"), ('{"a": NaN}', "finite"), ('{"a": -Infinity}', "finite"),
+    ('{"version": 4, "version": 4}', "two values under one key"), ('{"a": NaN}', "finite"), ('{"a": -Infinity}', "finite"),
     ('{"a": 1e999}', "not a finite"), ('{"a": 1234567890123456789}', "19 digits"), ("[" * 65 + "]" * 65, "deeper than 64"),
 ])  # fmt: skip
 def test_json_that_is_refused(text, reason, tmp_path):

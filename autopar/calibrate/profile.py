@@ -11,7 +11,7 @@ from ..hardware import Curve, Hardware, Kernels, Tier
 from . import fit
 from .measure import EXCHANGED
 
-SECTIONS = ("compute", "memory", "collectives", "kernels", "nccl", "measured")  # in the order of a profile, links after them
+SECTIONS = ("compute", "memory", "host", "collectives", "kernels", "nccl", "measured")  # as in a profile, links after them
 
 
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
@@ -105,6 +105,10 @@ def to_table(hardware: Hardware) -> dict:
             "source": sources["collectives"],
         },
     }  # fmt: skip
+    if hardware.reserve_bytes:
+        table["memory"]["reserve_bytes"] = hardware.reserve_bytes
+    if hardware.host:
+        table["host"] = {**asdict(hardware.host), "source": sources["host"]}
     if hardware.kernels != Kernels():
         known = {key: value for key, value in asdict(hardware.kernels).items() if value}
         if not hardware.kernels.multiprocessors:

@@ -43,7 +43,7 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool
 
 
 def add_planning(parser, hardware: str) -> None:
-    """--hardware, --precision, --strategy, --memory and --pin."""
+    """--hardware, --precision, --strategy, --memory, --offload and --pin."""
     parser.add_argument("--hardware", default=hardware, help=f"profile or TOML file (default {hardware})")
     precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
@@ -51,6 +51,8 @@ def add_planning(parser, hardware: str) -> None:
     parser.add_argument("--strategy", help=strategies)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
     pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
+    offload = "parameters that train on the host, with their optimizer's state: where memory is short, or all (default none)"
+    parser.add_argument("--offload", choices=("none", "auto", "optimizer"), default="none", help=offload)
     parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
 
 
@@ -180,7 +182,7 @@ def planning(args: argparse.Namespace) -> dict:
     """The arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
         name=args.model, hardware=args.hardware, precision=args.precision, strategy=args.strategy, memory=args.memory,
-        pin=pins(args),
+        offload=args.offload, pin=pins(args),
     )  # fmt: skip
 
 

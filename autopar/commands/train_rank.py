@@ -71,7 +71,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     if warning := stale(hardware.load(settings["hardware"]), dist.get_backend()):
         say(f"warning: {warning}")
     say("planning ...", flush=True)
-    planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "pin", "adapt")}
+    planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
     model = autopar.compile(source, device_mesh, inputs, **planning)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")

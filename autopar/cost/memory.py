@@ -23,6 +23,11 @@ class StateBytes:
     gradient: int
     optimizer: int
 
+    @property
+    def computing(self) -> int:
+        """Of the tensor that computes."""
+        return self.copy or self.master
+
     @staticmethod
     def of(optimizer: str, master: int, copy: int) -> StateBytes:
         """For a parameter of `master` bytes an element that computes in a copy of `copy` bytes, 0 if in itself. Raises

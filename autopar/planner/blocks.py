@@ -173,11 +173,14 @@ class Blocks:
 
     def least_bytes(self, evaluation: Evaluation) -> float:
         """Bytes of the evaluation with all blocks recomputed."""
-        steps, alive = self.recomputation(evaluation), defaultdict(float)
+        return evaluation.bytes_ - self.freed_bytes(evaluation, math.inf)
+
+    def freed_bytes(self, evaluation: Evaluation, price: float) -> float:
+        """What the steps free together that cost less than a price in seconds a byte."""
+        steps, alive = [s for s in self.recomputation(evaluation) if s.price < price], defaultdict(float)
         for step in steps:
             alive[step.block] += step.freed_bytes
-        freed = sum(step.freed_bytes * step.copies for step in steps) - max(alive.values(), default=0.0)
-        return evaluation.bytes_ - max(freed, 0.0)
+        return max(0.0, sum(step.freed_bytes * step.copies for step in steps) - max(alive.values(), default=0.0))
 
     def fit(self, evaluation: Evaluation, limit_bytes: float) -> tuple[Evaluation | None, float]:
         """The evaluation with just enough recomputation to fit, None if none suffices; and the price in seconds a byte of the

@@ -14,6 +14,7 @@ from ..graph import bytes_of, tensor_arguments, values_of
 from ..layout import Layout, is_even, is_legal, largest_local_numel
 from ..mesh import Mesh
 from ..rules import Rule, Strategy
+from .offload import Offload
 from .vertices import PASS_PARTIAL, STATE, Vertex
 
 
@@ -37,7 +38,7 @@ class Choices:
 
 
 def choices_of(
-    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, optimizer: str, pinned: Layout | None
+    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, optimizer: str, pinned: Layout | None, offload: Offload
 ) -> Choices:
     if v.kind == "op":
         return _op_choices(v.node, rule, part_sets, mesh, cost)
@@ -55,14 +56,25 @@ def choices_of(
         options = leaf_layouts(shape, mesh, {}, orders=False)
     else:
         options = [Layout.replicated(len(shape))]
-    choices = _free([Strategy((), (o,), (), 1) for o in options])
     elements = np.array([float(largest_local_numel(shape, o, mesh)) for o in options])
     if v.kind == "parameter":
-        state, trainable = v.state_bytes(optimizer), v.node.meta["role"].trainable
-        choices.resident_bytes = elements * state.resident(trainable)
-        choices.gradient_bytes = elements * (state.gradient if trainable else 0)
-    elif v.kind in ("buffer", "constant"):
+        return _parameter_choices(v, options, elements, optimizer, offload)
+    choices = _free([Strategy((), (o,), (), 1) for o in options])
+    if v.kind in ("buffer", "constant"):
         choices.resident_bytes = elements * value.element_size()
+    return choices
+
+
+def _parameter_choices(v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload) -> Choices:
+    """Every layout in every place that a parameter may be in. Of one on the host the device holds the copy that computes."""
+    state, trainable, places = v.state_bytes(optimizer), v.node.meta["role"].trainable, offload.places(v)
+    choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in places for o in options])
+    seconds, resident, gradient = [], [], []
+    for on_host in places:
+        seconds.append(elements * 0.0 if not on_host else offload.cost.pass_seconds(elements, state, trainable))
+        resident.append(elements * (state.computing if on_host else state.resident(trainable)))
+        gradient.append(elements * (state.gradient if trainable and not on_host else 0))
+    choices.seconds, choices.resident_bytes, choices.gradient_bytes = map(np.concatenate, (seconds, resident, gradient))
     return choices
 
 

@@ -13,6 +13,7 @@ from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
 from .make import Planned
 from .micro_batches import of_step, samples_of
+from .offload import offloaded
 from .problem import Problem
 from .regions import regions_of
 from .search import Outcome
@@ -35,7 +36,7 @@ def describe_plan(planned: Planned) -> Plan:
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
-        simulated_seconds=planned.timeline.seconds, exposed_seconds=planned.timeline.exposed_seconds,
+        simulated_seconds=planned.timeline.seconds + e.offload_seconds, exposed_seconds=planned.timeline.exposed_seconds,
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes,
         memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
         collectives=_collectives(e), regions=regions_of(problem, e),
@@ -45,7 +46,7 @@ def describe_plan(planned: Planned) -> Plan:
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
-        meshes=planned.meshes,
+        meshes=planned.meshes, offloaded=offloaded(problem, e),
     )  # fmt: skip
     return of_step(plan, problem, e, options.micro_batches, options.hardware.overlap_slowdown)
 
@@ -121,6 +122,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
         frozenset(kept), frozenset(_recomputed(e)[FULL]), frozenset(_again(problem, e)),
+        frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
     )  # fmt: skip
 
 

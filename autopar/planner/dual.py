@@ -133,9 +133,10 @@ class _Factor:
 
 def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
     """Of every strategy of a class: the priced seconds and bytes of all its copies."""
-    options = problem.classes[cls]
+    options, v = problem.classes[cls], problem.vertices[cls]
+    weight = prices.compute(v.phase) if v.kind == "op" else 1.0  # communication hides behind compute, not behind the host
     bytes_ = options.resident_bytes + prices.gradients * options.gradient_bytes
-    return (options.seconds * prices.compute(problem.vertices[cls].phase) + prices.byte_seconds * bytes_) * options.copies
+    return (options.seconds * weight + prices.byte_seconds * bytes_) * options.copies
 
 
 def _order(problem: Problem) -> list[int]:

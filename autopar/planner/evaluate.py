@@ -69,6 +69,7 @@ class Evaluation:
     first: int = 0  # how a compact graph was split, see Problem.split
     recomputed: dict[str, dict] = field(default_factory=dict)  # block -> level -> (step, copies that take it), see blocks.py
     recompute_seconds: float = 0.0
+    offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
     whole_gradient_bytes: float = 0.0  # what gradients that are not reduced yet take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
@@ -92,7 +93,8 @@ class Evaluation:
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
+        running = self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
+        return running + self.offload_seconds
 
     def exposed(self, phase: str) -> float:
         """Seconds of a phase's hidden communication that its compute does not cover."""
@@ -106,7 +108,7 @@ class Evaluation:
         compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
         moved = sum(t.seconds * t.copies * (prices.hidden(t.phase) if t.is_hidden else 1.0) for t in self.transfers)
         held = self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
-        return compute + moved + prices.byte_seconds * held
+        return compute + moved + self.offload_seconds + prices.byte_seconds * held
 
     @property
     def saved_bytes(self) -> float:
@@ -198,7 +200,11 @@ def evaluate(
     for v in problem.vertices:
         options, k = problem.choices(v.index), choice[v.index]
         phase = "backward" if v.phase == "backward" else "forward"
-        result.compute[phase] += float(options.seconds[k]) * v.copies
+        seconds = float(options.seconds[k]) * v.copies
+        if v.kind == "op":
+            result.compute[phase] += seconds
+        else:
+            result.offload_seconds += seconds
         result.resident_bytes += float(options.resident_bytes[k]) * v.copies
         result.gradient_bytes += float(options.gradient_bytes[k]) * v.copies
     uses_of = uses_by_tensor(problem)

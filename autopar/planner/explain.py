@@ -23,7 +23,6 @@ from .dual import Dual
 from .evaluate import Evaluation
 from .make import Planned
 from .regions import module_of
-from .restrict import allowed_strategies
 from .search import Outcome
 from .solve import BASELINE_GAP, Solver
 from .vertices import Vertex
@@ -35,9 +34,9 @@ FAR_MORE = 1e6  # times the memory limit: as good as none
 
 @dataclass(frozen=True)
 class Instead:
-    """An alternative with the fastest plan that has it, as differences from the chosen plan: seconds of compute (recomputation
-    included), of communication of the tensors that the choice reads and makes (`here`) and of all others (`elsewhere`), and bytes
-    of a device. `fits`: whether any plan that has it fits the memory; if not, there are no numbers."""
+    """An alternative with the fastest plan that has it, as differences from the chosen plan: seconds of compute (recomputation and
+    the host's part included), of communication of the tensors that the choice reads and makes (`here`) and of all others
+    (`elsewhere`), and bytes of a device. `fits`: whether any plan that has it fits the memory; if not, there are no numbers."""
 
     text: str
     fits: bool
@@ -140,7 +139,7 @@ def strategy_text(kind: str, strategy: Strategy) -> str:
     """A parameter's layout, or `what an op reads -> what it makes`, equal neighbours once."""
     made = " | ".join(dict.fromkeys(x.text() for x in strategy.outputs))
     if kind != "op":
-        return made
+        return made + " on the host" * strategy.on_host
     read = [text for text, _ in itertools.groupby(x.text() for x in strategy.inputs)]
     return f"{', '.join(read)} -> {made}" if read else made
 
@@ -150,7 +149,7 @@ class _Explainer:
         self.planned, self.classes, self.alternatives, self.report = planned, classes, alternatives, report
         self.problem, self.evaluation = planned.problem, planned.evaluation
         self.restriction, self.pins = planned.chosen.restriction, dict(planned.options.pin)
-        self.allowed = allowed_strategies(self.problem, self.restriction, self.pins)
+        self.allowed = planned.solver.allowed(self.restriction, self.pins)
         self.solver = self._solver(planned.solver.limit_bytes)
         self.roomy = self._without_limit()
 
@@ -224,7 +223,7 @@ class _Explainer:
 
     def _parts(self, cls: int, e: Evaluation) -> tuple[float, float, float]:
         """Seconds of compute, of communication at a class, and of all communication."""
-        return e.compute_seconds + e.recompute_seconds, self._here(cls, e), e.communication_seconds
+        return e.compute_seconds + e.recompute_seconds + e.offload_seconds, self._here(cls, e), e.communication_seconds
 
     def _here(self, cls: int, e: Evaluation) -> float:
         """Seconds of communication of the tensors that the members of a class make or read."""

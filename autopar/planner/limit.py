@@ -10,6 +10,7 @@ parts of faster plans.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +23,7 @@ from .cuts import FIRST_PRICE
 from .dual import Dual
 from .evaluate import Evaluation
 from .mix import between, keep_copies, mix
+from .offload import break_even
 from .prices import Prices
 from .program import Solution
 from .search import Outcome, Run
@@ -80,7 +82,7 @@ class WithinLimit:
             dual.price(prices)
             solution = minimize(dual, self.solver.found, replace(run.search, gap=max(run.search.gap, doubt / 4)))
             self.solver.found.append(solution.choice)
-            self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.limit_bytes)
+            self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
             line = self._line(dual, free, point, solution)
             cuts.add(point, *line, self._try(prices)[0])
         return point
@@ -88,7 +90,9 @@ class WithinLimit:
     def _bisect(self, free: Prices, point: np.ndarray) -> None:
         """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the price: then
         neither more sharding nor more recomputation would be cheaper."""
-        low, high, price, seen = 0.0, None, max(point[2], FIRST_PRICE), []
+        host = break_even(self.problem, free.gradients)
+        low, high, seen = 0.0, None, []
+        price = max(point[2], FIRST_PRICE) if host is None else host / self.solver.unit_price
         for _ in range(MOST_PRICES if self.best is None else FEW_PRICES):
             prices = self._prices(free, np.array([*point[:2], price]))
             tried, dearest = self._try(prices)
@@ -116,7 +120,7 @@ class WithinLimit:
 
         def seconds(at: np.ndarray) -> float:
             dual.price(self._prices(free, at))
-            return Tied(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.limit_bytes
+            return Tied(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.solver.room_bytes
 
         here = seconds(point)
         return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
@@ -150,7 +154,7 @@ class WithinLimit:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
             fitted = self.run.settled(fitted)
             if fitted.bytes_ <= self.limit_bytes:
-                return fitted, dearest
+                return self._filled(fitted, judge), dearest
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
         return None, math.inf
 
@@ -166,20 +170,45 @@ class WithinLimit:
                 return leaner, price
         return fitted, dearest
 
+    def _filled(self, fitted: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
+        """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what is cheaper to
+        compute again makes room for."""
+        price = break_even(self.problem, self.run.prices.gradients)
+        if price is None or not fitted.offload_seconds:
+            return fitted
+        room, blocks = self.limit_bytes + self.solver.blocks.freed_bytes(judge(fitted.choice), price), self.solver.blocks
+        for _ in range(MOST_TRIES):
+            self.run.passing_bytes = fitted.passing_bytes
+            more = mix(self.problem, judge(fitted.choice), self.fast, room, judge)
+            less, _ = blocks.fit(more, self.limit_bytes)
+            less = self.run.settled(less or more)
+            if less.bytes_ <= self.limit_bytes and less.seconds >= fitted.seconds:
+                break
+            if less.bytes_ <= self.limit_bytes:
+                fitted = less
+            else:
+                room -= less.bytes_ - self.limit_bytes
+        return fitted
+
     def _refusal(self) -> MemoryInfeasibleError:
         """What is missing, by the smallest plan that there is."""
         prices = replace(self.run.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         dearest = self.run.at(prices).evaluation
         need = min(self.smallest_bytes, self.solver.blocks.least_bytes(dearest))
-        without = min(need, dearest.resident_bytes + dearest.gradient_bytes)  # not all of it is alive at the same time
+        reserve = self.problem.reserve_bytes
+        without = min(need - reserve, dearest.resident_bytes + dearest.gradient_bytes)  # not all is alive at the same time
         missing = need - self.limit_bytes
-        factor = math.ceil(need / self.limit_bytes)
+        factor = math.ceil((need - reserve) / max(self.solver.room_bytes, 1.0))  # what is reserved no device shares
+        devices = f"about {factor}x the devices, a smaller batch, or " if self.solver.room_bytes > 0 else ""
         kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
         return MemoryInfeasibleError(
             f"no plan{kind} fits {self.limit_bytes / 2**30:.3g} GiB a device: the smallest found needs "
             f"{need / 2**30:.3g} GiB, {missing / 2**30:.3g} GiB more",
             missing_bytes=int(missing),
-            breakdown={"parameters, gradients and optimizer": without, "saved for the backward": need - without},
+            breakdown={
+                "parameters, gradients and optimizer": without, "saved for the backward": need - without - reserve,
+                **({"allocator reserve": reserve} if reserve else {}),
+            },
             mesh=self.problem.mesh,
-            fix=f"about {factor}x the devices, a smaller batch, or memory={1.01 * need / 2**30:.3g}GiB would fit",
-        )
+            fix=f"{devices}memory={1.01 * need / 2**30:.3g}GiB would fit",
+        )  # fmt: skip

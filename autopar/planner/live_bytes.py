@@ -3,7 +3,7 @@
 Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A tensor saved for
 the backward lives from the op that makes it to its last reader. Besides these live the values between two ops, gathered parameters
 on their way through a block, buckets of collectives, and gradients before they are reduced. A view lives in the memory of what it
-looks at.
+looks at. What the device's context, the communication library and the allocator keep for themselves is there all the time.
 
 In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its gradients
 from then on: what they hold in between is never more than at one of the two ends.
@@ -25,6 +25,7 @@ from .timeline import Timeline
 from .vertices import STATE
 
 STAYING = ("parameters", "optimizer", "buffers")
+RESERVE = "allocator reserve"
 GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
     "collective buffers",
@@ -66,8 +67,11 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
     """Bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(STAYING, 0.0)
     for v in problem.vertices:
-        resident = float(problem.choices(v.index).resident_bytes[e.choice[v.index]]) * v.copies
-        if v.kind == "parameter":
+        options, k = problem.choices(v.index), e.choice[v.index]
+        resident = float(options.resident_bytes[k]) * v.copies
+        if options.strategies[k].on_host:
+            result["parameters"] += resident
+        elif v.kind == "parameter":
             trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
             result["parameters"] += elements * (state.master + state.copy)
@@ -84,6 +88,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
     for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
+    changes[RESERVE][0] += problem.reserve_bytes
     changes[BUCKETS][0] += _bucket_bytes(problem, evaluation, pricer)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_
@@ -154,10 +159,15 @@ class _Lives:
                 layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
                 if self._base(run.vertex, output)[0] != run.vertex or not run.again and (run.vertex, output, layout) in e.saved:
                     continue
-                if use and self._layout(use.consumer, 0) == layout and self.problem.vertices[use.consumer].kind == "parameter":
-                    continue  # a gradient, which stays
+                if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
+                    continue
                 last = self.reads[run.vertex, output, run.phase]
                 yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
+
+    def _keeps_gradient(self, vertex: int) -> bool:
+        """Whether the device holds on to a gradient that is made in the layout of this leaf."""
+        on_host = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].on_host
+        return self.problem.vertices[vertex].kind == "parameter" and not on_host
 
     def _gradients(self):
         """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""

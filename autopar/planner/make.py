@@ -11,6 +11,7 @@ from functools import cached_property
 from ..capture import Captured
 from ..collector import paused_collector
 from ..cost.collectives import CollectiveCost
+from ..cost.host import HostCost
 from ..cost.memory import StateBytes
 from ..cost.redistribute import Redistributor
 from ..errors import AutoparError, UnsupportedOpError
@@ -20,7 +21,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..plan import MeshTried, Plan
 from ..precision import compute_dtype
-from . import forced
+from . import forced, offload
 from . import micro_batches as passes
 from .ascend import Search
 from .evaluate import Evaluation, Pricer
@@ -38,7 +39,8 @@ from .whole import whole_of
 class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout that it
     may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one of them.
-    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway)."""
+    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway).
+    `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -54,6 +56,8 @@ class PlanOptions:
     micro_batches: int = 1
     recompute: str = "auto"
     refuses: bool = True
+    offload: str = offload.NONE
+    on_host: frozenset[str] = frozenset()
     search: Search = Search()
 
     def check(self, mesh: Mesh) -> None:
@@ -62,6 +66,7 @@ class PlanOptions:
         compute_dtype(self.precision)
         passes.check(self.micro_batches)
         forced.check(self.recompute)
+        offload.check(self.offload, self.on_host, self.hardware)
         StateBytes.of(self.optimizer, 4, 0)
 
 
@@ -143,6 +148,8 @@ def search(
     report("searching")
     solver, chosen = forced.fastest(solvers, restriction, dict(options.pin), options.recompute, options.refuses)
     chosen = not_worse(chosen, others, options)
+    if options.refuses:
+        offload.check_host(solver.problem, chosen.evaluation)
     report("done")
     return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
 
@@ -154,16 +161,18 @@ def solvers_of(
     hardware = options.hardware
     redistribute = Redistributor(mesh, hardware.links_for(mesh), hardware.reached_memory_bytes_per_second)
     report("building the problem")
+    cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
     problem = build(
         captured, mesh, hardware, options.optimizer,
         fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
+        offload.Offload(options.offload, cost, options.on_host),
     )  # fmt: skip
     bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
     limit = float(options.memory_bytes or hardware.memory_bytes)
     collectives, gain = CollectiveCost(hardware, mesh), hardware.overlap_gain
     pricers = [
         Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once)
-        for once in passes.ways(options.strategy, options.micro_batches)
+        for once in passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
     ]
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 

@@ -21,7 +21,7 @@ from ..plan import MeshTried
 from . import make
 from . import micro_batches as passes
 from .dual import Dual
-from .restrict import Restriction, allowed_strategies
+from .restrict import Restriction
 from .solve import Solver
 
 SWEEPS = 4
@@ -139,7 +139,7 @@ def search(
 
 def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
     """Seconds that no plan of the problem undercuts, whatever memory it takes."""
-    dual = Dual(solver.problem, solver.hubs, allowed_strategies(solver.problem, restriction, pins), solver.free, restriction.keep)
+    dual = Dual(solver.problem, solver.hubs, solver.allowed(restriction, pins), solver.free, restriction.keep)
     for _ in range(SWEEPS):
         dual.sweep(True)
         dual.sweep(False)

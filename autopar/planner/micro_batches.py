@@ -34,10 +34,11 @@ def check(micro_batches: object) -> None:
         raise StrategyError(f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4")
 
 
-def ways(strategy: str | None, micro_batches: int) -> tuple[bool, ...]:
-    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way first."""
+def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tuple[bool, ...]:
+    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way first. All
+    of those that go to the host (`on_host`) are reduced before."""
     name = ALIASES.get(strategy, strategy) or "auto"
-    if micro_batches == 1 or name.endswith(EVERY_PASS):
+    if micro_batches == 1 or on_host or name.endswith(EVERY_PASS):
         return (False,)
     return (True,) if name.endswith(ONCE) else (False, True)
 
@@ -90,7 +91,8 @@ def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches:
     plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "bound")
     return replace(
         plan, micro_batches=micro_batches, reduces_once=evaluation.reduces_once,
-        simulated_seconds=sum(n * t.seconds for n, t in played), exposed_seconds=sum(n * t.exposed_seconds for n, t in played),
+        simulated_seconds=sum(n * t.seconds for n, t in played) + plan.offloaded.seconds,
+        exposed_seconds=sum(n * t.exposed_seconds for n, t in played),
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
         alternatives=tuple(times(a, "step_seconds", "communication_seconds") for a in plan.alternatives),

@@ -21,6 +21,7 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..rules import Rule
 from .choices import Choices, choices_of
+from .offload import Offload
 from .vertices import Use, Vertex, vertices_of
 
 
@@ -39,6 +40,8 @@ class Problem:
     output_uses: list[Use]  # one an output of the graph
     whole: fx.Graph
     optimizer: str
+    reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
+    offload: Offload = Offload()
     compact: Compact | None = None
     uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/evaluate.py
     first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
@@ -68,6 +71,7 @@ def build(
     fold: Callable[[list[Vertex], list[Use]], list[int]],
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,
+    offload: Offload = Offload(),
 ) -> Problem:
     """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes; leaves that
     different `pins` name do not share one."""
@@ -94,7 +98,7 @@ def build(
             v.signature = (*v.signature, str(part_sets.get((v.node, 0))))
         if v.kind in ("parameter", "input", "buffer"):
             named = [p for p in pins or {} if fnmatch.fnmatchcase(v.node.meta["role"].name, p)]
-            v.signature = (*v.signature, str((fixed or {}).get(v.name)), tuple(named))
+            v.signature = (*v.signature, str((fixed or {}).get(v.name)), v.name in offload.on_host, tuple(named))
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices, uses)
@@ -103,7 +107,7 @@ def build(
     for v in vertices:
         if v.cls not in classes:
             pins = (fixed or {}).get(v.name)
-            classes[v.cls] = choices_of(vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins)
+            classes[v.cls] = choices_of(vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins, offload)
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
         (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
@@ -111,7 +115,8 @@ def build(
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
     problem = Problem(
-        mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, optimizer, compact
+        mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, optimizer,
+        hardware.reserve_bytes, offload, compact,
     )
     if compact:
         problem.split(compact.most // 2)

@@ -50,7 +50,7 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
         k = e.choice[v.index]
         row["bytes_"] += float(choices.resident_bytes[k] + choices.gradient_bytes[k])
         if v.kind == "parameter" and v.node.meta["val"].dim() > 1:
-            row["weights"][strategy.outputs[0].text()] += 1
+            row["weights"][strategy.outputs[0].text() + " on the host" * strategy.on_host] += 1
         elif v.kind == "op":
             row["ops"] += 1
             row["compute"] += float(choices.seconds[k])

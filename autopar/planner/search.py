@@ -82,7 +82,7 @@ class Run:
         """What the plan that was found last says of the bound for all prices."""
         point = np.array([self.prices.hidden_forward, self.prices.hidden_backward, 0.0])
         held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
-        slope = [e.exposed("forward"), e.exposed("backward"), (held - self.limit_bytes) * self.solver.unit_price]
+        slope = [e.exposed("forward"), e.exposed("backward"), (held - self.solver.room_bytes) * self.solver.unit_price]
         seconds = e.priced(replace(self.prices, byte_seconds=0.0))
         self.cuts.add(point, seconds, np.array(slope), e)
 
@@ -105,7 +105,7 @@ class Run:
         evaluation = self.judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, prices)
         evaluation = self.settled(evaluation)
-        bound = solution.bound - prices.byte_seconds * self.limit_bytes
+        bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
 
     def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from ..errors import AutoparError
 from .ascend import Search
 from .blocks import Blocks
@@ -27,6 +29,7 @@ class Solver:
     def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
                  report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
+        self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report, self.blocks = search, report, Blocks(problem)
         self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
         self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
@@ -38,9 +41,18 @@ class Solver:
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
-        run = Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search)
+        run = Run(self, restriction, self.allowed(restriction, pins), self.search)
         fastest = run.fastest(is_limited=True)
         return fastest if fastest.fits else WithinLimit(run, fastest).outcome()
+
+    def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
+        """A mask over the strategies of every class. What may be on the device stays there if gradients wait for one reduction: on
+        the host they would wait unreduced."""
+        masks = allowed_strategies(self.problem, restriction, pins)
+        for cls, options in self.problem.classes.items() if self.pricer.reduces_once else ():
+            on_device = np.array([not s.on_host for s in options.strategies])
+            masks[cls] &= on_device | ~on_device.any()
+        return masks
 
     def settled(self, e: Evaluation) -> Evaluation:
         """The evaluation with all that is alive at its peak."""
@@ -49,7 +61,7 @@ class Solver:
 
     def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan, whether it fits or not."""
-        return Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).fastest()
+        return Run(self, restriction, self.allowed(restriction, pins), self.search).fastest()
 
     def baseline(self, name: str) -> Outcome | AutoparError:
         """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
@@ -57,7 +69,7 @@ class Solver:
             restriction = Restriction.of(name, self.problem.mesh)
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
-            return Run(self, restriction, allowed_strategies(self.problem, restriction), search).fastest()
+            return Run(self, restriction, self.allowed(restriction), search).fastest()
         except AutoparError as error:
             return error
 

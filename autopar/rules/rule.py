@@ -85,12 +85,14 @@ def rule(text: str, linear: Sequence[Sequence[int]] = (), reduction: str = "sum"
 
 @dataclass(frozen=True)
 class Strategy:
-    """One choice for one op: a layout for every tensor argument and output, and how many ways the work is divided."""
+    """One choice for one op: a layout for every tensor argument and output, and how many ways the work is divided. `on_host`: of a
+    parameter, whether its shards lie in the host's memory."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     choice: tuple[str, ...]  # per axis: the factor sharded, "" for none, "+0,1" for Partial through arguments 0 and 1
     ways: int
+    on_host: bool = False
 
     def text(self, mesh: Mesh) -> str:
         return " ".join(f"{axis}:{c}" for axis, c in zip(mesh.names, self.choice) if c) or "replicated"

@@ -80,16 +80,21 @@ def take_over(
     module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh, weights: Weights | None = None,
     added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None,
 ) -> dict[str, Layout]:  # fmt: skip
-    """Give `module` this rank's parts under all names of the source, with the source's values or those that `weights` reads
-    (which has none of the names in `added`). `replaced`: parameters that it does not get, and what is computed from them instead.
-    Each source parameter is emptied as soon as its part is made, so that the two are never in memory as a whole. Returns the
-    layouts of the parameters by name."""
+    """Give `module` this rank's parts, on the device or where the plan puts them, under all names of the source, with the source's
+    values or those that `weights` reads (which has none of the names in `added`). `replaced`: parameters that it does not get, and
+    what is computed from them instead. Each source parameter is emptied as soon as its part is made, so that the two are never in
+    memory as a whole. Returns the layouts of the parameters by name."""
     device = torch.device(device_mesh.device_type)
+    leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
 
     def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         if weights is not None and name not in added:
-            return weights.part(name, tensor.dtype, layout, plan.mesh, coordinate).to(device)
-        return local_part(tensor.detach(), layout, plan.mesh, coordinate).to(device)
+            part = weights.part(name, tensor.dtype, layout, plan.mesh, coordinate)
+        else:
+            part = local_part(tensor.detach(), layout, plan.mesh, coordinate)
+        if leaves.get(captured.ties.get(name, name)) not in plan.sharding.on_host:
+            return part.to(device)
+        return part.cpu().pin_memory() if device.type == "cuda" else part.cpu()  # pinned memory is copied at the link's speed
 
     for name, _ in source.named_modules(remove_duplicate=False):
         _owner(module, name)  # all of them first: parameters keep their order
@@ -102,7 +107,6 @@ def take_over(
             buffers[id(buffer)] = part_of(name, buffer, replicated) if saved else buffer.detach().clone().to(device)
         kept = buffers[id(buffer)]
         _place(module, name, lambda owner, leaf, b=kept, n=name: owner.register_buffer(leaf, b, n in persistent))
-    leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
 
     def layout_of(name: str, dims: int) -> Layout:
         return plan.sharding.leaves.get(leaves.get(captured.ties.get(name, name), "")) or Layout.replicated(dims)

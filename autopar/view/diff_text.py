@@ -35,6 +35,7 @@ def _costs(plan: Plan) -> dict[str, str]:
     seconds = {
         "step": plan.step_seconds, "simulated with overlap": plan.simulated_seconds, "compute": plan.compute_seconds,
         "communication": plan.communication_seconds, "exposed": plan.exposed_seconds, "recomputation": plan.recompute_seconds,
+        "offload": plan.offloaded.seconds,
         "bound": plan.bound,
     }  # fmt: skip
     return {name: ms(value) for name, value in seconds.items()}

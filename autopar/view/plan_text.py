@@ -10,8 +10,8 @@ from .units import byte_column, column, ms, percent, size, table
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, modules, collectives, memory, recomputation, alternatives, meshes, warnings."""
-    sections = (_result, _modules, _collectives, _memory, _recomputed, _alternatives, _meshes, _warnings)
+    """All of a plan, in sections: result, modules, collectives, memory, recomputation, offload, alternatives, meshes, warnings."""
+    sections = (_result, _modules, _collectives, _memory, _recomputed, _offloaded, _alternatives, _meshes, _warnings)
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -46,6 +46,7 @@ def parts_of(plan: Plan) -> str:
         "compute": plan.compute_seconds,
         "communication": plan.communication_seconds,
         "recomputation": plan.recompute_seconds,
+        "offload": plan.offloaded.seconds,
     }
     hidden = sum(parts.values()) - plan.step_seconds
     text = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds) or "nothing"
@@ -130,6 +131,15 @@ def _recomputed(plan: Plan) -> list[str]:
             few = ", ".join(blocks[:4]) + (" ..." if len(blocks) > 4 else "")
             lines.append(f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}")
     return lines
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    o = plan.offloaded
+    line = (
+        f"on the host: {o.parameters} parameter{'s' if o.parameters > 1 else ''} with gradients and optimizer state, "
+        f"{size(o.host_bytes)} a device; {ms(o.copy_seconds)} a step to copy, {ms(o.optimizer_seconds)} for the optimizer there"
+    )
+    return [line] if o.parameters else []
 
 
 def _alternatives(plan: Plan) -> list[str]:

@@ -43,6 +43,7 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "communication": [p.communication_seconds for p in plans],
         "of it exposed": [p.exposed_seconds for p in plans],
         "recomputation": [p.recompute_seconds for p in plans],
+        "offload": [p.offloaded.seconds for p in plans],
         "no plan takes less than": [p.bound for p in plans],
     }
     return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))

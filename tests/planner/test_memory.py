@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -95,3 +96,27 @@ def test_what_is_missing():
     assert "memory=" in error.value.fix and "devices" in error.value.fix
     plan = make(GPT, "dp=2", MACHINE, memory_bytes=1.02 * need, batch=64)  # what it says would fit does fit
     assert plan.peak_bytes <= 1.02 * need
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"refuses": False}], ids=str)
+def test_what_is_reserved_is_not_for_tensors(options):
+    """A reserve moves the peak, the smallest limit and what is missing by itself, whoever judges whether a plan fits."""
+    reserve = 3e6
+    plain, reserving = ({"hardware": h, "batch": 64} for h in (MACHINE, replace(MACHINE, reserve_bytes=int(reserve))))
+    limit = 0.8 * make(GPT, "dp=2", **plain).peak_bytes
+    small = make(GPT, "dp=2", **plain, **options, memory_bytes=limit)
+    large = make(GPT, "dp=2", **reserving, **options, memory_bytes=limit + reserve)
+    assert (large.layouts, large.step_seconds) == (small.layouts, small.step_seconds)
+    assert large.peak_bytes == pytest.approx(small.peak_bytes + reserve)
+    assert large.memory == pytest.approx(small.memory | {"allocator reserve": reserve})
+
+
+def test_what_is_reserved_is_missing_too():
+    missing = {}
+    for reserve in (0, 10**6):
+        with pytest.raises(MemoryInfeasibleError) as error:
+            make(GPT, "dp=2", replace(MACHINE, reserve_bytes=reserve), memory_bytes=2e5, batch=64)
+        missing[reserve] = error.value.missing_bytes
+        assert error.value.breakdown.get("allocator reserve", 0) == reserve
+        assert sum(error.value.breakdown.values()) == pytest.approx(2e5 + error.value.missing_bytes, rel=1e-3)
+    assert missing[10**6] == pytest.approx(missing[0] + 10**6, rel=0.01)
