@@ -19,7 +19,7 @@ from .problem import Problem
 from .restrict import RECIPES, Restriction, allowed_strategies
 from .search import Outcome, Run
 
-BASELINE_GAP = 5e-3  # good enough for a plan that is only compared with
+BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
 
 
 class Solver:
