@@ -59,7 +59,9 @@ class Cuts:
         at, shares = solved.variable_values(), [abs(share) for share in solved.dual_values(cuts)]
         met = sorted((i for i, share in enumerate(shares) if share > LEAST_SHARE), key=lambda i: -shares[i])
         doubt = (at[most] - bound) / abs(bound)
-        return self._near(np.array([at[price] for price in prices]), doubt), doubt, [self.plans[i] for i in met]
+        point = np.array([at[price] for price in prices])
+        near = self._near(point, doubt)
+        return point if self.is_known(near) else near, doubt, [self.plans[i] for i in met]
 
     def is_known(self, point: np.ndarray) -> bool:
         """Whether a search was made so near that another would hardly find anything new."""

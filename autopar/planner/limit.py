@@ -9,6 +9,7 @@ parts of faster plans.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +34,10 @@ MOST_PRICES = 9
 FEW_PRICES = 4  # if there is a plan that fits
 MOST_TRIES = 4
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
-SMALL_DOUBT = 0.01  # of the bound: better prices would hardly say more
+ROUNDS = 40
+ENOUGH_TRIES = 3
+LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
+SMALL_DOUBT = 0.02  # of the bound: better prices would hardly say more
 PLAN_GAP = 5e-3  # of the plans that are then made to fit
 STEP = 1e-5  # between two points, for a slope
 DEAREST_PRICE = 1e4  # at which nothing but memory counts
@@ -47,28 +51,31 @@ class WithinLimit:
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
         self.bound, self.smallest_bytes = fastest.bound_seconds, self.fast.bytes_
         self.best: Evaluation | None = None
-        self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), largest_program=0)
+        self.tries = 0
+        self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
     def outcome(self) -> Outcome:
         """The fastest plan found. Raises MemoryInfeasibleError if none fits."""
-        e = self.fast
-        # memory peaks when the forward ends, or where gradients are more than activations, when the backward ends
-        at_half = self.run.accumulates or e.gradient_bytes + e.whole_gradient_bytes <= e.saved_bytes
-        for saved in (at_half, not at_half):
-            self._search(saved)
+        first = self._peaks_early(self.fast)
+        for early, is_sure in ((first, False), (not first, True)):
+            self._search(early, is_sure)
             if self.best is not None:
                 seconds = self.best.seconds
                 return Outcome(self.run.restriction, self.best, min(self.bound, seconds), True, self.smallest_bytes)
         raise self._refusal()
 
-    def _search(self, saved: bool) -> None:
-        """Plans at changing prices; `saved`: of what is held when the forward ends, else of what is held when the backward ends."""
-        free = replace(self.solver.free, saved=saved, gradients=float(self.run.accumulates or not saved))
-        point = self._highest_bound(free)
-        if not self._is_near():
+    def _peaks_early(self, e: Evaluation) -> bool:
+        """Whether memory peaks when the forward ends; where gradients are more than activations, it does when the backward ends."""
+        return self.run.accumulates or e.gradient_bytes + e.whole_gradient_bytes <= e.saved_bytes
+
+    def _search(self, early: bool, is_sure: bool) -> None:
+        """Plans at changing prices of what is held at one of the two peaks; none if that is not the peak, unless it is sure."""
+        free = replace(self.solver.free, saved=early, gradients=float(self.run.accumulates or not early))
+        point = self._highest_bound(free, is_sure)
+        if point is not None and (self.best is None or self.tries < ENOUGH_TRIES and not self._is_near()):
             self._bisect(free, point)
 
-    def _highest_bound(self, free: Prices) -> np.ndarray:
+    def _highest_bound(self, free: Prices, is_sure: bool) -> np.ndarray | None:
         """Where the bound is highest, from the point of view of plans that may recompute."""
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[2] = MOST_PRICE
@@ -84,7 +91,11 @@ class WithinLimit:
             self.solver.found.append(solution.choice)
             self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
             line = self._line(dual, free, point, solution)
-            cuts.add(point, *line, self._try(prices)[0])
+            tried, _ = self._try(prices)
+            if not is_sure and tried.bytes_ > self.limit_bytes and self._peaks_early(tried) != free.saved:
+                self.best = None
+                return None
+            cuts.add(point, *line, tried)
         return point
 
     def _bisect(self, free: Prices, point: np.ndarray) -> None:
@@ -129,6 +140,7 @@ class WithinLimit:
         """The plan that costs least at these prices, and what a byte costs that is recomputed to make it fit, infinite if it does
         not. The fastest one is kept."""
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
+        self.tries += 1
         tried = self.run.at(prices, self.rough).evaluation
         self.smallest_bytes = min(self.smallest_bytes, self.solver.blocks.least_bytes(tried))
         fitted, dearest = self._fitted(tried, prices)
@@ -161,14 +173,20 @@ class WithinLimit:
     def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
         """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again; and the
         price of the dearest step."""
-        fitted, dearest = self.solver.blocks.fit(tried, limit_bytes)
-        if dearest > prices.byte_seconds and self.run.restriction.keep is None:
-            # where blocks are computed again the backward has compute enough to hide behind
-            dear = replace(prices, byte_seconds=dearest, hidden_backward=1.0 - prices.overlap, saved=True)
-            leaner, price = self.solver.blocks.fit(self.run.judge(dear, tried.choice), limit_bytes)
-            if leaner is not None and (fitted is None or leaner.seconds < fitted.seconds):
-                return leaner, price
-        return fitted, dearest
+        fit, keep = self.solver.blocks.fit, self.run.restriction.keep
+        best, dearest = fit(tried, limit_bytes)
+        price, low = dearest, max(prices.byte_seconds, dearest / LOWEST_PART) if dearest < math.inf else prices.byte_seconds
+        if price <= prices.byte_seconds or keep is not None:
+            return best, dearest
+        if best is None:
+            price = low * LOWEST_PART
+        # what is gathered again is hidden, or is not: the backward may have compute enough for it or not
+        for again, weight in itertools.product((price, math.sqrt(price * low), low), (1.0 - prices.overlap, 1.0)):
+            dear = replace(prices, byte_seconds=again, hidden_backward=weight, saved=True)
+            leaner, last = fit(self.run.judge(dear, tried.choice), limit_bytes)
+            if leaner is not None and (best is None or leaner.seconds < best.seconds):
+                best, dearest = leaner, last
+        return best, dearest
 
     def _filled(self, fitted: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
         """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what is cheaper to

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .solve import Solver
 
 MOST_WEIGHTS = 10
-LIMITED_DOUBT = 0.05  # of the bound, if no plan so far fits: prices of memory will raise it much further
+LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
 
 
 @dataclass
@@ -70,13 +70,18 @@ class Run:
             if not self.prices.overlap or self.is_near(best.evaluation, bound):
                 break
             point, doubt, met = self.cuts.highest(bound)
-            if is_limited and doubt <= LIMITED_DOUBT and all(plan.bytes_ > self.limit_bytes for plan in self.cuts.plans):
+            if is_limited and self._far_from_limit(doubt):
                 break
             if doubt <= self.search.gap or self.cuts.is_known(point):
                 best = self._mixed(best, met)
                 break
             self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
+
+    def _far_from_limit(self, doubt: float) -> bool:
+        """Whether fast plans are so much too large that prices of memory will change everything."""
+        least = min(plan.bytes_ for plan in self.cuts.plans)
+        return least > self.limit_bytes and doubt <= LIMITED_DOUBT or least > FAR * self.limit_bytes and len(self.cuts.plans) > 1
 
     def _cut(self, e: Evaluation) -> None:
         """What the plan that was found last says of the bound for all prices."""
