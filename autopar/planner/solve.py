@@ -16,12 +16,13 @@ from functools import partial
 import numpy as np
 
 from ..errors import AutoparError, MemoryInfeasibleError
+from ..view.units import size
 from .ascend import Search, minimize
-from .blocks import Blocks
+from .blocks import FULL, Blocks
 from .dual import Dual
 from .evaluate import Evaluation, Pricer, evaluate
 from .hubs import HubPrices, hubs_of
-from .live_bytes import live_bytes
+from .live_bytes import LiveBytes, live_bytes
 from .mix import between, keep_copies, mix
 from .prices import Prices
 from .problem import Problem
@@ -42,7 +43,6 @@ class Outcome:
     evaluation: Evaluation
     bound_seconds: float
     fits: bool
-    smallest_bytes: float = 0.0  # of all plans tried
 
     @property
     def gap(self) -> float:
@@ -74,12 +74,25 @@ class Solver:
 
     def settled(self, e: Evaluation) -> Evaluation:
         """The evaluation with all that is alive at its peak."""
+        return replace(e, passing_bytes=self._live(e).peak_bytes - e.charged_bytes)
+
+    def _live(self, e: Evaluation) -> LiveBytes:
         self.problem.split(e.first)
-        return replace(e, passing_bytes=live_bytes(self.problem, e, self.pricer).peak_bytes - e.charged_bytes)
+        return live_bytes(self.problem, e, self.pricer)
 
     def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan, whether it fits or not."""
         return _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).fastest()
+
+    def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
+        """The error of a message that ends before the bytes that are needed; `smallest`: a plan that needs fewest."""
+        need, missing = smallest.bytes_, smallest.bytes_ - self.limit_bytes
+        times, enough = math.ceil(need / self.limit_bytes), size(1.01 * need).replace(" ", "")
+        return MemoryInfeasibleError(
+            f"{message} {size(need)}, {size(missing)} more",
+            missing_bytes=math.ceil(missing), breakdown=self._live(smallest).at_peak, mesh=self.problem.mesh,
+            fix=f"about {times}x the devices, a smaller batch, or memory={enough} would fit",
+        )  # fmt: skip
 
     def baseline(self, name: str) -> Outcome | AutoparError:
         """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
@@ -125,7 +138,7 @@ class _Run:
             bound = max(bound, tried.bound_seconds)
             mixed = self._settled(between(self.problem, before.evaluation, tried.evaluation, partial(self._judge, prices)))
             if mixed.seconds < best.evaluation.seconds:
-                best = Outcome(self.restriction, mixed, bound, mixed.bytes_ <= self.limit_bytes, mixed.bytes_)
+                best = Outcome(self.restriction, mixed, bound, mixed.bytes_ <= self.limit_bytes)
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
 
     def _next_weight(self, low: float | None, high: float | None) -> float:
@@ -146,7 +159,7 @@ class _Run:
         self._check(solution.objective, evaluation, prices)
         evaluation = self._settled(evaluation)
         bound = solution.bound - prices.byte_seconds * self.limit_bytes
-        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
+        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
 
     def _judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
         """Cost of a choice by vertex, with what passes by as in the last plan."""
@@ -165,7 +178,7 @@ class _Run:
         then neither more sharding nor more recomputation would be cheaper."""
         bound, best = fastest.bound_seconds, None
         low, high, price = 0.0, None, self.solver.unit_price
-        smallest, fast, last = fastest.evaluation.bytes_, fastest.evaluation, fastest.evaluation
+        smallest = fast = last = fastest.evaluation
         seen: list[dict[int, int]] = []
         for _ in range(MOST_PRICES):
             self.solver.report(f"memory price {price / self.solver.unit_price:.3g}")
@@ -174,7 +187,7 @@ class _Run:
             at_end = not accumulated and last.gradient_bytes + last.whole_gradient_bytes > last.saved_bytes
             prices = replace(self.prices, byte_seconds=price, saved=not at_end, gradients=float(at_end or accumulated))
             lower, tried = self._recomputing(prices)
-            bound, smallest = max(bound, lower), min(smallest, self.solver.blocks.least_bytes(tried))
+            bound, smallest = max(bound, lower), min(smallest, tried, key=self.solver.blocks.least_bytes)
             fitted, dearest = self._fitted(tried, fast, prices)
             if fitted is not None and (best is None or fitted.seconds < best.seconds):
                 best = fitted
@@ -197,8 +210,10 @@ class _Run:
             else:
                 price = float(np.sqrt(low * high)) if low else high / 8
         if best is None:
-            self._refuse(smallest)
-        return Outcome(self.restriction, best, min(bound, best.seconds), True, smallest)
+            best = self._smallest(smallest)
+        if best.bytes_ > self.limit_bytes:
+            raise self._refusal(best)
+        return Outcome(self.restriction, best, min(bound, best.seconds), True)
 
     def _fitted(self, tried: Evaluation, fast: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
         """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan and of copies
@@ -240,19 +255,12 @@ class _Run:
         if abs(priced - objective) > 1e-6 * abs(priced) + 1e-12:
             raise AssertionError(f"the folded objective {objective} is not the unfolded cost {priced}")
 
-    def _refuse(self, smallest: float) -> None:
+    def _smallest(self, found: Evaluation) -> Evaluation:
+        """The smallest plan that recomputes all: of the smallest one found so far, and of that at a price above all seconds."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * 1e4, saved=True)
-        dearest = self.at(prices).evaluation
-        need = min(smallest, self.solver.blocks.least_bytes(dearest))
-        without = min(need, dearest.resident_bytes + dearest.gradient_bytes)  # not all of it is alive at the same time
-        missing = need - self.limit_bytes
-        factor = int(np.ceil(need / self.limit_bytes))
+        least = min(found, self.at(prices).evaluation, key=self.solver.blocks.least_bytes)
+        return self._settled(self.solver.blocks.at_level(least, FULL))
+
+    def _refusal(self, smallest: Evaluation) -> MemoryInfeasibleError:
         kind = "" if self.restriction.name == "auto" else f" with strategy {self.restriction.name}"
-        raise MemoryInfeasibleError(
-            f"no plan{kind} fits {self.limit_bytes / 2**30:.3g} GiB a device: the smallest found needs "
-            f"{need / 2**30:.3g} GiB, {missing / 2**30:.3g} GiB more",
-            missing_bytes=int(missing),
-            breakdown={"parameters, gradients and optimizer": without, "saved for the backward": need - without},
-            mesh=self.problem.mesh,
-            fix=f"about {factor}x the devices, a smaller batch, or memory={1.01 * need / 2**30:.3g}GiB would fit",
-        )
+        return self.solver.refusal(f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", smallest)
