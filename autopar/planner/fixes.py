@@ -29,7 +29,7 @@ from .ascend import Search
 from .live_bytes import AGAIN, PASSING, SAVED
 from .restrict import ALIASES, RECIPES
 
-SEARCH = Search(gap=2e-2, rounds=40, largest_program=0)
+SEARCH = Search(gap=2e-2, rounds=8, largest_program=0)
 STAGES = {  # that hold less of every device, by what they follow
     "ddp": ("zero1", "zero2", "fsdp"), "zero1": ("zero2", "fsdp"), "zero2": ("fsdp",), "hsdp": ("fsdp",),
 }  # fmt: skip
@@ -59,7 +59,8 @@ class Fix:
         return math.inf if self.step_seconds is None else self.step_seconds * self.devices
 
     def __str__(self) -> str:
-        return f"{self.argument} ({ms(self.step_seconds)} a step on {self.devices} devices, {size(self.peak_bytes)})"
+        many = "s" if self.devices > 1 else ""
+        return f"{self.argument} ({ms(self.step_seconds)} a step on {self.devices} device{many}, {size(self.peak_bytes)})"
 
 
 @dataclass(frozen=True)
@@ -180,18 +181,25 @@ def _micro_batches(error: MemoryInfeasibleError, request: Request, times: int) -
     shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, AGAIN, PASSING))
     room = shrinking - error.missing_bytes
     factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
-    if factor <= request.samples and not request.samples % factor:
+    if factor in _divisions(request):
         yield _passes(request, factor)
 
 
 def _together(request: Request) -> Iterator[_Change]:
-    """A free strategy and recomputation with as many micro-batches as leave the first axis samples to divide."""
-    most = [k for k in (2**i for i in range(1, 32)) if request.samples % (k * request.mesh.sizes[0]) == 0]
-    if most:
+    """A free strategy and recomputation with some micro-batches, and with as many as there can be."""
+    possible = _divisions(request)
+    for factor in dict.fromkeys((possible[len(possible) // 2], possible[-1]) if possible else ()):
         yield _passes(
-            request, most[-1], 'strategy="auto", recompute="auto", ', "--strategy auto --recompute auto ",
+            request, factor, 'strategy="auto", recompute="auto", ', "--strategy auto --recompute auto ",
             strategy=None, recompute=forced.AUTO,
         )  # fmt: skip
+
+
+def _divisions(request: Request) -> list[int]:
+    """Powers of two that divide the samples and leave the first axis as many as it divides, if it divides them now."""
+    samples, ways = request.samples, request.mesh.sizes[0]
+    powers = (2**i for i in range(1, samples.bit_length()))
+    return [k for k in powers if samples % k == 0 and (samples % ways or samples // k % ways == 0)]
 
 
 def _passes(request: Request, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
