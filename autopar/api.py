@@ -43,6 +43,7 @@ from .planner.explain import Explanation, explain_plan
 from .planner.fixes import Request, with_fixes
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
+from .planner.tensor_plan import styles_of
 from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
 from .runtime.captures import Traced
@@ -154,7 +155,7 @@ def search(
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, micro_batches)
-    options = replace(options, recompute=recompute, refuses=refuses)
+    options = replace(options, recompute=recompute, refuses=refuses, styles=styles_of(model))
     if devices is None:
         options.check(checked)
     adaptations, name = order.checked(adapt), name or type(model).__name__
@@ -321,6 +322,7 @@ class _Compiler:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
             options = _options(self.device_mesh, **options, fixed=fixed, baselines=compares)
+            options = replace(options, styles=styles_of(self.model))
             try:
                 return make_plan(traced.captured, self.mesh, options, type(self.model).__name__).to_json()
             except MemoryInfeasibleError as error:

@@ -140,7 +140,7 @@ def search(
         raise tour.refusal
     planned = best.planned
     if options.baselines:
-        others = passes.baselines(best.solvers)
+        others = passes.baselines(best.solvers, options.styles)
         planned = replace(planned, options=options, others=others, chosen=make.not_worse(planned.chosen, others, options))
     return replace(planned, meshes=tuple(_told(t, options.micro_batches) for t in sorted(tour.tries, key=_order)))
 

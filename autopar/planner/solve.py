@@ -9,7 +9,7 @@ certifies the result. A plan that nearly fits may recompute blocks instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +26,8 @@ from .live_bytes import LiveBytes, live_bytes
 from .mix import between, keep_copies, mix
 from .prices import Prices
 from .problem import Problem
-from .restrict import RECIPES, Restriction, allowed_strategies
+from .restrict import Restriction, allowed_strategies
+from .tensor_plan import TensorPlan
 from .tied import Tied
 
 MOST_PRICES = 9
@@ -94,18 +95,16 @@ class Solver:
             fix=f"about {times}x the devices, a smaller batch, or memory={enough} would fit",
         )  # fmt: skip
 
-    def baseline(self, name: str) -> Outcome | AutoparError:
-        """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
+    def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
+        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or not."""
         try:
-            restriction = Restriction.of(name, self.problem.mesh)
+            mesh = self.problem.mesh
+            restriction = Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
             return _Run(self, restriction, allowed_strategies(self.problem, restriction), search).fastest()
         except AutoparError as error:
             return error
-
-    def baselines(self) -> dict[str, Outcome | AutoparError]:
-        return {name: self.baseline(name) for name in RECIPES}
 
 
 class _Run:
