@@ -27,7 +27,7 @@ from ..view.units import ms, size
 from . import forced, make
 from .ascend import Search
 from .live_bytes import AGAIN, PASSING, SAVED
-from .restrict import ALIASES, RECIPES
+from .restrict import ALIASES, RECIPES, Restriction
 
 SEARCH = Search(gap=2e-2, rounds=8, largest_program=0)
 STAGES = {  # that hold less of every device, by what they follow
@@ -116,7 +116,7 @@ def with_fixes(
 def _tried(change: _Change) -> Fix | None:
     """None for what cannot be planned for another reason than memory."""
     try:
-        planned = make.search(change.captured(), change.mesh, change.options)
+        planned = _planned(change)
     except MemoryInfeasibleError as error:
         need = sum(error.breakdown.values())
         return Fix(change.argument, change.option, change.mesh.devices, need, error.missing_bytes)
@@ -124,6 +124,19 @@ def _tried(change: _Change) -> Fix | None:
         return None
     e, passes = planned.evaluation, change.options.micro_batches
     return Fix(change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=e.seconds * passes)
+
+
+def _planned(change: _Change) -> make.Planned:
+    """The search that a change asks for, if its smallest plan fits. Raises AutoparError."""
+    captured, mesh, options = change.captured(), change.mesh, change.options
+    options.check(mesh)
+    solvers = make.solvers_of(captured, mesh, options)
+    restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
+    least = [(solver, solver.smallest(restriction, dict(options.pin))) for solver in solvers]
+    solver, smallest = min(least, key=lambda pair: pair[1].bytes_)
+    if smallest.bytes_ > solver.limit_bytes:
+        raise solver.refusal("the smallest plan needs", smallest)
+    return make.search(captured, mesh, options, solvers=solvers)
 
 
 def _changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[str, Iterator[_Change]]]:

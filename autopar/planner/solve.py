@@ -85,6 +85,10 @@ class Solver:
         """The fastest plan, whether it fits or not."""
         return _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).fastest()
 
+    def smallest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Evaluation:
+        """A plan that holds few bytes, whatever time it takes: what does not fit so is not likely to fit otherwise."""
+        return _Run(self, restriction, allowed_strategies(self.problem, restriction, pins), self.search).smallest()
+
     def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
         """The error of a message that ends before the bytes that are needed; `smallest`: a plan that needs fewest."""
         need, missing = smallest.bytes_, smallest.bytes_ - self.limit_bytes
@@ -209,7 +213,7 @@ class _Run:
             else:
                 price = float(np.sqrt(low * high)) if low else high / 8
         if best is None:
-            best = self._smallest(smallest)
+            best = self.smallest(smallest)
         if best.bytes_ > self.limit_bytes:
             raise self._refusal(best)
         return Outcome(self.restriction, best, min(bound, best.seconds), True)
@@ -254,10 +258,10 @@ class _Run:
         if abs(priced - objective) > 1e-6 * abs(priced) + 1e-12:
             raise AssertionError(f"the folded objective {objective} is not the unfolded cost {priced}")
 
-    def _smallest(self, found: Evaluation) -> Evaluation:
-        """The smallest plan that recomputes all: of the smallest one found so far, and of that at a price above all seconds."""
+    def smallest(self, *found: Evaluation) -> Evaluation:
+        """The smallest plan that recomputes all: of those found so far, and of one at a price above all seconds."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * 1e4, saved=True)
-        least = min(found, self.at(prices).evaluation, key=self.solver.blocks.least_bytes)
+        least = min((*found, self._recomputing(prices)[1]), key=self.solver.blocks.least_bytes)
         return self._settled(self.solver.blocks.at_level(least, FULL))
 
     def _refusal(self, smallest: Evaluation) -> MemoryInfeasibleError:
