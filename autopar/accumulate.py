@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
+from .calls import CallSignature
 from .errors import InputError, MemoryInfeasibleError
 from .mesh import Mesh
 from .planner.make import Planned
@@ -45,6 +48,21 @@ def passes_of(batch: int, mesh: Mesh | None, strategy: str | None, micro_batches
         fix = f"use a micro-batch of {_nearest(micro_batch, fitting)}" if fitting else f"use a batch that {ways} divides"
         raise InputError(f"a batch of {batch} is no multiple of {micro_batch} samples on {ways} replicas", fix=fix)
     return batch // (micro_batch * ways)
+
+
+def of_samples(signature: CallSignature, samples: int) -> tuple[tuple, dict]:
+    """`(args, kwargs)` of a call like another one, without values, with so many samples: every tensor whose dim 0 is as long as
+    that of the first one has them there."""
+    shapes = [shape for shape in signature.shapes if shape is not None]
+    batch = samples_of(signature)
+    dtypes = [dtype for dtype in signature.dtypes if dtype is not None]
+    cut = [(samples, *shape[1:]) if shape and shape[0] == batch else shape for shape in shapes]
+    return signature.rebuild([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(cut, dtypes)])
+
+
+def samples_of(signature: CallSignature) -> int:
+    """Samples of a call: dim 0 of its first tensor that has dims, 1 if none has."""
+    return next((shape[0] for shape in signature.shapes if shape), 1)
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from . import capture, debug
+from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .capture import Captured
 from .collector import paused_collector
-from .errors import CaptureError, InputError, MeshError, MovedParameterError, StrategyError
+from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
 from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .hardware import load as load_hardware
@@ -39,8 +40,10 @@ from .plan import Plan, fingerprint
 from .planner import meshes
 from .planner import micro_batches as passes
 from .planner.explain import Explanation, explain_plan
+from .planner.fixes import Request, with_fixes
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
+from .planner.tensor_plan import styles_of
 from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
 from .runtime.captures import Traced
@@ -121,6 +124,7 @@ def plan(
     micro_batches: int = 1,
     recompute: str = "auto",
     offload: str = "none",
+    fixes: bool = True,
     name: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -135,34 +139,56 @@ def plan(
     one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. `recompute`:
     "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
     their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). Raises subclasses of
-    AutoparError."""
+    AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes
+    several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
         pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
-        recompute=recompute, offload=offload, name=name, report=report,
+        recompute=recompute, offload=offload, fixes=fixes, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
     pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=1, recompute="auto", refuses=True,
-    offload="none", name=None, report=lambda text: None,
+    offload="none", fixes=True, name=None, report=lambda text: None,
 ) -> Planned:  # fmt: skip
     """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
     options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, micro_batches)
-    options = replace(options, recompute=recompute, refuses=refuses, offload=offload)
+    options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model))
     if devices is None:
         options.check(checked)
-    report("tracing the model")
-    adaptations = order.checked(adapt)
-    with order.attached(model, adaptations):
-        captured = trace_to_plan(model, example_inputs, loss_fn, forms_of(model), precision, adaptations)
-    if devices is not None:
-        return meshes.search(captured, devices, options, name or type(model).__name__, report)
-    return search_plan(captured, checked, options, name or type(model).__name__, report)
+    adaptations, name = order.checked(adapt), name or type(model).__name__
+
+    def traced(example, more: Sequence[Adaptation] = ()) -> Captured:
+        report("tracing the model")
+        with order.attached(model, (*adaptations, *more)):
+            return trace_to_plan(model, example, loss_fn, forms_of(model), precision, (*adaptations, *more))
+
+    captured = traced(example_inputs)
+    try:
+        if devices is not None:
+            return meshes.search(captured, devices, options, name, report)
+        return search_plan(captured, checked, options, name, report)
+    except MemoryInfeasibleError as error:
+        if not fixes:
+            raise
+        raise _with_fixes(error, captured, options, adaptations, traced, report) from None
+
+
+def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanOptions, adapt: Sequence[Adaptation],
+                traced: Callable[..., Captured], report=lambda text: None) -> MemoryInfeasibleError:  # fmt: skip
+    """The refusal of a captured graph with what would fit instead; `traced(example, more)` traces another call of the model, or
+    the same with more adaptations."""
+
+    def retrace(samples: int, more: Sequence[Adaptation]) -> Captured:
+        return traced(of_samples(captured.signature, samples), more)
+
+    request = Request(captured, error.mesh, options, samples_of(captured.signature), bool(adapt), retrace)
+    return with_fixes(error, request, report)
 
 
 def explain(model: nn.Module | Planned, pattern: str, mesh=None, example_inputs=None, *, alternatives: int = 6,
@@ -277,6 +303,11 @@ class _Compiler:
         agree.check_captures(shapes, found)
         return Traced(captured, given, found)
 
+    def _traced_to_plan(self, example, more: Sequence[Adaptation]) -> Captured:
+        adapt = (*self.adapt, *more)
+        with order.attached(self.model, more):
+            return trace_to_plan(self.model, example, self.loss_fn, forms_of(self.model), self.options["precision"], adapt)
+
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         graph = traced.captured.graph
         leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
@@ -296,7 +327,13 @@ class _Compiler:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
             options = _options(self.device_mesh, **options, fixed=fixed, baselines=compares)
-            return make_plan(traced.captured, self.mesh, options, type(self.model).__name__).to_json()
+            options = replace(options, styles=styles_of(self.model))
+            try:
+                return make_plan(traced.captured, self.mesh, options, type(self.model).__name__).to_json()
+            except MemoryInfeasibleError as error:
+                if first is not None:
+                    raise
+                raise _with_fixes(error, traced.captured, options, self.adapt, self._traced_to_plan) from None
 
         agreed = Plan.from_json(agree.from_rank_zero(make))
         agreed.check_fits(graph, self.mesh)

@@ -1,6 +1,7 @@
 """`autopar`: plan, train, verify and look at models from the command line. Each command is a file in autopar/commands/.
 
-Bad input is one line on stderr, what is wrong and how to fix it, and exit code 2.
+Bad input is one line on stderr, what is wrong and how to fix it, and exit code 2. After a plan that does not fit the memory come
+tables: what the smallest one holds, and what would fit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from .commands import calibrate, compare, diff, estimate, explain, graph, plan, report, trace, train, verify
-from .errors import AutoparError
+from .errors import AutoparError, MemoryInfeasibleError
+from .view.refusal_text import refusal_text
 
 
 class UsageError(AutoparError):
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         return args.run(args)
+    except MemoryInfeasibleError as error:
+        print(f"autopar: {refusal_text(error)}", file=sys.stderr)
     except AutoparError as error:
         print(f"autopar: {one_line(error)}", file=sys.stderr)
     except BrokenPipeError:  # `autopar plan | head`

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from .view.units import size
+
 
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.
@@ -60,11 +62,18 @@ class AdaptError(AutoparError):
 
 
 class MemoryInfeasibleError(AutoparError):
-    """No plan fits the memory limit. Carries `missing_bytes` and a `breakdown` of the smallest need (bytes by kind)."""
+    """No plan fits the memory limit. Carries `missing_bytes`, a `breakdown` of the smallest need (bytes of a device by kind), and
+    `fixes`: what was planned instead, cheapest first (autopar/planner/fixes.py)."""
 
-    def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None, **fields):
-        self.missing_bytes, self.breakdown = missing_bytes, breakdown or {}
+    def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None,
+                 fixes: Iterable = (), **fields):  # fmt: skip
+        self.missing_bytes, self.breakdown, self.fixes = missing_bytes, breakdown or {}, tuple(fixes)
         super().__init__(message, **fields)
+
+    def text(self) -> str:
+        first, *others = super().text().splitlines()
+        kinds = ", ".join(f"{kind} {size(bytes_)}" for kind, bytes_ in self.breakdown.items())
+        return "\n".join([first, *([f"  breakdown: {kinds}"] if kinds else []), *others])
 
 
 class PlanFormatError(AutoparError):

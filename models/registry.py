@@ -6,7 +6,8 @@
     hf:FOLDER                          a Hugging Face config.json, or the folder that holds one
     path/model.py:function             a user's function that returns (model, example_inputs)
 
-An option that is left out keeps the value of the published size or the builder's default.
+An option that is left out keeps the value of the published size or the builder's default; a builder's longest sequence is at
+least as long as the one that is asked for.
 """
 
 from __future__ import annotations
@@ -135,14 +136,15 @@ def build(
         from .user_file import build_from_file
 
         return build_from_file(text, batch=batch, seq=seq, device=device, dtype=dtype)
-    builder, config = resolve(text)
+    builder, config = resolve(text, seq)
     inputs = BUILDERS[builder].inputs(config, batch, seq, dtype, device, seed)
     with fresh_weights(dtype, device, seed):
         return BUILDERS[builder].module(config), inputs
 
 
-def resolve(text: str) -> tuple[str, object]:
-    """`"llama3-8b:layers=4"` -> ("llama", its Config). Raises ModelError as `build` does."""
+def resolve(text: str, seq: int = 1) -> tuple[str, object]:
+    """`"llama3-8b:layers=4"` -> ("llama", its Config), for sequences of length `seq` if they are the text's to choose: a published
+    size has its own. Raises ModelError as `build` does."""
     name, _, given = text.partition(":")
     name = name.strip().lower()
     if name not in BUILDERS and name not in PUBLISHED:
@@ -151,7 +153,11 @@ def resolve(text: str) -> tuple[str, object]:
             fix=f"use {nearest(name, names())}, hf:FOLDER with a config.json, or file.py:function",
         )
     builder, published = PUBLISHED.get(name, (name, {}))
-    return builder, BUILDERS[builder].config(**(published | _options(builder, given)))
+    config, options = BUILDERS[builder].config, published | _options(builder, given)
+    longest = next((field.default for field in dataclasses.fields(config) if field.name == "seq"), None)
+    if longest is not None and not published:
+        options = {"seq": max(longest, seq)} | options
+    return builder, config(**options)
 
 
 def _options(builder: str, text: str) -> dict[str, object]:

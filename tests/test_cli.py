@@ -74,7 +74,6 @@ def test_version(capsys):
         (plan("--forbid", "weight"), "'weight' as what is forbidden", "GLOB=LAYOUT"),
         (plan("--forbid", "*.upp.weight=R"), "matches no parameter", "blocks.0.up.weight"),
         (plan("--forbid", "*.up.weight=R", "--pin", "*.up.weight=R"), "no layout left", "forbid less"),
-        (plan("--memory", "10KiB"), "no plan fits", "devices"),
         (["trace", *MLP], "--out", "autopar trace --help"),
         (["trace", *MLP, "--out", "x", "--slowdown", "0.9"], "0.9 is not 1 or more", "autopar trace --help"),
         (["trace", *MLP, "--hardware", "cpu-gloo", "--out", "/there/is/no/such/folder/trace.json"], "No such file", ""),

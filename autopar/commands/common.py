@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import StrategyError
+from ..errors import MemoryInfeasibleError, StrategyError
 
 if TYPE_CHECKING:
     from ..planner.make import Planned
@@ -105,17 +105,26 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     quiet()
     mesh = Mesh.parse(args.mesh) if args.mesh else None
 
-    def planned(passes: int) -> Planned:
+    def planned(passes: int, **more) -> Planned:
         report("building the model")
         model, inputs = models.build(args.model, batch=args.batch // passes, seq=args.seq)
         return api.search(
             model, mesh or args.devices, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args),
             report=report, adapt=adaptations(args), micro_batches=passes, recompute=args.recompute,
-            **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options,
+            **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options | more,
         )  # fmt: skip
 
+    tried = []
+
+    def without_fixes(passes: int) -> Planned:
+        tried.append(passes)
+        return planned(passes, fixes=False)
+
     if args.micro_batches == accumulate.AUTO and args.micro_batch is None:
-        return accumulate.fewest(planned, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1)
+        try:
+            return accumulate.fewest(without_fixes, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1)
+        except MemoryInfeasibleError:
+            return planned(tried[-1])
     return planned(accumulate.passes_of(args.batch, mesh, args.strategy, args.micro_batches, args.micro_batch))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import MemoryInfeasibleError, StrategyError
+from ..view.units import size
 from . import micro_batches
 from .blocks import FULL, SELECTIVE
 from .restrict import Restriction
@@ -38,7 +39,9 @@ def fastest(
     found = [(solver, _at_level(solver, solver.fastest(restriction, pins), level)) for solver in solvers]
     fitting = [(solver, outcome) for solver, outcome in found if outcome.fits]
     if not fitting and refuses:
-        raise _missing(*min(found, key=lambda pair: pair[1].evaluation.bytes_), level)
+        solver, outcome = min(found, key=lambda pair: pair[1].evaluation.bytes_)
+        message = f"with recomputation {level} no plan fits {size(solver.limit_bytes)} a device: the fastest needs"
+        raise solver.refusal(message, outcome.evaluation)
     if fitting:
         return min(fitting, key=lambda pair: pair[1].evaluation.seconds)
     return min(found, key=lambda pair: pair[1].evaluation.bytes_)
@@ -46,16 +49,4 @@ def fastest(
 
 def _at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
     evaluation = outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
-    return replace(
-        outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes, smallest_bytes=evaluation.bytes_
-    )
-
-
-def _missing(solver: Solver, outcome: Outcome, level: str) -> MemoryInfeasibleError:
-    need, limit = outcome.evaluation.bytes_, solver.limit_bytes
-    return MemoryInfeasibleError(
-        f"with recomputation {level} the plan needs {need / 2**30:.3g} GiB a device, {(need - limit) / 2**30:.3g} GiB more than "
-        f"{limit / 2**30:.3g} GiB",
-        missing_bytes=int(need - limit), mesh=solver.problem.mesh,
-        fix="leave the level to the planner, or use a smaller batch or more micro-batches",
-    )  # fmt: skip
+    return replace(outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes)

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import MemoryInfeasibleError
+from ..view.units import size
 from .again import Again
 from .ascend import minimize
 from .cuts import FIRST_PRICE
@@ -40,7 +40,6 @@ LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still b
 SMALL_DOUBT = 0.02  # of the bound: better prices would hardly say more
 PLAN_GAP = 5e-3  # of the plans that are then made to fit
 STEP = 1e-5  # between two points, for a slope
-DEAREST_PRICE = 1e4  # at which nothing but memory counts
 
 
 class WithinLimit:
@@ -49,7 +48,7 @@ class WithinLimit:
     def __init__(self, run: Run, fastest: Outcome):
         self.run, self.solver, self.problem, self.limit_bytes = run, run.solver, run.problem, run.limit_bytes
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
-        self.bound, self.smallest_bytes = fastest.bound_seconds, self.fast.bytes_
+        self.bound, self.smallest = fastest.bound_seconds, self.fast
         self.best: Evaluation | None = None
         self.tries = 0
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
@@ -60,9 +59,12 @@ class WithinLimit:
         for early, is_sure in ((first, False), (not first, True)):
             self._search(early, is_sure)
             if self.best is not None:
-                seconds = self.best.seconds
-                return Outcome(self.run.restriction, self.best, min(self.bound, seconds), True, self.smallest_bytes)
-        raise self._refusal()
+                break
+        best = self.best or self.run.smallest(self.smallest)
+        if best.bytes_ > self.limit_bytes:
+            kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
+            raise self.solver.refusal(f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best)
+        return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True)
 
     def _peaks_early(self, e: Evaluation) -> bool:
         """Whether memory peaks when the forward ends; where gradients are more than activations, it does when the backward ends."""
@@ -142,7 +144,7 @@ class WithinLimit:
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
         self.tries += 1
         tried = self.run.at(prices, self.rough).evaluation
-        self.smallest_bytes = min(self.smallest_bytes, self.solver.blocks.least_bytes(tried))
+        self.smallest = min(self.smallest, tried, key=self.solver.blocks.least_bytes)
         fitted, dearest = self._fitted(tried, prices)
         if fitted is not None and (self.best is None or fitted.seconds < self.best.seconds):
             self.best = fitted
@@ -207,26 +209,3 @@ class WithinLimit:
             else:
                 room -= less.bytes_ - self.limit_bytes
         return fitted
-
-    def _refusal(self) -> MemoryInfeasibleError:
-        """What is missing, by the smallest plan that there is."""
-        prices = replace(self.run.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
-        dearest = self.run.at(prices).evaluation
-        need = min(self.smallest_bytes, self.solver.blocks.least_bytes(dearest))
-        reserve = self.problem.reserve_bytes
-        without = min(need - reserve, dearest.resident_bytes + dearest.gradient_bytes)  # not all is alive at the same time
-        missing = need - self.limit_bytes
-        factor = math.ceil((need - reserve) / max(self.solver.room_bytes, 1.0))  # what is reserved no device shares
-        devices = f"about {factor}x the devices, a smaller batch, or " if self.solver.room_bytes > 0 else ""
-        kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
-        return MemoryInfeasibleError(
-            f"no plan{kind} fits {self.limit_bytes / 2**30:.3g} GiB a device: the smallest found needs "
-            f"{need / 2**30:.3g} GiB, {missing / 2**30:.3g} GiB more",
-            missing_bytes=int(missing),
-            breakdown={
-                "parameters, gradients and optimizer": without, "saved for the backward": need - without - reserve,
-                **({"allocator reserve": reserve} if reserve else {}),
-            },
-            mesh=self.problem.mesh,
-            fix=f"{devices}memory={1.01 * need / 2**30:.3g}GiB would fit",
-        )  # fmt: skip

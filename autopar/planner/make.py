@@ -28,7 +28,7 @@ from .evaluate import Evaluation, Pricer
 from .fold import fold, unfolded
 from .live_bytes import LiveBytes, live_bytes
 from .problem import Problem, build
-from .restrict import Restriction
+from .restrict import RECIPES, Restriction
 from .search import Outcome
 from .solve import Solver
 from .timeline import Timeline, simulate
@@ -40,7 +40,8 @@ class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout that it
     may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one of them.
     `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway).
-    `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already."""
+    `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already.
+    `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -58,6 +59,7 @@ class PlanOptions:
     refuses: bool = True
     offload: str = offload.NONE
     on_host: frozenset[str] = frozenset()
+    styles: Mapping[str, str] = field(default_factory=dict)
     search: Search = Search()
 
     def check(self, mesh: Mesh) -> None:
@@ -144,7 +146,7 @@ def search(
     restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
     solvers = solvers or solvers_of(captured, mesh, options, report)
     warnings = _unruled(solvers[0].problem, options.strict)
-    others = passes.baselines(solvers) if options.baselines else {}
+    others = passes.baselines(solvers, options.styles) if options.baselines else {}
     report("searching")
     solver, chosen = forced.fastest(solvers, restriction, dict(options.pin), options.recompute, options.refuses)
     chosen = not_worse(chosen, others, options)
@@ -211,9 +213,9 @@ def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], option
     for stays."""
     if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != forced.AUTO:
         return chosen
-    for other in others.values():
+    for name, other in others.items():
         if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
-            chosen = Outcome(
-                other.restriction, other.evaluation, min(chosen.bound_seconds, other.evaluation.seconds), True
-            )
+            restriction = other.restriction if name in RECIPES else chosen.restriction  # one that can be asked for
+            bound = min(chosen.bound_seconds, other.evaluation.seconds)
+            chosen = Outcome(restriction, other.evaluation, bound, True)
     return chosen

@@ -69,6 +69,13 @@ class _Tour:
         self.captured, self.model, self.report = captured, model, report
         self.options = replace(options, baselines=False)
         self.tries: list[_Try] = []
+        self.refusals: list[AutoparError] = []
+
+    @property
+    def refusal(self) -> AutoparError:
+        """Of the mesh on which least memory is missing; if all failed otherwise, of the last one."""
+        missing = [e for e in self.refusals if isinstance(e, MemoryInfeasibleError)]
+        return min(missing, key=lambda e: e.missing_bytes, default=self.refusals[-1])
 
     @property
     def best(self) -> _Try | None:
@@ -92,7 +99,7 @@ class _Tour:
         try:
             self.options.check(mesh)
         except AutoparError as error:
-            self.refusal = error
+            self.refusals.append(error)
             return
         self.report(f"bounding {mesh}")
         solvers = make.solvers_of(self.captured, mesh, self.options)
@@ -108,7 +115,8 @@ class _Tour:
             one.planned = make.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers)
             one.bound = max(one.bound, one.planned.chosen.bound_seconds)
         except MemoryInfeasibleError as error:
-            one.note, self.refusal = "does not fit", error
+            one.note = "does not fit"
+            self.refusals.append(error)
         if before and before is not self.best:
             before.solvers = []
 
@@ -118,7 +126,7 @@ def search(
     report: Callable[[str], None] = lambda t: None,
 ) -> make.Planned:  # fmt: skip
     """The best plan over all meshes that are tried, which its `meshes` list. Raises InputError for a batch that no mesh divides,
-    else what planning raises, of the last mesh, if there is no plan for any."""
+    else what planning raises, of the mesh that misses least memory, if there is no plan for any."""
     node, batch = options.hardware.links[0].devices or devices, _batch(captured)
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
@@ -132,7 +140,7 @@ def search(
         raise tour.refusal
     planned = best.planned
     if options.baselines:
-        others = passes.baselines(best.solvers)
+        others = passes.baselines(best.solvers, options.styles)
         planned = replace(planned, options=options, others=others, chosen=make.not_worse(planned.chosen, others, options))
     return replace(planned, meshes=tuple(_told(t, options.micro_batches) for t in sorted(tour.tries, key=_order)))
 

@@ -12,14 +12,14 @@ reduction that is made once costs 1 / K; `of_step` multiplies them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
 from ..plan import Plan
 from .evaluate import Evaluation
 from .problem import Problem
-from .restrict import ALIASES, RECIPES, Restriction
+from .restrict import ALIASES, MODELS_OWN, RECIPES, Restriction
 from .search import Outcome
 from .solve import Solver
 from .timeline import Timeline, simulate
@@ -43,11 +43,14 @@ def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tup
     return (True,) if name.endswith(ONCE) else (False, True)
 
 
-def baselines(solvers: Sequence[Solver]) -> dict[str, Outcome | AutoparError]:
-    """Every expert strategy, reducing as experts do."""
+def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
+    """Every expert strategy, reducing as experts do; and the tensor parallelism of the model's own `styles`, if it has any."""
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
-    return {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
+    found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
+    if styles:
+        found[MODELS_OWN] = by_way.get(passes > 1, solvers[0]).baseline(MODELS_OWN, styles)
+    return found
 
 
 def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:

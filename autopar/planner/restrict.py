@@ -23,9 +23,10 @@ from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.rule import entries_of, name_of
 from .problem import Problem
+from .tensor_plan import TensorPlan, inside
 from .vertices import Vertex
 
-DATA, TENSOR, TENSOR_SEQUENCE, FREE = "data", "tensor", "tensor with sequence", "free"
+DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE = "data", "tensor", "tensor with sequence", "whole", "free"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ RECIPES = {
     "megatron": Recipe(data=False, tensor=TENSOR),
     "megatron_sp": Recipe(data=False, tensor=TENSOR_SEQUENCE),
 }
+MODELS_OWN = "hf_tp"  # the name of what a model itself says (see tensor_plan.py)
 autopar = torch.ops.autopar
 TENSOR_OPS = {
     autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default, autopar.attention.default,
@@ -61,7 +63,8 @@ ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": No
 @dataclass(frozen=True)
 class Restriction:
     """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a glob and
-    a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that it may take."""
+    a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that it may take.
+    `tensor_plan`: which parameters the tensor axes cut, and that what it leaves whole is whole."""
 
     name: str
     roles: dict[str, str]
@@ -71,6 +74,7 @@ class Restriction:
     whole_gradients: bool = False
     forbidden: tuple[tuple[str, str], ...] = ()
     forced: tuple[tuple[int, int], ...] = ()
+    tensor_plan: TensorPlan | None = None
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh) -> Restriction:
@@ -105,6 +109,15 @@ class Restriction:
         roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
         return Restriction(name, roles, tensor, data, None)
 
+    @staticmethod
+    def of_model(plan: TensorPlan, mesh: Mesh) -> Restriction:
+        """What the model itself says of its parameters, on the axis that Megatron cuts tensors over; the others carry the batch."""
+        return replace(Restriction.of("megatron", mesh), name=MODELS_OWN, sharded_axes=(), tensor_plan=plan)
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        return tuple(a for a, role in self.roles.items() if role in (TENSOR, TENSOR_SEQUENCE))
+
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:
     """`"megatron_sp+zero1"`: a tensor-parallel recipe, and what a data-parallel one says of the parameters on its data axes."""
@@ -128,15 +141,25 @@ def allowed_strategies(
     what is forbidden leaves nothing."""
     mesh = problem.mesh
     batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
+    plan = restriction.tensor_plan
+    may_cut = inside(problem, plan) if plan else set()
     masks = {}
     for cls, options in problem.classes.items():
         v = problem.vertices[cls]
         mask = np.ones(len(options.strategies), bool)
         if v.kind == "op" and batch:
-            must_cut = v.node.target in TENSOR_OPS and not is_factor(v.node.meta["module"])
-            mask = _op_mask(options.strategies, restriction, mesh, batch[cls], weight[cls], must_cut)
+            module = v.node.meta["module"]
+            must_cut = v.node.target in TENSOR_OPS and not is_factor(module) and (plan is None or cls in may_cut)
+            roles = restriction.roles
+            if plan is not None and cls not in may_cut:
+                roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
+            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut)
+            if plan is not None:
+                mask &= _in_place_mask(problem, v, options.strategies, restriction)
         elif v.kind == "parameter":
             mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name))
+            if plan is not None and not is_factor(v.node.meta["role"].name):
+                mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
         elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
             mask = _input_mask(options.strategies, restriction)
         masks[cls] = mask
@@ -150,11 +173,11 @@ def allowed_strategies(
     return masks
 
 
-def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool) -> np.ndarray:
+def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool) -> np.ndarray:
     """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads."""
     mask = np.ones(len(strategies), bool)
     for i, axis in enumerate(mesh.names):
-        role = restriction.roles[axis]
+        role = roles[axis]
         if role == FREE:
             continue
         chosen = [(s.choice[i] if s.choice else "") for s in strategies]
@@ -162,6 +185,8 @@ def _op_mask(strategies, restriction: Restriction, mesh: Mesh, batch: set[str], 
         if role == DATA:
             fits = np.array([f in batch for f in factors]) & mask
             mask &= fits if fits.any() else np.array([not f or f.startswith("+") for f in factors])
+        elif role == WHOLE:
+            mask &= np.array([not f or f.startswith("+") for f in factors])
         elif role == TENSOR:
             mask &= np.array([not f or f.startswith("+") or (f in weight and f not in batch) for f in factors])
         else:
@@ -184,8 +209,29 @@ def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.n
     return mask
 
 
+def _planned_mask(strategies, restriction: Restriction, name: str) -> np.ndarray:
+    """The tensor axes cut the dim that the model's own plan says, and no other. Raises StrategyError if they cannot."""
+    layouts = [s.outputs[0] for s in strategies]
+    dim = restriction.tensor_plan.dim_of(name, len(layouts[0].dims))
+    mask = np.array([all(layout.dim_of(a) == dim for a in restriction.tensor_axes) for layout in layouts])
+    if not mask.any():
+        raise StrategyError(f"no layout of {name} cuts dim {dim}, as the model's own plan says")
+    return mask
+
+
+def _in_place_mask(problem: Problem, v: Vertex, strategies, restriction: Restriction) -> np.ndarray:
+    """A layer computes with the part of its weight that the device holds."""
+    mask = np.ones(len(strategies), bool)
+    for slot, (producer, _) in enumerate(v.inputs):
+        parameter = problem.vertices[producer]
+        if parameter.kind == "parameter" and not is_factor(parameter.node.meta["role"].name):
+            dim = restriction.tensor_plan.dim_of(parameter.node.meta["role"].name, parameter.node.meta["val"].dim())
+            mask &= [all(s.inputs[slot].dim_of(a) == dim for a in restriction.tensor_axes) for s in strategies]
+    return mask if mask.any() else np.ones(len(strategies), bool)
+
+
 def _has_tensor(restriction: Restriction) -> bool:
-    return any(role in (TENSOR, TENSOR_SEQUENCE) for role in restriction.roles.values())
+    return bool(restriction.tensor_axes)
 
 
 def _input_mask(strategies, restriction: Restriction) -> np.ndarray:

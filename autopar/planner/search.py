@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .again import Again
 from .ascend import Search, minimize
+from .blocks import FULL
 from .cuts import Cuts
 from .dual import Dual
 from .evaluate import Evaluation, evaluate
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .solve import Solver
 
 MOST_WEIGHTS = 10
+DEAREST_PRICE = 1e4  # units, at which nothing but memory counts
 LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
 
 
@@ -38,7 +41,6 @@ class Outcome:
     evaluation: Evaluation
     bound_seconds: float
     fits: bool
-    smallest_bytes: float = 0.0  # of all plans tried
 
     @property
     def gap(self) -> float:
@@ -99,7 +101,7 @@ class Run:
         for one, other in itertools.combinations(plans, 2):
             mixed = self.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
             if mixed.seconds < best.evaluation.seconds:
-                best = Outcome(self.restriction, mixed, best.bound_seconds, mixed.bytes_ <= self.limit_bytes, mixed.bytes_)
+                best = Outcome(self.restriction, mixed, best.bound_seconds, mixed.bytes_ <= self.limit_bytes)
         return best
 
     def at(self, prices: Prices, search: Search | None = None) -> Outcome:
@@ -111,7 +113,19 @@ class Run:
         self._check(solution.objective, evaluation, prices)
         evaluation = self.settled(evaluation)
         bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
-        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes, evaluation.bytes_)
+        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
+
+    def smallest(self, *found: Evaluation) -> Evaluation:
+        """The smallest plan that recomputes all: of those found so far, and of two at a price above all seconds, where the one
+        prices what cannot be made again, the other everything."""
+        prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
+        blocks = self.solver.blocks
+        again = Again(self.problem, self.solver.pricer, blocks.inner)
+        dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, again)
+        choice = minimize(dual, self.solver.found, self.search).choice
+        last = self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
+        least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)
+        return self.settled(blocks.at_level(least, FULL))
 
     def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
         """Cost of a choice by vertex, with what passes by as in the last plan."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from ..errors import AutoparError
+from ..errors import AutoparError, MemoryInfeasibleError
+from ..view.units import size
 from .ascend import Search
 from .blocks import Blocks
 from .evaluate import Evaluation, Pricer
 from .hubs import HubPrices, hubs_of
 from .limit import WithinLimit
-from .live_bytes import live_bytes
+from .live_bytes import LiveBytes, live_bytes
 from .prices import Prices
 from .problem import Problem
-from .restrict import RECIPES, Restriction, allowed_strategies
+from .restrict import Restriction, allowed_strategies
 from .search import Outcome, Run
+from .tensor_plan import TensorPlan
 
 BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
 
@@ -56,22 +59,39 @@ class Solver:
 
     def settled(self, e: Evaluation) -> Evaluation:
         """The evaluation with all that is alive at its peak."""
+        return replace(e, passing_bytes=self._live(e).peak_bytes - e.charged_bytes)
+
+    def _live(self, e: Evaluation) -> LiveBytes:
         self.problem.split(e.first)
-        return replace(e, passing_bytes=live_bytes(self.problem, e, self.pricer).peak_bytes - e.charged_bytes)
+        return live_bytes(self.problem, e, self.pricer)
 
     def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan, whether it fits or not."""
         return Run(self, restriction, self.allowed(restriction, pins), self.search).fastest()
 
-    def baseline(self, name: str) -> Outcome | AutoparError:
-        """An expert strategy as experts use it: the fastest plan, whether it fits or not."""
+    def smallest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Evaluation:
+        """A plan that holds few bytes, whatever time it takes: what does not fit so is not likely to fit otherwise."""
+        return Run(self, restriction, self.allowed(restriction, pins), self.search).smallest()
+
+    def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
+        """The error of a message that ends before the bytes that are needed; `smallest`: a plan that needs fewest."""
+        need, missing = smallest.bytes_, smallest.bytes_ - self.limit_bytes
+        reserve, enough = self.problem.reserve_bytes, size(1.01 * need).replace(" ", "")
+        times = math.ceil((need - reserve) / max(self.room_bytes, 1.0))  # what is reserved no device shares
+        devices = f"about {times}x the devices, a smaller batch, or " if self.room_bytes > 0 else ""
+        return MemoryInfeasibleError(
+            f"{message} {size(need)}, {size(missing)} more",
+            missing_bytes=math.ceil(missing), breakdown=self._live(smallest).at_peak, mesh=self.problem.mesh,
+            fix=f"{devices}memory={enough} would fit",
+        )  # fmt: skip
+
+    def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
+        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or not."""
         try:
-            restriction = Restriction.of(name, self.problem.mesh)
+            mesh = self.problem.mesh
+            restriction = Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
             return Run(self, restriction, self.allowed(restriction), search).fastest()
         except AutoparError as error:
             return error
-
-    def baselines(self) -> dict[str, Outcome | AutoparError]:
-        return {name: self.baseline(name) for name in RECIPES}

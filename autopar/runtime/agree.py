@@ -178,7 +178,7 @@ def _portable(error: Exception | None) -> tuple | None:
 
 
 def _plain(value: object) -> object:
-    return value if value is None or isinstance(value, (str, int, float, dict)) else str(value)
+    return value if value is None or isinstance(value, (str, int, float, dict, tuple)) else str(value)
 
 
 def _raise(failure: tuple | None, rank: int) -> None:

@@ -259,3 +259,10 @@ def test_missing_config(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match="cannot read .*config.json"):
         build(f"hf:{tmp_path}", batch=2, seq=8)
+
+
+def test_a_builder_has_room_for_the_sequence_and_a_published_size_has_its_own():
+    assert resolve("gpt:layers=2", 3000)[1].seq == 3000 and resolve("gpt:layers=2", 8)[1].seq == 1024
+    assert resolve("gpt:layers=2,seq=16", 8)[1].seq == 16 and resolve("gpt2", 3000)[1].seq == 1024
+    with pytest.raises(ModelError, match="longer than the model's 16"):
+        build("gpt:layers=2,seq=16", batch=1, seq=17)
