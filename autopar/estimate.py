@@ -14,15 +14,16 @@ Hardware FLOPs add the products that are computed again. With all blocks these a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import fx, nn
 
 from . import api
-from .cost.compute import ATTENTION, flops_of
-from .graph import is_op, tensor_arguments
+from .cost.compute import ATTENTION, DTYPE_NAMES, flops_of
+from .graph import is_op, tensor_arguments, values_of
 from .plan import Plan
 from .planner.evaluate import Evaluation
 from .planner.make import Planned
@@ -32,12 +33,20 @@ from .planner.problem import Problem
 @dataclass(frozen=True)
 class Estimate:
     """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are those of
-    `step_seconds`, the objective of the search; played through stream by stream a step takes `simulated_seconds`."""
+    `step_seconds`, the objective of the search; played through stream by stream a step takes `simulated_seconds`. `dtype`: what
+    most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
 
     plan: Plan
     recompute: str
     model_flops: float
     hardware_flops: float
+    dtype: str
+    peaks: Mapping[str, float]
+
+    @property
+    def utilization(self) -> float:
+        """Share of the devices' peak that the model's FLOPs make up (MFU)."""
+        return self.tflops_per_device(self.model_flops, self.plan.step_seconds) * 1e12 / self.peaks[self.dtype]
 
     @property
     def fits(self) -> bool:
@@ -63,6 +72,7 @@ class Estimate:
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
             "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),
             "simulated_tflops_per_device": self.tflops_per_device(self.model_flops, p.simulated_seconds),
+            "dtype": self.dtype, "peak_tflops_per_device": self.peaks[self.dtype] / 1e12, "utilization": self.utilization,
             "peak_bytes": p.peak_bytes, "memory": dict(p.at_peak), "memory_limit_bytes": p.memory_limit_bytes,
             "fits": self.fits, "missing_bytes": self.missing_bytes, "parameter_elements": p.parameter_elements,
             "collectives": [asdict(c) | {"axes": list(c.axes)} for c in p.collectives],
@@ -90,9 +100,13 @@ def estimate(
 def of_search(planned: Planned) -> Estimate:
     """The estimate of a finished search."""
     passes, options = planned.options.micro_batches, planned.options
-    once = sum(map(model_flops, filter(is_op, planned.problem.whole.nodes)))
-    again = _again_flops(planned.problem, planned.evaluation)
-    return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again))
+    by_dtype: Counter = Counter({"fp32": 0.0})
+    for node in filter(is_op, planned.problem.whole.nodes):
+        by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
+    once, again = by_dtype.total(), _again_flops(planned.problem, planned.evaluation)
+    (dtype, _), *_ = by_dtype.most_common(1)
+    peaks = options.hardware.flops_per_second
+    return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again), dtype, peaks)
 
 
 def model_flops(node: fx.Node) -> float:

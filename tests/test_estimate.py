@@ -33,6 +33,7 @@ def test_flops_are_those_of_the_paper():
     hardware = whole - 8 * common  # the last product of a block is not made again
     assert (e.model_flops, e.hardware_flops) == pytest.approx((model, hardware))
     assert estimated(strategy="megatron", recompute="none").hardware_flops == pytest.approx(model / passes)
+    assert e.dtype == "fp32" and e.utilization == pytest.approx(model / (4 * e.plan.step_seconds) / e.peaks["fp32"])
     rate = e.tflops_per_device(e.model_flops, e.plan.step_seconds)
     assert rate == pytest.approx(model / (4 * e.plan.step_seconds) / 1e12)
 

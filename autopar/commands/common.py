@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MemoryInfeasibleError, StrategyError
@@ -196,7 +199,7 @@ def planning(args: argparse.Namespace) -> dict:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises the errors of a mesh, profile, strategy or pin before a model is built."""
+    """Raises the errors of a mesh, profile, strategy, pin or folder to write to before a model is built."""
     from .. import hardware
     from ..mesh import Mesh
     from ..planner.restrict import Restriction
@@ -208,6 +211,9 @@ def check(args: argparse.Namespace) -> None:
     if hasattr(args, "forbid"):
         forbidden(args)
         adaptations(args)
+    for file in filter(None, (getattr(args, name, None) for name in ("json", "emit", "out"))):
+        if not (folder := Path(file).parent).is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 
 
 def quiet() -> None:

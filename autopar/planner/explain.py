@@ -7,17 +7,18 @@ dual bound ranks best are tried.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..cost.compute import FREE
-from ..errors import MemoryInfeasibleError, StrategyError, nearest
+from ..errors import MemoryInfeasibleError, StrategyError
 from ..rules import Strategy
 from .dual import Dual
 from .evaluate import Evaluation
@@ -36,7 +37,8 @@ FAR_MORE = 1e6  # times the memory limit: as good as none
 class Instead:
     """An alternative with the fastest plan that has it, as differences from the chosen plan: seconds of compute (recomputation and
     the host's part included), of communication of the tensors that the choice reads and makes (`here`) and of all others
-    (`elsewhere`), and bytes of a device. `fits`: whether any plan that has it fits the memory; if not, there are no numbers."""
+    (`elsewhere`), of what of it hides behind compute, and bytes of a device. `fits`: whether any plan that has it fits the memory;
+    if not, there are no numbers."""
 
     text: str
     fits: bool
@@ -44,6 +46,7 @@ class Instead:
     compute_seconds: float = math.nan
     here_seconds: float = math.nan
     elsewhere_seconds: float = math.nan
+    hidden_seconds: float = math.nan
     bytes_: float = math.nan
 
 
@@ -112,23 +115,31 @@ def runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 def _matched(planned: Planned, pattern: str) -> list[int]:
     """Classes that the pattern names, in graph order. What a module matches leaves views out: nobody decides about those."""
-    by_name, by_module, names = {}, {}, set()
+    by_name, by_module, names = {}, {}, {}
     for v in planned.problem.vertices:
         if v.kind not in ("op", "parameter", "input"):
             continue
         name, module = _name(v), module_of(v)
         paths = list(itertools.accumulate(module.split("."), lambda a, b: f"{a}.{b}")) if module else []
-        names |= {name, *paths}
+        names |= dict.fromkeys((name, *paths))
         if fnmatch.fnmatchcase(name, pattern):
             by_name[v.cls] = None
         elif not (v.kind == "op" and v.node.target in FREE) and any(fnmatch.fnmatchcase(p, pattern) for p in paths):
             by_module[v.cls] = None
     if not by_name and not by_module:
         raise StrategyError(
-            f"{pattern!r} matches no parameter, op or module", mesh=planned.problem.mesh,
-            fix=f"the nearest names are {', '.join(nearest(pattern.replace('*', ''), names).split(', ')[:3])}",
-        )  # fmt: skip
+            f"{pattern!r} matches no parameter, op or module", mesh=planned.problem.mesh, fix=_nearest(pattern, list(names))
+        )
     return list(by_name or by_module)
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """What to write instead of a pattern that matches none of the names, which are in graph order."""
+    word = pattern.strip("*")
+    if word and any(word in name for name in names):
+        return f"the pattern is for whole names: write '*{word}*'"
+    close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.5)
+    return f"the nearest names are {', '.join(close)}" if close else f"names are such as {', '.join(names[:3])}"
 
 
 def _name(v: Vertex) -> str:
@@ -218,7 +229,7 @@ class _Explainer:
         (compute, here, all_), (compute_now, here_now, all_now) = self._parts(cls, found), self._parts(cls, self.evaluation)
         return Instead(
             text, True, found.seconds, compute - compute_now, here - here_now, (all_ - here) - (all_now - here_now),
-            found.bytes_ - self.evaluation.bytes_,
+            found.hidden_seconds - self.evaluation.hidden_seconds, found.bytes_ - self.evaluation.bytes_,
         )  # fmt: skip
 
     def _parts(self, cls: int, e: Evaluation) -> tuple[float, float, float]:

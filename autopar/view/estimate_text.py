@@ -29,9 +29,17 @@ def estimate_text(e: Estimate) -> str:
 
 
 def _rates(e: Estimate) -> str:
-    rates = [
-        (what, e.tflops_per_device(flops, e.plan.step_seconds), e.tflops_per_device(flops, e.plan.simulated_seconds))
-        for what, flops in (("model", e.model_flops), ("hardware", e.hardware_flops))
+    """FLOPs a second of the model, and of what is computed if that is more; what the devices have, and in bf16 if that is more."""
+    kinds = {"model": e.model_flops} | ({"hardware": e.hardware_flops} if e.hardware_flops > e.model_flops else {})
+    p = e.plan
+    cells = [
+        f"{number(e.tflops_per_device(flops, p.step_seconds))} of the {what} "
+        f"({number(e.tflops_per_device(flops, p.simulated_seconds))} simulated)"
+        for what, flops in kinds.items()
     ]
-    cells = [f"{number(serial)} of the {what} ({number(simulated)} simulated)" for what, serial, simulated in rates]
-    return f"TFLOP/s a device: {', '.join(cells)}; a step of the model is {e.model_flops:.4g} FLOPs"
+    peak, bf16 = e.peaks[e.dtype], e.peaks.get("bf16", 0.0)
+    faster = f"; bf16 has {number(bf16 / 1e12)}: --precision bf16" if e.dtype == "fp32" and bf16 > 2 * peak else ""
+    return (
+        f"TFLOP/s a device: {', '.join(cells)}, {percent(e.utilization, 1.0)} of the {number(peak / 1e12)} of {e.dtype}{faster}\n"
+        f"a step of the model is {e.model_flops:.4g} FLOPs"
+    )

@@ -26,13 +26,20 @@ def _choice(e: Explanation, c: Choice) -> list[str]:
         return lines
     fitting = [i for i in c.instead if i.fits]
     unit, scale = byte_unit(max((abs(i.bytes_) for i in fitting), default=0.0))
-    parts = [(i.step_seconds - e.step_seconds, i.compute_seconds, i.here_seconds, i.elsewhere_seconds) for i in fitting]
-    milliseconds = _signed([1e3 * seconds for row in parts for seconds in row])
+    columns = {
+        "ms": [i.step_seconds - e.step_seconds for i in fitting],
+        "= compute": [i.compute_seconds for i in fitting],
+        "+ comm here": [i.here_seconds for i in fitting],
+        "+ elsewhere": [i.elsewhere_seconds for i in fitting],
+        "- hidden": [i.hidden_seconds for i in fitting],
+    }
+    if not any(abs(seconds) > 1e-12 for seconds in columns["- hidden"]):
+        del columns["- hidden"]
+    cells = _signed([1e3 * seconds for column in columns.values() for seconds in column])
     bytes_ = _signed([i.bytes_ / scale for i in fitting])
-    rows = [[i.text, *milliseconds[4 * n : 4 * n + 4], bytes_[n]] for n, i in enumerate(fitting)]
-    rows += [[i.text, "does not fit", *["-"] * 4] for i in c.instead if not i.fits]
-    header = ["instead", "ms", "= compute", "+ comm here", "+ elsewhere", unit]
-    lines += [f"  {line}" for line in table(header, rows)]
+    rows = [[i.text, *cells[n :: len(fitting)], bytes_[n]] for n, i in enumerate(fitting)]
+    rows += [[i.text, "does not fit", *["-"] * len(columns)] for i in c.instead if not i.fits]
+    lines += [f"  {line}" for line in table(["instead", *columns, unit], rows)]
     if c.left_out:
         lines.append(f"  {c.left_out} more by their bound no better")
     return lines

@@ -17,7 +17,8 @@ def number(value: float) -> str:
 
 
 def ms(seconds: float) -> str:
-    return f"{number(seconds * 1e3)} ms"
+    """`12.3 ms`; from ten seconds on `12.3 s`."""
+    return f"{number(seconds)} s" if seconds >= 10 else f"{number(seconds * 1e3)} ms"
 
 
 def byte_unit(largest: float) -> tuple[str, int]:

@@ -54,11 +54,22 @@ def test_text(planned, golden):
     assert str(autopar.explain(planned, "blocks.*.up*", alternatives=3)) == str(explanation)
 
 
+def test_what_hides_is_a_column_of_its_own():
+    """On a machine that computes while it communicates."""
+    planned = api.search(Net(), "dp=4", {"x": torch.randn(64, 32)}, hardware="h100", baselines=False)
+    explanation = explain_plan(planned, "blocks.0.up.weight", 3, 1)
+    assert "= compute  + comm here  + elsewhere  - hidden" in str(explanation)
+    assert any(i.hidden_seconds for i in explanation.choices[0].instead)
+    for i in explanation.choices[0].instead:
+        parts = i.compute_seconds + i.here_seconds + i.elsewhere_seconds - i.hidden_seconds
+        assert i.step_seconds - planned.evaluation.seconds == pytest.approx(parts, abs=1e-12)
+
+
 def test_differences_add_up_and_forced_plans_are_not_faster(planned):
     for choice in explain_plan(planned, "blocks.0*").choices:
         for i in choice.instead:
             assert i.fits and i.text != choice.chosen
-            parts = i.compute_seconds + i.here_seconds + i.elsewhere_seconds
+            parts = i.compute_seconds + i.here_seconds + i.elsewhere_seconds - i.hidden_seconds
             assert i.step_seconds - planned.evaluation.seconds == pytest.approx(parts, abs=1e-12)
             assert i.step_seconds >= planned.evaluation.seconds * (1 - 2e-3)
 
@@ -113,6 +124,10 @@ def test_bad_patterns_and_the_command(planned, capsys):
     with pytest.raises(StrategyError, match="matches no parameter") as error:
         explain_plan(planned, "blocks.0.upp.weight")
     assert "blocks.0.up.weight" in error.value.fix
+    with pytest.raises(StrategyError, match=r"whole names: write '\*up\*'"):
+        explain_plan(planned, "up")
+    with pytest.raises(StrategyError, match="names are such as blocks.0.up.weight"):
+        explain_plan(planned, "attention")
     words = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2", "--batch", "4", "--seq", "4", "--hardware", "cpu-gloo"]
     assert main(["explain", "*.up.weight", *words, "--alternatives", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[2] == "parameter blocks.0.up.weight (256, 64)"
