@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost.compute import FREE
+from .buckets import Bucket, beside_bytes, buckets_of
 from .evaluate import Evaluation, Pricer
 from .problem import Problem
 from .step_order import StepOrder, Travel, step_order
@@ -89,7 +90,6 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
-    changes[BUCKETS][0] += _bucket_bytes(problem, evaluation, pricer)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
@@ -109,10 +109,27 @@ class _Lives:
             for tensor in problem.vertices[run.vertex].inputs:
                 self._read((*self._base(*tensor), run.phase), i)
                 self._read((*tensor, run.phase), i)
+        self.buckets = buckets_of(problem, order, pricer)
+        self.bucket_of = {self._name(travel): bucket for bucket in self.buckets for travel in bucket.travels}
         for travel in order.travels:
-            t = travel.transfer
-            self._read((*self._base(t.producer, t.output), travel.phase), travel.start)
-            self._read((t.producer, t.output, travel.phase), travel.start)
+            t, bucket = travel.transfer, self.bucket_of.get(self._name(travel))
+            if bucket and _is_in_place(bucket):
+                continue
+            left = bucket.position if bucket else travel.start if travel.first == len(order.runs) else travel.first
+            self._read((*self._base(t.producer, t.output), travel.phase), left)
+            self._read((t.producer, t.output, travel.phase), left)
+
+    @staticmethod
+    def _name(travel: Travel) -> tuple:
+        t = travel.transfer
+        return t.producer, t.output, t.target, travel.phase, travel.again
+
+    def _start(self, travel: Travel) -> int:
+        """The run before which a travel begins: a gather ahead of its block, or with the first of its bucket."""
+        bucket = self.bucket_of.get(self._name(travel))
+        if bucket:
+            return min(bucket.position, travel.start)
+        return travel.start if travel.transfer.is_hidden else travel.first
 
     def _read(self, key: tuple, position: int) -> None:
         self.reads[key] = max(self.reads[key], position)
@@ -140,7 +157,7 @@ class _Lives:
     def spans(self):
         """(kind, first run, last run, bytes) of everything that does not stay."""
         e = self.evaluation
-        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
+        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): self._start(t)
                    for t in self.order.travels if t.phase == "forward"}  # fmt: skip
         for (v, o, layout), bytes_ in e.saved.items():
             first = arrival.get((v, o, layout), self.place.get((v, False), 0))
@@ -150,6 +167,7 @@ class _Lives:
             if vertex.copies > 1:
                 yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
         yield from self._gradients()
+        yield from self._collectives()
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -170,11 +188,13 @@ class _Lives:
         return self.problem.vertices[vertex].kind == "parameter" and not on_host
 
     def _gradients(self):
-        """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""
+        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start."""
         e, problem, count = self.evaluation, self.problem, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
-        yield GRADIENTS, 0 if accumulated else backward, count, e.whole_gradient_bytes
+        if e.reduces_once:
+            yield GRADIENTS, 0, count, e.whole_gradient_bytes
+        reduced = {key[:2]: bucket.position for key, bucket in self.bucket_of.items() if key[3] == "backward"}
         for use in problem.uses:
             v = problem.vertices[use.consumer]
             if use.slot != STATE or v.kind != "parameter":
@@ -183,7 +203,8 @@ class _Lives:
             if accumulated:
                 yield GRADIENTS, 0, count, bytes_ * v.copies
                 continue
-            yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
+            made = self.place.get((use.producer, False), backward)
+            yield GRADIENTS, reduced.get((use.producer, use.output), made), count, bytes_
             if v.copies > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)
 
@@ -203,15 +224,22 @@ class _Lives:
             return None
         is_parameter = self.problem.vertices[t.producer].kind == "parameter"
         kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
-        return kind, travel.start, travel.last, self._bytes(*key)
+        return kind, self._start(travel), travel.last, self._bytes(*key)
+
+    def _collectives(self):
+        """What collectives take beside the tensors that they are for, while they are at work."""
+        for bucket in self.buckets:
+            yield BUCKETS, bucket.position, bucket.position, bucket.bytes_
+        for travel in self.order.travels:
+            if self._name(travel) not in self.bucket_of:
+                place = travel.start if travel.first == len(self.order.runs) else travel.first
+                yield BUCKETS, place, place, beside_bytes(self.problem, self.pricer, [travel], False)
 
 
-def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
-    """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less."""
-    vertices = problem.vertices
-    hidden = [t for t in evaluation.transfers if t.is_hidden]
-    bytes_ = sum(pricer.bytes_of(vertices[t.producer].values[t.output], t.target) * t.copies for t in hidden)
-    return min(pricer.bucket_bytes, bytes_)
+def _is_in_place(bucket: Bucket) -> bool:
+    """Whether its one value is reduced in its own memory."""
+    steps = bucket.travels[0].transfer.redistribution.steps
+    return len(bucket.travels) == 1 and all(step.move.kind == "all_reduce" for step in steps)
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
