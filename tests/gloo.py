@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-_PRELOAD = [
+PRELOAD = [
     "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "torch._functorch.aot_autograd",
     "torch._inductor.config", "torch._inductor.fx_passes.dedupe_symint_uses", "torch.export._trace",
     "torch.export._unlift", "torch.fx.experimental.validator", "torch._subclasses.schema_check_mode",
@@ -41,7 +41,7 @@ def run(world: int, function: Callable, *args, seconds: float = 120) -> list:
 
     Raises RemoteError with the traceback of the first failure, or TimeoutError; no process is left running."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
