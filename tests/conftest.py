@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
+gc.set_threshold(20_000, 20, 20)  # graphs are many small objects that stay: looking for garbage in them took a tenth of the time
 FOLDER = Path(__file__).parent / "golden"
 
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from autopar import Plan, models
 from autopar.mesh import Mesh
+from tests import gloo
 
 MODEL = "mlp:hidden=16,layers=1"
 FAULTS = ("kill", "exit", "raise", "stop", "sleep")
 HANGS = ("stop", "sleep")
 TIMEOUT_SECONDS = 3.0
-_PRELOAD = ["torch.distributed.tensor", "autopar", "autopar.runtime.module", "tests.faults"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: f
     """Starts a process a device, waits until all train, `after` seconds later lets `victim` fail, and collects the others.
     `backend`: of torch.compile, if the graphs go through it."""
     world, context = Mesh.parse(mesh).devices, multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(gloo.PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_main, args=(rank, world, folder, fault if rank == victim else "", mesh, plan, backend),

@@ -2,11 +2,13 @@
 
     gloo.run(4, check, "dp=2,tp=2")     # check(rank, "dp=2,tp=2") in every process, returns what each of them returns
 
-Processes are forked from a server that has imported torch already, so that starting them costs little.
+Processes are forked from a server that has imported all of torch and transformers that a compile needs, so that starting one costs
+little: what is imported after the fork is imported once for each of them, for seconds of CPU time.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -20,7 +22,14 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-_PRELOAD = ["torch.distributed.tensor", "transformers.models.auto.modeling_auto", "autopar", "autopar.runtime.module"]
+PRELOAD = [
+    "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "torch._functorch.aot_autograd",
+    "torch._inductor.config", "torch._inductor.fx_passes.dedupe_symint_uses", "torch.export._trace",
+    "torch.export._unlift", "torch.fx.experimental.validator", "torch._subclasses.schema_check_mode",
+    "torch._inductor.compiler_bisector", "torch._inductor.sizevars", "torch._export.passes.replace_autocast_with_hop_pass",
+    "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto",
+    "autopar", "autopar.runtime.module",
+]  # fmt: skip
 
 
 class RemoteError(AssertionError):
@@ -32,7 +41,7 @@ def run(world: int, function: Callable, *args, seconds: float = 120) -> list:
 
     Raises RemoteError with the traceback of the first failure, or TimeoutError; no process is left running."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
@@ -73,6 +82,7 @@ def _results(pipes: list, processes: list, deadline: float) -> list:
 def _main(rank: int, world: int, store: str, pipe, function: Callable, args: tuple) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
+    gc.freeze()  # what was there before the fork is never garbage: looking through it would copy it into every process
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on how to gather faster
     try:
         dist.init_process_group(

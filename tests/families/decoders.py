@@ -54,7 +54,7 @@ DENSE = {
     "vaultgemma": dict(head_dim=8),
 }
 MIXTURES = {
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": dict(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v2": LATENT | EXPERTS | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2,
                                            topk_group=1),
     "deepseek_v3": LATENT | EXPERTS | dict(n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2,

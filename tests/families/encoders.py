@@ -10,7 +10,7 @@ BERT = dict(
 )  # fmt: skip
 
 ENCODERS = {
-    "bert": {},
+    "bert": dict(num_hidden_layers=1),
     "albert": dict(embedding_size=16),
     "big_bird": dict(attention_type="original_full"),
     "camembert": {},

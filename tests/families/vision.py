@@ -14,7 +14,7 @@ VIT = dict(
 
 # options, and the pixels a side if not SIZE
 CLASSIFIERS = {
-    "vit": VIT,
+    "vit": VIT | dict(num_hidden_layers=1),
     "beit": VIT,
     "data2vec-vision": VIT,
     "deit": VIT,

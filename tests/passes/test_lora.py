@@ -116,7 +116,7 @@ def test_any_shapes_and_meshes(seed):
 
 
 def test_mixed_precision():
-    model, inputs, captured = adapted(precision="bf16")
+    model, inputs, captured = adapted(LLAMA.replace("layers=2", "layers=1"), precision="bf16")
     plan = planned(captured, "dp=2,tp=2", "megatron_sp", precision="bf16")
     assert all(p.dtype == torch.float32 for p in model.parameters())
     products = [n for n in captured.graph.nodes if "lora_" in n.meta["module"] and n.target is torch.ops.autopar.linear.default]
@@ -147,8 +147,8 @@ def test_recomputation():
 
 def test_deep_models_are_unrolled():
     """A plan made of five traced blocks fits the graph of all of them, adapters included."""
-    model, inputs = build(LLAMA.replace("layers=2", "layers=8"), batch=4, seq=8)
-    adapt = [LoRA(target_modules=["q_proj", "down_proj"], r=2)]
+    model, inputs = build("mlp:hidden=16,layers=8", batch=4, seq=8)
+    adapt = [LoRA(target_modules=["up", "down"], r=2)]
     plan, short = plan_and_capture(model, "dp=2", inputs, strategy="ddp", baselines=False, hardware="cpu-gloo", adapt=adapt)
     assert tower_of(model) is not None
     with order.attached(model, adapt):

@@ -13,11 +13,14 @@ from .parity import assert_close, assert_same_gradients, assert_same_values, dev
 MESH = "dp=2,tp=2"
 
 
-def _fit(rank, plan, steps):
-    """AdamW with clipping: the loss and the norm of every step, then the weights."""
-    torch.set_num_threads(1)
-    model, batch = tiny.gpt2()
-    parallel, reference = pair(model, device_mesh(MESH), batch, plan=plan)
+def _fits(rank, plans, steps):
+    return [_fit(plan, steps) for plan in plans]
+
+
+def _fit(plan, steps):
+    """AdamW with clipping: the first gradients, the loss and the norm of every step. Returns how many parameters are sharded."""
+    model, batch = tiny.gpt2(n_layer=1)
+    parallel, reference = pair(model, device_mesh(str(plan.mesh)), batch, plan=plan)
     names = list(reference.state_dict())
     assert list(parallel.state_dict()) == names and "lm_head.weight" in names
     assert [n for n, _ in parallel.named_parameters()] == [n for n, _ in reference.named_parameters()]
@@ -32,6 +35,8 @@ def _fit(rank, plan, steps):
         assert_close(loss, expected, f"loss of step {step}", 1e-4)
         loss.backward()
         expected.backward()
+        if step == 0:
+            assert_same_gradients(parallel, reference)
         norms = parallel.clip_grad_norm_(0.5), torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         assert_close(*norms, f"norm of step {step}", 1e-4)
         for optimizer in optimizers:
@@ -43,14 +48,12 @@ def _fit(rank, plan, steps):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
-def test_twenty_steps_of_adamw(strategy):
-    plan = planned(*_model_mesh_batch(tiny.gpt2()), strategy=strategy)
-    assert min(gloo.run(4, _fit, plan, 20)) > 0
-
-
-def _model_mesh_batch(built):
-    return built[0], MESH, built[1]
+def test_twenty_steps_of_adamw():
+    model, batch = tiny.gpt2(n_layer=1)
+    recipes = [(MESH, "megatron"), (MESH, "fsdp"), ("dp=4", "zero1")]
+    plans = [planned(model, mesh, batch, strategy=strategy) for mesh, strategy in recipes]
+    for sharded in gloo.run(4, _fits, plans, 20):
+        assert min(sharded) > 0
 
 
 def _loop(rank, plan, pinned):
