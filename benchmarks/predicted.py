@@ -222,7 +222,8 @@ def report_memory(plans: Sequence[tuple[Case, autopar.Plan]], found: Sequence[Tr
     ratios = []
     for (case, plan), seen in zip(plans, found):
         ratios.append(plan.peak_bytes / seen.peak_bytes)
-        print(f"{case.model:8}{case.mesh:8}{case.label:24}{plan.peak_bytes / 2**20:14.2f}{seen.peak_bytes / 2**20:10.2f}{ratios[-1]:8.3f}")
+        sizes = f"{plan.peak_bytes / 2**20:14.2f}{seen.peak_bytes / 2**20:10.2f}"
+        print(f"{case.model:8}{case.mesh:8}{case.label:24}{sizes}{ratios[-1]:8.3f}")
         if not 1.0 <= ratios[-1] <= 1.1:
             print(f"    predicted: {listed(plan.at_peak)}\n    tracked: {listed(seen.at_peak)}")
     print(f"{len(ratios)} plans: predicted / tracked from {min(ratios):.3f} to {max(ratios):.3f}, mean {np.mean(ratios):.3f}")

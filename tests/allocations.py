@@ -42,6 +42,7 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.changes: list[tuple[Storage, int]] = []
         self._alive: dict[int, Storage] = {}
+        self._left_out: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -58,6 +59,10 @@ class Allocations(TorchDispatchMode):
         for tensor in tensors:
             self._alive[storage_key(_local(tensor))].kind = kind
 
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These do not count."""
+        self._left_out |= {storage_key(_local(tensor)) for tensor in tensors}
+
     def hold_rest(self, kind: str, old: str = PASSING) -> None:
         """What is alive and still of the kind `old` is of another one, in all its life."""
         for storage in self._alive.values():
@@ -70,7 +75,7 @@ class Allocations(TorchDispatchMode):
                 continue
             memory = _local(value).untyped_storage()
             key = storage_key(_local(value))
-            if memory.device.type == "meta" or key in self._alive:
+            if memory.device.type == "meta" or key in self._alive or key in self._left_out:
                 continue
             storage = self._alive[key] = Storage(memory.nbytes(), kind, maker, tuple(value.shape))
             self.changes.append((storage, 1))
@@ -114,14 +119,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def training_step(module: torch.nn.Module, inputs: dict, optimizer: torch.optim.Optimizer) -> Allocations:
     """One step of a compiled model after one that makes the optimizer's state: forward, backward and update. Kinds as in a plan,
-    but for all that is saved for the backward, which is "activations" here, gathered parameters too."""
+    but for all that is saved for the backward, which is "activations" here, gathered parameters too. The global batch is the
+    caller's and does not count, the parts of it that the model makes do."""
     for _ in range(2):
         with Allocations() as seen:
             states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
             seen.hold("parameters", module.parameters())
             seen.hold("buffers", module.buffers())
             seen.hold("optimizer", states)
-            seen.hold("inputs", inputs.values())
+            seen.leave_out(inputs.values())
             loss = module(**inputs).loss
             seen.hold_rest("activations")
             loss.backward()

@@ -27,7 +27,8 @@ from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
 from .vertices import STATE
 
-STAYING = ("parameters", "optimizer", "buffers")  # beside the parameters themselves, copies of them that compute
+STAYING = ("parameters", "optimizer", "inputs", "buffers")  # beside the parameters themselves, copies of them that compute
+STEP_COUNT_BYTES = 4  # a scalar by which torch's optimizers count, for each parameter
 RESERVE = "allocator reserve"
 PARAMETERS, GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
     "parameters", "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
@@ -66,8 +67,8 @@ class LiveBytes:
         return int(self.total.argmax()) if len(self.total) else 0
 
 
-def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
-    """Bytes of a device that stay all through training, by kind."""
+def staying_bytes(problem: Problem, e: Evaluation, pricer: Pricer) -> dict[str, float]:
+    """Bytes of a device that stay all through training, by kind; of the inputs a device's part."""
     result = dict.fromkeys(STAYING, 0.0)
     for v in problem.vertices:
         options, k = problem.choices(v.index), e.choice[v.index]
@@ -78,7 +79,10 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
             trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
             result["parameters"] += elements * state.master  # the copy that computes is a value of the step
-            result["optimizer"] += elements * state.optimizer if trainable else 0.0
+            if trainable and state.optimizer:
+                result["optimizer"] += elements * state.optimizer + STEP_COUNT_BYTES * v.copies
+        elif v.kind == "input":
+            result["inputs"] += pricer.local_bytes(v.index, 0, options.strategies[k].outputs[0]) * v.copies
         else:
             result["buffers"] += resident
     return result
@@ -89,7 +93,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     order = step_order(problem, evaluation)
     count = max(len(order.runs), 1)
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
-    for kind, bytes_ in staying_bytes(problem, evaluation).items():
+    for kind, bytes_ in staying_bytes(problem, evaluation, pricer).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
@@ -257,13 +261,16 @@ class _Lives:
                 yield PARAMETERS, first, last, self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
 
     def _collectives(self):
-        """What collectives take beside the tensors that they are for, while they are at work."""
+        """What collectives take beside the tensors that they are for, while they are at work: one at a time."""
+        beside: dict[int, float] = defaultdict(float)
         for bucket in self.buckets:
-            yield BUCKETS, bucket.position, bucket.position, bucket.bytes_
+            beside[bucket.position] = max(beside[bucket.position], bucket.bytes_)
         for travel in self.order.travels:
             if self._name(travel) not in self.bucket_of:
                 place = travel.start if travel.first == len(self.order.runs) else travel.first
-                yield BUCKETS, place, place, beside_bytes(self.problem, self.pricer, [travel], False)
+                beside[place] = max(beside[place], beside_bytes(self.problem, self.pricer, [travel], False))
+        for place, bytes_ in beside.items():
+            yield BUCKETS, place, place, bytes_
 
 
 def _is_in_place(bucket: Bucket) -> bool:
