@@ -126,7 +126,8 @@ def training_step(module: torch.nn.Module, inputs: dict, optimizer: torch.optim.
             states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
             seen.hold("parameters", module.parameters())
             seen.hold("buffers", module.buffers())
-            seen.hold("optimizer", states)
+            seen.hold("optimizer", [t for t in states if t.dim()])
+            seen.leave_out(t for t in states if not t.dim())  # counters of steps, which torch keeps on the host
             seen.leave_out(inputs.values())
             loss = module(**inputs).loss
             seen.hold_rest("activations")

@@ -28,7 +28,6 @@ from .timeline import Timeline
 from .vertices import STATE
 
 STAYING = ("parameters", "optimizer", "inputs", "buffers")  # beside the parameters themselves, copies of them that compute
-STEP_COUNT_BYTES = 4  # a scalar by which torch's optimizers count, for each parameter
 RESERVE = "allocator reserve"
 PARAMETERS, GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
     "parameters", "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
@@ -79,8 +78,7 @@ def staying_bytes(problem: Problem, e: Evaluation, pricer: Pricer) -> dict[str, 
             trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
             result["parameters"] += elements * state.master  # the copy that computes is a value of the step
-            if trainable and state.optimizer:
-                result["optimizer"] += elements * state.optimizer + STEP_COUNT_BYTES * v.copies
+            result["optimizer"] += elements * state.optimizer if trainable else 0.0
         elif v.kind == "input":
             result["inputs"] += pricer.local_bytes(v.index, 0, options.strategies[k].outputs[0]) * v.copies
         else:
