@@ -22,8 +22,8 @@ LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
 MEMORY_KINDS = (  # in the order of the plan's text
-    "parameters", "gradients", "optimizer", "inputs", "buffers", "gathered parameters kept", "gathered parameters",
-    "activations", "recomputed block", "values between ops", "collective buffers", "allocator reserve",
+    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters", "activations",
+    "recomputed block", "values between ops", "collective buffers", "allocator reserve",
 )  # fmt: skip
 
 

@@ -56,8 +56,9 @@ def searches(saved: float, limit: float, impossible: int = 0):
 class _Found(Planned):
     def __init__(self, passes, evaluation, limit):
         vars(self).update(
-            passes=passes, chosen=SimpleNamespace(evaluation=evaluation), solver=SimpleNamespace(limit_bytes=limit)
-        )
+            passes=passes, chosen=SimpleNamespace(evaluation=evaluation),
+            solver=SimpleNamespace(limit_bytes=limit, problem=SimpleNamespace(reserve_bytes=0.0)),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("saved, limit, passes, asked", [

@@ -1,7 +1,6 @@
 """Which bytes a device holds at every moment of a step: what stays, what waits for the backward, and what passes by.
 
-Parameters and optimizer state stay all through training; a gradient lives from its reduction to the end. Under mixed precision the
-type that computes is made of a parameter in every step, when it is first asked for. A tensor saved for
+Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A tensor saved for
 the backward lives from the op that makes it to its last reader. Besides these live the values between two ops, gathered parameters
 on their way through a block, buckets of collectives, and gradients before they are reduced. A view lives in the memory of what it
 looks at. What the device's context, the communication library and the allocator keep for themselves is there all the time.
@@ -19,19 +18,17 @@ from functools import cached_property
 import numpy as np
 
 from ..cost.compute import FREE
-from .blocks import FULL, recomputed_vertices
-from .buckets import Bucket, beside_bytes, buckets_of
 from .evaluate import Evaluation, Pricer
 from .problem import Problem
 from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
 from .vertices import STATE
 
-STAYING = ("parameters", "optimizer", "inputs", "buffers")  # beside the parameters themselves, copies of them that compute
+STAYING = ("parameters", "optimizer", "buffers")
 RESERVE = "allocator reserve"
-PARAMETERS, GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
-    "parameters", "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
-    "values between ops", "collective buffers",
+GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
+    "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
+    "collective buffers",
 )  # fmt: skip
 
 
@@ -66,8 +63,8 @@ class LiveBytes:
         return int(self.total.argmax()) if len(self.total) else 0
 
 
-def staying_bytes(problem: Problem, e: Evaluation, pricer: Pricer) -> dict[str, float]:
-    """Bytes of a device that stay all through training, by kind; of the inputs a device's part."""
+def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
+    """Bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(STAYING, 0.0)
     for v in problem.vertices:
         options, k = problem.choices(v.index), e.choice[v.index]
@@ -77,10 +74,8 @@ def staying_bytes(problem: Problem, e: Evaluation, pricer: Pricer) -> dict[str, 
         elif v.kind == "parameter":
             trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
-            result["parameters"] += elements * state.master  # the copy that computes is a value of the step
+            result["parameters"] += elements * (state.master + state.copy)
             result["optimizer"] += elements * state.optimizer if trainable else 0.0
-        elif v.kind == "input":
-            result["inputs"] += pricer.local_bytes(v.index, 0, options.strategies[k].outputs[0]) * v.copies
         else:
             result["buffers"] += resident
     return result
@@ -91,9 +86,10 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     order = step_order(problem, evaluation)
     count = max(len(order.runs), 1)
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
-    for kind, bytes_ in staying_bytes(problem, evaluation, pricer).items():
+    for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
+    changes[BUCKETS][0] += _bucket_bytes(problem, evaluation, pricer)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
@@ -109,47 +105,20 @@ class _Lives:
         self._ends: dict[int, int] = {}
         self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
         self.reads: dict[tuple, int] = defaultdict(lambda: -1)  # last reader of a tensor by phase: (vertex, output, phase) -> run
-        self.asked: dict[int, list[int]] = defaultdict(list)  # by parameter, the runs that read it, or before which it is gathered
         for i, run in enumerate(order.runs):
-            wanted = self._strategy(run.vertex).inputs
-            for tensor, layout in zip(problem.vertices[run.vertex].inputs, wanted):
-                base = self._base(*tensor)
-                self._read((*base, run.phase), i)
+            for tensor in problem.vertices[run.vertex].inputs:
+                self._read((*self._base(*tensor), run.phase), i)
                 self._read((*tensor, run.phase), i)
-                if base != tensor or layout == self._layout(*tensor):
-                    self.asked[base[0]].append(i)
-        self.regathered = self._regathered()
-        self.buckets = buckets_of(problem, order, pricer)
-        self.bucket_of = {self._name(travel): bucket for bucket in self.buckets for travel in bucket.travels}
         for travel in order.travels:
-            t, bucket = travel.transfer, self.bucket_of.get(self._name(travel))
-            if bucket and _is_in_place(bucket):
-                continue
-            left = bucket.position if bucket else travel.start if travel.first == len(order.runs) else travel.first
-            self.asked[t.producer].append(left)
-            self._read((*self._base(t.producer, t.output), travel.phase), left)
-            self._read((t.producer, t.output, travel.phase), left)
-
-    @staticmethod
-    def _name(travel: Travel) -> tuple:
-        t = travel.transfer
-        return t.producer, t.output, t.target, travel.phase, travel.again
-
-    def _start(self, travel: Travel) -> int:
-        """The run before which a travel begins: a gather ahead of its block, or with the first of its bucket."""
-        bucket = self.bucket_of.get(self._name(travel))
-        if bucket:
-            return min(bucket.position, travel.start)
-        return travel.start if travel.transfer.is_hidden else travel.first
+            t = travel.transfer
+            self._read((*self._base(t.producer, t.output), travel.phase), travel.start)
+            self._read((t.producer, t.output, travel.phase), travel.start)
 
     def _read(self, key: tuple, position: int) -> None:
         self.reads[key] = max(self.reads[key], position)
 
-    def _strategy(self, vertex: int):
-        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
-
     def _layout(self, vertex: int, output: int):
-        return self._strategy(vertex).outputs[output]
+        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].outputs[output]
 
     def _bytes(self, vertex: int, output: int, layout) -> float:
         return self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
@@ -161,8 +130,9 @@ class _Lives:
     def _base(self, vertex: int, output: int) -> tuple[int, int]:
         """The tensor whose memory this one lies in."""
         while self._is_view(vertex):
+            strategy = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
             producer, of = self.problem.vertices[vertex].inputs[0]
-            if self._layout(producer, of) != self._strategy(vertex).inputs[0]:
+            if self._layout(producer, of) != strategy.inputs[0]:
                 break
             vertex, output = producer, of
         return vertex, output
@@ -170,20 +140,16 @@ class _Lives:
     def spans(self):
         """(kind, first run, last run, bytes) of everything that does not stay."""
         e = self.evaluation
-        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): self._start(t)
+        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
                    for t in self.order.travels if t.phase == "forward"}  # fmt: skip
         for (v, o, layout), bytes_ in e.saved.items():
-            if (v, o, layout) in self.regathered:
-                continue
             first = arrival.get((v, o, layout), self.place.get((v, False), 0))
             vertex = self.problem.vertices[v]
             kind, last = KEPT if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
             yield kind, first, last, bytes_ / vertex.copies
             if vertex.copies > 1:
                 yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
-        yield from self._computing_copies()
         yield from self._gradients()
-        yield from self._collectives()
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -200,16 +166,15 @@ class _Lives:
 
     def _keeps_gradient(self, vertex: int) -> bool:
         """Whether the device holds on to a gradient that is made in the layout of this leaf."""
-        return self.problem.vertices[vertex].kind == "parameter" and not self._strategy(vertex).on_host
+        on_host = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].on_host
+        return self.problem.vertices[vertex].kind == "parameter" and not on_host
 
     def _gradients(self):
-        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start."""
+        """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""
         e, problem, count = self.evaluation, self.problem, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
-        if e.reduces_once:
-            yield GRADIENTS, 0, count, e.whole_gradient_bytes
-        reduced = {key[:2]: bucket.position for key, bucket in self.bucket_of.items() if key[3] == "backward"}
+        yield GRADIENTS, 0 if accumulated else backward, count, e.whole_gradient_bytes
         for use in problem.uses:
             v = problem.vertices[use.consumer]
             if use.slot != STATE or v.kind != "parameter":
@@ -218,8 +183,7 @@ class _Lives:
             if accumulated:
                 yield GRADIENTS, 0, count, bytes_ * v.copies
                 continue
-            made = self.place.get((use.producer, False), backward)
-            yield GRADIENTS, reduced.get((use.producer, use.output), made), count, bytes_
+            yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
             if v.copies > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)
 
@@ -239,42 +203,15 @@ class _Lives:
             return None
         is_parameter = self.problem.vertices[t.producer].kind == "parameter"
         kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
-        last = max(travel.last, self.reads[t.producer, t.output, "backward"]) if key in self.regathered else travel.last
-        return kind, self._start(travel), last, self._bytes(*key)
-
-    def _regathered(self) -> set[tuple]:
-        """Gathered parameters that would be kept, but for a block that is computed again in full, gathers and all."""
-        levels, again = self.evaluation.recomputed, recomputed_vertices(self.evaluation)
-        return {
-            (t.producer, t.output, t.target)
-            for t in (travel.transfer for travel in self.order.travels if travel.again)
-            if self.problem.vertices[t.producer].kind == "parameter" and FULL in levels[again[t.consumers[0]]]
-        } & self.evaluation.saved.keys()
-
-    def _computing_copies(self):
-        """Parameters in the type that they compute in, from the first to the last time that they are read or gathered."""
-        for v in self.problem.vertices:
-            if v.kind == "parameter" and 0 in v.casts and self.asked[v.index] and not self._strategy(v.index).on_host:
-                first, last = min(self.asked[v.index]), max(self.asked[v.index])
-                yield PARAMETERS, first, last, self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
-
-    def _collectives(self):
-        """What collectives take beside the tensors that they are for, while they are at work: one at a time."""
-        beside: dict[int, float] = defaultdict(float)
-        for bucket in self.buckets:
-            beside[bucket.position] = max(beside[bucket.position], bucket.bytes_)
-        for travel in self.order.travels:
-            if self._name(travel) not in self.bucket_of:
-                place = travel.start if travel.first == len(self.order.runs) else travel.first
-                beside[place] = max(beside[place], beside_bytes(self.problem, self.pricer, [travel], False))
-        for place, bytes_ in beside.items():
-            yield BUCKETS, place, place, bytes_
+        return kind, travel.start, travel.last, self._bytes(*key)
 
 
-def _is_in_place(bucket: Bucket) -> bool:
-    """Whether its one value is reduced in its own memory."""
-    steps = bucket.travels[0].transfer.redistribution.steps
-    return len(bucket.travels) == 1 and all(step.move.kind == "all_reduce" for step in steps)
+def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
+    """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less."""
+    vertices = problem.vertices
+    hidden = [t for t in evaluation.transfers if t.is_hidden]
+    bytes_ = sum(pricer.bytes_of(vertices[t.producer].values[t.output], t.target) * t.copies for t in hidden)
+    return min(pricer.bucket_bytes, bytes_)
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:

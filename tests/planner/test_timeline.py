@@ -28,10 +28,8 @@ CASES = [
 
 
 @functools.cache
-def planned(
-    model: str, mesh: str, strategy: str | None = None, batch: int = 8, seq: int = 16, bucket: int = 1 << 40, **options
-) -> Planned:
-    hardware = toy(flops=1e10, memory=1e11, latency=1e-6, bucket=bucket)
+def planned(model: str, mesh: str, strategy: str | None = None, batch: int = 8, seq: int = 16, **options) -> Planned:
+    hardware = toy(flops=1e10, memory=1e11, latency=1e-6)
     options = PlanOptions(hardware, strategy=strategy, baselines=False, **options)
     return search(captured(model, batch, seq), Mesh.parse(mesh), options)
 
