@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from .view.units import size
+from .units import size
 
 
 class AutoparError(Exception):

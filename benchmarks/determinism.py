@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.view.units import table
+from autopar.units import table
 
 ROOT = Path(__file__).parent.parent
 CASES = {

@@ -29,7 +29,7 @@ from functools import partial
 import autopar
 from autopar import models
 from autopar.commands.common import quiet
-from autopar.view.units import table
+from autopar.units import table
 
 GIB = 2**30
 

@@ -17,8 +17,8 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     planned, timeline = common.played(args)
+    from ..units import size
     from ..view.report import report_page
-    from ..view.units import size
 
     page = report_page(planned, timeline)
     Path(args.out).write_text(page, encoding="utf-8")

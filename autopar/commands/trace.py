@@ -18,8 +18,8 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     planned, timeline = common.played(args)
+    from ..units import ms
     from ..view.trace import trace_of
-    from ..view.units import ms
 
     Path(args.out).write_text(json.dumps(trace_of(planned, timeline)) + "\n")
     print(f"{args.out}: {len(timeline.events)} events, step {ms(timeline.seconds)}, "

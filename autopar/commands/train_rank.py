@@ -27,8 +27,8 @@ from ..mesh import Mesh
 from ..models.corpus import batches
 from ..plan import Plan
 from ..runtime import watch
+from ..units import ms, size
 from ..view.plan_text import summary
-from ..view.units import ms, size
 from . import common
 
 WARM_UP = 2  # steps that are not timed

@@ -24,7 +24,7 @@ from ..adapt.targets import ALL_LINEAR
 from ..capture import Captured
 from ..errors import MemoryInfeasibleError
 from ..mesh import Mesh
-from ..view.units import ms, size
+from ..units import ms, size
 from . import forced, make, offload
 from .ascend import Search
 from .live_bytes import AGAIN, PASSING, SAVED

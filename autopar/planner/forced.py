@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import MemoryInfeasibleError, StrategyError
-from ..view.units import size
+from ..units import size
 from . import micro_batches
 from .blocks import FULL, SELECTIVE
 from .restrict import Restriction

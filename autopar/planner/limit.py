@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from ..view.units import size
+from ..units import size
 from .again import Again
 from .ascend import minimize
 from .cuts import FIRST_PRICE

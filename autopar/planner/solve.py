@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..errors import AutoparError, MemoryInfeasibleError
-from ..view.units import size
+from ..units import size
 from .ascend import Search
 from .blocks import Blocks
 from .evaluate import Evaluation, Pricer

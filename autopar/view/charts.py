@@ -7,9 +7,9 @@ import numpy as np
 from ..planner.live_bytes import ends_of
 from ..planner.make import Planned
 from ..planner.timeline import COMPUTE, Event, Timeline
+from ..units import ms, size
 from .html import Html, joined, tag
 from .trace import profiler_name
-from .units import ms, size
 
 WIDTH, LANE, GAP = 1000.0, 26.0, 6.0
 COLUMNS = 360  # of the memory chart: of the runs that fall into one, the fullest is drawn

@@ -7,8 +7,8 @@ from collections import defaultdict
 
 from ..plan import Plan
 from ..plan_file import MEMORY_KINDS
+from ..units import byte_column, ms, size
 from .plan_text import in_tree_order
-from .units import byte_column, ms, size
 
 
 def diff_text(a: Plan, b: Plan) -> str:

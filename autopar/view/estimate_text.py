@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..estimate import Estimate
+from ..units import byte_column, ms, number, percent, size, table
 from .plan_text import in_order, parts_of
-from .units import byte_column, ms, number, percent, size, table
 
 
 def estimate_text(e: Estimate) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..planner.explain import Choice, Explanation
-from .units import byte_unit, decimals, ms, size, table
+from ..units import byte_unit, decimals, ms, size, table
 
 
 def explain_text(e: Explanation) -> str:

@@ -1,4 +1,4 @@
-"""The text of a plan: stable, sorted, diffable. One function a section; units are in autopar/view/units.py."""
+"""The text of a plan: stable, sorted, diffable. One function a section; units are in autopar/units.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..plan import Alternative, Plan, Region
 from ..plan_file import MEMORY_KINDS
-from .units import byte_column, column, ms, percent, size, table
+from ..units import byte_column, column, ms, percent, size, table
 
 
 def plan_text(plan: Plan) -> str:

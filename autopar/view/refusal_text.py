@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import MemoryInfeasibleError
+from ..units import byte_column, column, size, table
 from .plan_text import in_order
-from .units import byte_column, column, size, table
 
 
 def refusal_text(error: MemoryInfeasibleError) -> str:

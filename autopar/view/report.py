@@ -12,10 +12,10 @@ from ..plan_file import MEMORY_KINDS
 from ..planner.explain import runners_up
 from ..planner.make import Planned
 from ..planner.timeline import Timeline
+from ..units import byte_column, column, ms, percent, size
 from .charts import legend_of, memory_chart, timeline_chart
 from .html import Html, bar, joined, rows_of, tag
 from .plan_text import in_tree_order
-from .units import byte_column, column, ms, percent, size
 
 FOLDER = Path(__file__).parent
 

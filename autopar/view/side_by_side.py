@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..plan import Plan
 from ..plan_file import MEMORY_KINDS
-from .units import byte_column, column, table
+from ..units import byte_column, column, table
 
 
 def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:

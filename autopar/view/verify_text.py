@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..compare import TOLERANCE, VerifyReport
-from .units import size, table
+from ..units import size, table
 
 
 def verify_text(report: VerifyReport) -> str:

@@ -11,9 +11,9 @@ from autopar import api
 from autopar.cli import main
 from autopar.models import build
 from autopar.planner.timeline import simulate
+from autopar.units import ms, size
 from autopar.view.html import VOID, Html, joined, tag
 from autopar.view.report import report_page
-from autopar.view.units import ms, size
 
 
 class Page(HTMLParser):

@@ -1,6 +1,6 @@
 import pytest
 
-from autopar.view.units import byte_column, column, ms, percent, size, table
+from autopar.units import byte_column, column, ms, percent, size, table
 
 
 @pytest.mark.parametrize(
