@@ -30,15 +30,16 @@ from .program import Solution
 from .search import Outcome, Run
 from .tied import Tied
 
-MOST_PRICES = 9
-FEW_PRICES = 4  # if there is a plan that fits
-MOST_TRIES = 4
+MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
-ROUNDS = 40
-ENOUGH_TRIES = 3
-LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
 SMALL_DOUBT = 0.02  # of the bound: better prices would hardly say more
-PLAN_GAP = 5e-3  # of the plans that are then made to fit
+# the searches for the bound try a plan at each of their prices: with so many tried, and one that fits, no others are looked for;
+# with fewer, few more
+ENOUGH_TRIES, FEW_PRICES = 3, 4
+# what has to be made to fit is changed more than this anyway, so that its search may stop early
+PLAN_GAP, ROUNDS = 5e-3, 40
+MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
+LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
 STEP = 1e-5  # between two points, for a slope
 
 
@@ -57,8 +58,7 @@ class WithinLimit:
         """The fastest plan found. Raises MemoryInfeasibleError if none fits."""
         first = self._peaks_early(self.fast)
         for early, is_sure in ((first, False), (not first, True)):
-            self._search(early, is_sure)
-            if self.best is not None:
+            if self._search(early, is_sure) and self.best is not None:
                 break
         best = self.best or self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes:
@@ -70,15 +70,16 @@ class WithinLimit:
         """Whether memory peaks when the forward ends; where gradients are more than activations, it does when the backward ends."""
         return self.run.accumulates or e.gradient_bytes + e.whole_gradient_bytes <= e.saved_bytes
 
-    def _search(self, early: bool, is_sure: bool) -> None:
-        """Plans at changing prices of what is held at one of the two peaks; none if that is not the peak, unless it is sure."""
+    def _search(self, early: bool, is_sure: bool) -> bool:
+        """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is sure."""
         free = replace(self.solver.free, saved=early, gradients=float(self.run.accumulates or not early))
         point = self._highest_bound(free, is_sure)
         if point is not None and (self.best is None or self.tries < ENOUGH_TRIES and not self._is_near()):
             self._bisect(free, point)
+        return point is not None
 
     def _highest_bound(self, free: Prices, is_sure: bool) -> np.ndarray | None:
-        """Where the bound is highest, from the point of view of plans that may recompute."""
+        """Where the bound is highest, from the point of view of plans that may recompute. None if memory peaks elsewhere."""
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[2] = MOST_PRICE
         again = Again(self.problem, self.solver.pricer, self.solver.blocks.inner)
@@ -95,7 +96,6 @@ class WithinLimit:
             line = self._line(dual, free, point, solution)
             tried, _ = self._try(prices)
             if not is_sure and tried.bytes_ > self.limit_bytes and self._peaks_early(tried) != free.saved:
-                self.best = None
                 return None
             cuts.add(point, *line, tried)
         return point
@@ -175,15 +175,14 @@ class WithinLimit:
     def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
         """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again; and the
         price of the dearest step."""
-        fit, keep = self.solver.blocks.fit, self.run.restriction.keep
+        fit = self.solver.blocks.fit
         best, dearest = fit(tried, limit_bytes)
-        price, low = dearest, max(prices.byte_seconds, dearest / LOWEST_PART) if dearest < math.inf else prices.byte_seconds
-        if price <= prices.byte_seconds or keep is not None:
+        if dearest <= prices.byte_seconds or self.run.restriction.keep is not None:
             return best, dearest
-        if best is None:
-            price = low * LOWEST_PART
+        least = max(prices.byte_seconds, dearest / LOWEST_PART)
+        most = least * LOWEST_PART if best is None else dearest
         # what is gathered again is hidden, or is not: the backward may have compute enough for it or not
-        for again, weight in itertools.product((price, math.sqrt(price * low), low), (1.0 - prices.overlap, 1.0)):
+        for again, weight in itertools.product((most, math.sqrt(most * least), least), (1.0 - prices.overlap, 1.0)):
             dear = replace(prices, byte_seconds=again, hidden_backward=weight, saved=True)
             leaner, last = fit(self.run.judge(dear, tried.choice), limit_bytes)
             if leaner is not None and (best is None or leaner.seconds < best.seconds):
