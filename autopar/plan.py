@@ -106,7 +106,7 @@ class Plan:
     step_seconds: float
     compute_seconds: float
     communication_seconds: float
-    recompute_seconds: float
+    recompute_seconds: float  # of compute; what is moved again for it is communication
     simulated_seconds: float  # with communication behind compute, where step_seconds is the sum (autopar/planner/timeline.py)
     exposed_seconds: float  # of it, what compute waits for communication
     bound: float  # no plan in the search space takes fewer seconds

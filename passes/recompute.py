@@ -2,7 +2,8 @@
 
 A forward op of a recomputed block that a backward op reads is copied into the backward, just before its first reader, with
 everything of the block that it needs, collectives included. Values that leave the block stay saved: they are what the next
-block starts from. Chen et al., arXiv 1604.06174.
+block starts from. A tensor that the backward redistributes anyway is redistributed once: parameters gathered for what is
+computed again serve the backward's own ops too. Chen et al., arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -46,10 +47,22 @@ def recompute(local: fx.GraphModule, blocks: Collection[str], nodes: Collection[
             for argument in reader.all_input_nodes:
                 if (new := again(argument)) is not argument:
                     reader.replace_input_with(argument, new)
+    _share(graph)
     graph.eliminate_dead_code()
     graph.lint()
     local.recompile()
     return local
+
+
+def _share(graph: fx.Graph) -> None:
+    """Redistributions of one tensor to one layout in the backward become the first of them."""
+    first: dict[tuple, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "tensor" in node.meta and phase_of(node) == "backward":
+            same = first.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _inner(graph: fx.Graph, blocks: Collection[str]) -> set[fx.Node]:

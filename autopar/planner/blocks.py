@@ -2,9 +2,10 @@
 
 A block is one element of a module list. At the level `selective` what is cheap to make from values that are saved anyway is
 dropped: pointwise ops and norms, with no collective on the way (Korthikanti et al., arXiv 2205.05198, section 5). At the level
-`full` a block keeps what it reads from outside and what others read from it, and drops the rest; the backward computes it again,
-collectives included (Chen et al., arXiv 1604.06174). Every block has its own level; the steps that free most bytes a second are
-taken first.
+`full` a block keeps what it reads from outside and what others read from it, and drops the rest, gathered copies included; the
+backward computes it again (Chen et al., arXiv 1604.06174). What the forward moved is moved again, but only once in the backward:
+one copy serves what is computed again and the backward's own ops. Every block has its own level; the steps that free most bytes a
+second are taken first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ..cost.compute import flops_of
 from ..layout import largest_local_numel
-from .evaluate import RESIDENT_LEAVES, Evaluation
+from .evaluate import RESIDENT_LEAVES, Evaluation, Transfer
 from .problem import Problem
 
 _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
@@ -34,16 +35,22 @@ def block_of(module: str) -> str:
 @dataclass(frozen=True)
 class Recomputation:
     """What taking one block of an evaluated plan to a level frees and costs, beyond the level before; `copies` blocks of the whole
-    graph are like it. `again`: vertices that are computed twice. `needed`: what has to be saved instead, with its bytes."""
+    graph are like it. `again`: vertices that are computed twice, in so many `compute_seconds`. `moved`: transfers of the forward
+    that the backward makes for this alone. `needed`: what has to be saved instead, with its bytes."""
 
     block: str
     level: str
     freed: tuple[Key, ...]
     needed: tuple[tuple[Key, float], ...]
     freed_bytes: float
-    seconds: float
+    compute_seconds: float
     copies: int
     again: frozenset[int]
+    moved: tuple[Transfer, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + sum(t.seconds for t in self.moved)
 
     @property
     def price(self) -> float:
@@ -81,35 +88,26 @@ class Blocks:
         for key in evaluation.saved:
             if key[0] in self.inner:
                 held[self.block[key[0]]].append(key)
-        arriving: dict[int, float] = defaultdict(float)
-        moved, gathered = set(), defaultdict(list)
-        for transfer in evaluation.transfers:
-            if transfer.phase == "forward":
-                arriving[transfer.consumers[0]] += transfer.seconds
-                for consumer in transfer.consumers:
-                    if self.problem.vertices[transfer.producer].kind == "parameter":
-                        gathered[consumer].append((transfer.producer, transfer.output, transfer.target))
-                    else:
-                        moved.add(consumer)
+        moves = _Moves(evaluation, self)
         steps = []
         for block, keys in held.items():
-            selective = self._selective(evaluation, block, keys, moved, gathered)
-            full = self._full(evaluation, block, keys, arriving, selective)
+            selective = self._selective(evaluation, block, keys, moves)
+            full = self._full(evaluation, block, keys, moves, selective)
             if merged and selective and full and full.price < selective.price:
-                selective, full = None, self._full(evaluation, block, keys, arriving, None)
+                selective, full = None, self._full(evaluation, block, keys, moves, None)
             steps += [step for step in (selective, full) if step and step.freed_bytes > 0]
         return steps
 
-    def _seconds(self, e: Evaluation, vertices: Iterable[int], arriving: dict[int, float]) -> float:
-        return sum(float(self.problem.choices(v).seconds[e.choice[v]]) + arriving.get(v, 0.0) for v in vertices)
+    def _seconds(self, e: Evaluation, vertices: Iterable[int]) -> float:
+        return sum(float(self.problem.choices(v).seconds[e.choice[v]]) for v in vertices)
 
-    def _selective(self, e: Evaluation, block: str, keys: list[Key], moved, gathered) -> Recomputation | None:
+    def _selective(self, e: Evaluation, block: str, keys: list[Key], moves: _Moves) -> Recomputation | None:
         """Drop what cheap ops make from what is left, largest values first. Gathered parameters that they read are kept."""
         own = {(v, o): layout for v, o, layout in keys if self._source(e, v, o) == layout}
         dropped: set[tuple[int, int]] = set()
         again: set[int] = set()
         for v, o in sorted(own, key=lambda t: (-e.saved[(*t, own[t])], t)):
-            found = self._sources(e, v, dropped | {(v, o)}, moved)
+            found = self._sources(e, v, dropped | {(v, o)}, moves.readers)
             if found is not None:
                 dropped.add((v, o))
                 again |= found
@@ -117,10 +115,10 @@ class Blocks:
             return None
         freed = tuple((*t, own[t]) for t in sorted(dropped))
         copies = self.problem.vertices[freed[0][0]].copies
-        read = dict.fromkeys(key for v in sorted(again) for key in gathered[v] if key not in e.saved)
+        read = dict.fromkeys(key for v in sorted(again) for key in moves.gathered[v] if key not in e.saved)
         needed = tuple((key, self._local_bytes(*key) * copies) for key in read)
         bytes_ = (sum(e.saved[key] for key in freed) - sum(held for _, held in needed)) / copies
-        return Recomputation(block, SELECTIVE, freed, needed, bytes_, self._seconds(e, again, {}), copies, frozenset(again))
+        return Recomputation(block, SELECTIVE, freed, needed, bytes_, self._seconds(e, again), copies, frozenset(again))
 
     def _sources(self, e: Evaluation, vertex: int, dropped: set[tuple[int, int]], moved: Collection[int]) -> set[int] | None:
         """The cheap ops that make a vertex again from saved values, where they are read as they were made; None if there is no
@@ -140,7 +138,7 @@ class Blocks:
                     stack.append(p)
         return found
 
-    def _full(self, e: Evaluation, block: str, keys: list[Key], arriving, before: Recomputation | None) -> Recomputation:
+    def _full(self, e: Evaluation, block: str, keys: list[Key], moves: _Moves, before: Recomputation | None) -> Recomputation:
         """Drop all, and save what the block reads from outside."""
         problem, again, stack, needed = self.problem, set(), [key[0] for key in keys], {}
         while stack:
@@ -150,6 +148,7 @@ class Blocks:
             if v in self.inner:
                 again.add(v)
                 stack += [p for p, _ in problem.vertices[v].inputs]
+        arriving, staying = moves.into(block, again, e.saved)
         for v in again:
             for p, o in problem.vertices[v].inputs:
                 vertex = problem.vertices[p]
@@ -157,11 +156,14 @@ class Blocks:
                 if p not in again and vertex.kind not in RESIDENT_LEAVES and key not in e.saved:
                     needed[key] = self._local_bytes(*key) * vertex.copies
         copies = problem.vertices[keys[0][0]].copies
+        needed |= {key: self._local_bytes(*key) * copies for key in map(key_of, staying) if key not in e.saved}
         held = {key: e.saved[key] for key in keys if before is None or key not in before.freed}
+        held |= {key: e.saved[key] for key in map(key_of, arriving) if key in e.saved}
         held |= dict(before.needed) if before else {}
         freed, bytes_ = tuple(held), (sum(held.values()) - sum(needed.values())) / copies
-        seconds = self._seconds(e, again, arriving) - (before.seconds if before else 0.0)
-        return Recomputation(block, FULL, freed, tuple(needed.items()), bytes_, seconds, copies, frozenset(again))
+        seconds = self._seconds(e, again) - (before.compute_seconds if before else 0.0)
+        moved = tuple(t for t in arriving if key_of(t) not in moves.in_backward)
+        return Recomputation(block, FULL, freed, tuple(needed.items()), bytes_, seconds, copies, frozenset(again), moved)
 
     def _source(self, e: Evaluation, vertex: int, output: int):
         """The layout in which a vertex hands an output on."""
@@ -212,13 +214,51 @@ class Blocks:
         return _taking(evaluation, [(step, step.copies) for step in steps], alive)
 
 
+class _Moves:
+    """What an evaluation moves, as recomputation sees it. `readers`: forward vertices that read another layout of something that
+    is not a parameter; `gathered`: by forward vertex, copies of parameters that it reads; `in_backward`: copies that the backward
+    makes anyway."""
+
+    def __init__(self, e: Evaluation, blocks: Blocks):
+        self.blocks, kinds = blocks, [v.kind for v in blocks.problem.vertices]
+        self.readers: set[int] = set()
+        self.gathered: dict[int, list[Key]] = defaultdict(list)
+        self.in_backward = {key_of(t) for t in e.transfers if t.phase == "backward"}
+        self._of_block: dict[str, list[Transfer]] = defaultdict(list)
+        for t in e.transfers:
+            if t.phase == "forward":
+                for block in dict.fromkeys(blocks.block[c] for c in t.consumers):
+                    self._of_block[block].append(t)
+                if kinds[t.producer] != "parameter":
+                    self.readers.update(t.consumers)
+                for consumer in t.consumers if kinds[t.producer] == "parameter" else ():
+                    self.gathered[consumer].append(key_of(t))
+
+    def into(self, block: str, again: Collection[int], saved: Collection[Key]) -> tuple[list[Transfer], list[Transfer]]:
+        """What must be moved again if these vertices of a block are computed again and saved copies that it alone reads are
+        dropped; and what they share with others, so that the copy has to stay."""
+        alone, shared = [], []
+        for t in self._of_block[block]:
+            is_read = not again.isdisjoint(t.consumers)
+            if all(self.blocks.block[c] == block for c in t.consumers):
+                alone += [t] if is_read or key_of(t) in saved else []
+            else:
+                shared += [t] if is_read else []
+        return alone, shared
+
+
+def key_of(transfer: Transfer) -> Key:
+    """The copy that a transfer makes."""
+    return transfer.producer, transfer.output, transfer.target
+
+
 def _taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]], alive: dict[str, float]) -> Evaluation:
     """The evaluation with these steps taken in so many copies each; `alive`: by block, what it holds again in its backward."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
     saved, kept, seconds = dict(evaluation.saved), set(evaluation.kept), 0.0
     for step, count in counts:
         taken[step.block][step.level] = (step, count)
-        seconds += step.seconds * count
+        seconds += step.compute_seconds * count
         share = count / step.copies
         saved |= {key: saved[key] * (1 - share) for key in step.freed}
         saved |= {key: saved.get(key, 0.0) + bytes_ * share for key, bytes_ in step.needed}

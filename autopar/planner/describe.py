@@ -79,7 +79,7 @@ def _elements(problem: Problem, trained: bool) -> int:
 
 def _collectives(e: Evaluation) -> tuple[Collective, ...]:
     count, wire, seconds = Counter(), Counter(), Counter()
-    for transfer in e.transfers:
+    for transfer in e.every_transfer:
         for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":
                 continue

@@ -11,7 +11,7 @@ layout, in a copy that the forward made anyway, or both; with a price on memory 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class Evaluation:
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how a compact graph was split, see Problem.split
     recomputed: dict[str, dict] = field(default_factory=dict)  # block -> level -> (step, copies that take it), see blocks.py
-    recompute_seconds: float = 0.0
+    recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `again_transfers`
     offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
     whole_gradient_bytes: float = 0.0  # what gradients that are not reduced yet take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
@@ -80,8 +80,18 @@ class Evaluation:
         return sum(self.compute.values())
 
     @property
+    def again_transfers(self) -> list[Transfer]:
+        """What recomputed blocks move in the backward besides `transfers`."""
+        taken = [pair for levels in self.recomputed.values() for pair in levels.values()]
+        return [replace(t, phase="backward", copies=count) for step, count in taken for t in step.moved]
+
+    @property
+    def every_transfer(self) -> list[Transfer]:
+        return self.transfers + self.again_transfers
+
+    @property
     def communication_seconds(self) -> float:
-        return sum(t.seconds * t.copies for t in self.transfers)
+        return sum(t.seconds * t.copies for t in self.every_transfer)
 
     @property
     def hidden_seconds(self) -> float:
@@ -101,7 +111,7 @@ class Evaluation:
         return self._hidden(phase) - self.compute[phase]
 
     def _hidden(self, phase: str) -> float:
-        return sum(t.seconds * t.copies for t in self.transfers if t.is_hidden and t.phase == phase)
+        return sum(t.seconds * t.copies for t in self.every_transfer if t.is_hidden and t.phase == phase)
 
     def priced(self, prices: Prices) -> float:
         """The cost that a search at these prices minimizes. Without recomputation."""

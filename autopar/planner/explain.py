@@ -239,7 +239,7 @@ class _Explainer:
     def _here(self, cls: int, e: Evaluation) -> float:
         """Seconds of communication of the tensors that the members of a class make or read."""
         members = set(self.problem.classes[cls].members)
-        return sum(t.seconds * t.copies for t in e.transfers if t.producer in members or not members.isdisjoint(t.consumers))
+        return sum(t.seconds * t.copies for t in e.every_transfer if t.producer in members or not members.isdisjoint(t.consumers))
 
     def _binding(self, cls: int, taken: Counter) -> str:
         """What keeps a choice from being another."""

@@ -209,7 +209,7 @@ class _Lives:
 def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
     """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less."""
     vertices = problem.vertices
-    hidden = [t for t in evaluation.transfers if t.is_hidden]
+    hidden = [t for t in evaluation.every_transfer if t.is_hidden]
     bytes_ = sum(pricer.bytes_of(vertices[t.producer].values[t.output], t.target) * t.copies for t in hidden)
     return min(pricer.bucket_bytes, bytes_)
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 import networkx
 
 from ..compact import FIRST
+from .blocks import FULL, block_of, key_of
 from .evaluate import RESIDENT_LEAVES, Evaluation, Pricer, uses_by_tensor
 from .problem import Problem
 
@@ -96,22 +97,27 @@ def between(problem: Problem, one: Evaluation, other: Evaluation, judge: Callabl
 
 
 def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pricer) -> Evaluation:
-    """The plan with copies of the forward kept for the backward as far as they fit, those that save most seconds per byte first."""
-    made = {(t.producer, t.output, t.target) for t in e.transfers if t.phase == "forward"}
-    again = []
+    """The plan with copies of the forward kept for the backward as far as they fit, those that save most seconds per byte first.
+    A block that is computed again keeps none."""
+    full = {block for block, levels in e.recomputed.items() if FULL in levels}
+    homes = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
+    made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(homes[c] for c in t.consumers)}
+    redone = []
     for i, t in enumerate(e.transfers):
-        key, kind = (t.producer, t.output, t.target), problem.vertices[t.producer].kind
+        key, kind = key_of(t), problem.vertices[t.producer].kind
         if t.phase == "backward" and key in made and (kind == "parameter" or kind not in RESIDENT_LEAVES):
             bytes_ = pricer.local_bytes(*key)
-            again.append((-t.seconds / max(bytes_, 1.0), i, key, bytes_ * t.copies))
-    dropped, saved, left = set(), dict(e.saved), limit_bytes - e.bytes_
-    for _, i, key, bytes_ in sorted(again, key=lambda entry: entry[:2]):
-        if bytes_ <= left:
+            more = bytes_ * t.copies - e.saved.get(key, 0.0)  # a block may hold it for what it computes again
+            redone.append((-t.seconds / max(bytes_, 1.0), i, key, more))
+    dropped, kept, saved, left = set(), set(e.kept), dict(e.saved), limit_bytes - e.bytes_
+    for _, i, key, more in sorted(redone, key=lambda entry: entry[:2]):
+        if more <= left:
             dropped.add(i)
-            saved[key] = bytes_
-            left -= bytes_
+            kept.add(key)
+            saved[key] = saved.get(key, 0.0) + more
+            left -= more
     transfers = [t for i, t in enumerate(e.transfers) if i not in dropped]
-    return replace(e, transfers=transfers, saved=saved, kept=e.kept | (saved.keys() - e.saved.keys()))
+    return replace(e, transfers=transfers, saved=saved, kept=kept)
 
 
 def _components(problem: Problem, lean: dict[int, int], fast: dict[int, int]) -> list[list[int]]:

@@ -59,7 +59,7 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
     for key, bytes_ in e.saved.items():
         if key[0] in home:
             rows[home[key[0]]]["bytes_"] += bytes_
-    for transfer in e.transfers:
+    for transfer in e.every_transfer:
         at = next((c for c in transfer.consumers if c in home), transfer.producer)
         row = rows[home.get(at, "(outside of modules)")]
         row["communication"] += transfer.seconds

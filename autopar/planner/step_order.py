@@ -1,20 +1,23 @@
 """The order of a training step: which op runs when, and from when to when each transfer may travel.
 
 Ops run in graph order, forward then backward; those of recomputed blocks run again just before the backward first reads them.
+A copy that both the backward and what runs again read travels once.
 A transfer may start once its source is made, but at most one block ahead of its first reader: a block's gathered parameters
 arrive while the block before it computes, and never those of the whole model at once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from .blocks import block_of, recomputed_vertices
-from .evaluate import Evaluation, Transfer
+from .blocks import block_of, key_of, recomputed_vertices
+from .evaluate import Evaluation, Transfer, uses_by_tensor
 from .problem import Problem
 from .regions import module_of
+from .vertices import STATE
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
     one_block_ahead = _one_block_ahead(problem, runs)
 
-    def travel(transfer: Transfer, phase: str, again: bool) -> Travel:
-        producer, readers = transfer.producer, [(c, again) for c in transfer.consumers]
+    def travel(transfer: Transfer, readers: list[tuple[int, bool]], again: bool = False) -> Travel:
+        producer, phase = transfer.producer, transfer.phase
         made = place.get((producer, phase == "backward"), place.get((producer, False), -1))
         if problem.vertices[producer].kind == "tangent":
             made = first_backward - 1
@@ -66,9 +69,26 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
         start = max(made + 1, one_block_ahead[first] if read else 0)
         return Travel(transfer, phase, start, first, last, again)
 
-    travels = [travel(t, t.phase, False) for t in evaluation.transfers]
-    travels += [travel(t, "backward", True) for t in evaluation.transfers if t.phase == "forward" and t.consumers[0] in again]
+    second: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)  # what runs again, by the copy that it reads
+    for t in evaluation.transfers:
+        if t.phase == "forward":
+            second[key_of(t)] += [(c, True) for c in t.consumers if c in again]
+    travels = []
+    for t in evaluation.transfers:
+        readers = [(c, False) for c in t.consumers]
+        travels.append(travel(t, readers + second[key_of(t)] if t.phase == "backward" else readers))
+    for t in evaluation.again_transfers:
+        readers = [(c, False) for c in _backward_readers(problem, evaluation, t)]
+        travels.append(travel(t, second[key_of(t)] + readers, True))
     return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))))
+
+
+def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:
+    """Ops of the backward that read a copy which was kept for them, had it not to be made again."""
+    for use in uses_by_tensor(problem)[t.producer, t.output]:
+        strategy = problem.choices(use.consumer).strategies[e.choice[use.consumer]]
+        if use.phase == "backward" and use.slot != STATE and strategy.inputs[use.slot] == t.target:
+            yield use.consumer
 
 
 def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Run]:

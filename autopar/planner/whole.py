@@ -90,6 +90,9 @@ class _Writer:
             step, block=name, copies=1, again=frozenset(twin(v) for v in step.again),
             freed=tuple((twin(v), o, layout) for v, o, layout in step.freed),
             needed=tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in step.needed),
+            moved=tuple(
+                replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved
+            ),
         )  # fmt: skip
 
 

@@ -37,19 +37,49 @@ def emitted(graph, plan: Plan, rank: int) -> Counter:
     return found
 
 
+@pytest.mark.parametrize("recompute", ["auto", "selective", "full"])
 @pytest.mark.parametrize(("model", "mesh", "strategy"), [
     *((GPT, "dp=4", strategy) for strategy in ("auto", *RECIPES)),
-    *((LLAMA, "dp=2,tp=2", strategy) for strategy in ("auto", "megatron_sp")),
+    *((LLAMA, "dp=2,tp=2", strategy) for strategy in ("auto", "megatron_sp", "megatron_sp+fsdp")),
 ])  # fmt: skip
-def test_predicted_is_emitted(model, mesh, strategy):
+def test_predicted_is_emitted(model, mesh, strategy, recompute):
     mesh = "a=2,b=2" if strategy == "hsdp" else mesh
-    plan, graph = make(model, mesh, MACHINE, strategy=strategy), captured(model)
+    plan, graph = make(model, mesh, MACHINE, strategy=strategy, recompute=recompute), captured(model)
+    assert bool(plan.recomputed) == (recompute == "full")
     said = predicted(plan)
     for reduce_scatter in ("native", "all_to_all"):
         for rank in (0, 3):
             sent = emitted(graph, replace(plan, reduce_scatter=reduce_scatter), rank)
             assert set(said) == set(sent)
             assert {key: round(value) for key, value in said.items()} == {key: round(value) for key, value in sent.items()}
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_what_some_blocks_recompute_is_predicted(mesh):
+    """Limits between the plan without one and the smallest: some blocks recompute, some keep what they gathered."""
+    deep = GPT.replace("layers=2", "layers=4")
+    graph, free = captured(deep, 64), make(deep, mesh, MACHINE, batch=64)
+    least = make(deep, mesh, MACHINE, batch=64, strategy="fsdp", recompute="full").peak_bytes
+    recomputing = 0
+    for share in (0.1, 0.3, 0.5, 0.8):
+        plan = make(deep, mesh, MACHINE, batch=64, memory_bytes=least + share * (free.peak_bytes - least))
+        recomputing += 0 < len(plan.recomputed) < 4
+        sent = emitted(graph, plan, 1)
+        assert {k: round(v) for k, v in predicted(plan).items()} == {k: round(v) for k, v in sent.items()}
+    assert recomputing
+
+
+def test_parameters_are_gathered_twice_not_three_times():
+    """What a recomputed block gathers for its second forward serves its backward too, as in FSDP."""
+    graph, plans = captured(GPT), [make(GPT, "dp=4", MACHINE, strategy="fsdp", recompute=level) for level in ("none", "full")]
+    for plan in plans:
+        gathered = Counter()
+        for node in lower(graph, plan, 0).local.graph.nodes:
+            if (c := node.meta.get("collective")) and c.kind == "all_gather":
+                gathered[c.tensor, c.phase] += 1
+        assert set(gathered.values()) == {1}
+    matrices = {key: value for key, value in predicted(plans[0]).items() if key[0] == "reduce_scatter"}
+    assert matrices == {key: value for key, value in predicted(plans[1]).items() if key[0] == "reduce_scatter"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import api
 from autopar.cli import main
-from autopar.errors import MemoryInfeasibleError
+from autopar.errors import CaptureError, MemoryInfeasibleError
 from autopar.mesh import Mesh
 from autopar.models import registry
 from autopar.planner import fixes
@@ -100,7 +100,7 @@ def test_next_stages_of_zero():
 
 def test_a_change_that_cannot_be_planned_is_left_out():
     def fails(samples, more):
-        raise RuntimeError("no such model")
+        raise CaptureError("no such model")
 
     graph, mesh = captured(MODEL, BATCH, 1), Mesh.parse("dp=2")
     options = PlanOptions(MACHINE, memory_bytes=1e6, strategy="ddp", baselines=False)

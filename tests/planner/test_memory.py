@@ -108,7 +108,8 @@ def test_what_is_reserved_is_not_for_tensors(options):
     large = make(GPT, "dp=2", **reserving, **options, memory_bytes=limit + reserve)
     assert (large.layouts, large.step_seconds) == (small.layouts, small.step_seconds)
     assert large.peak_bytes == pytest.approx(small.peak_bytes + reserve)
-    assert large.memory == pytest.approx(small.memory | {"allocator reserve": reserve})
+    # which of the copies that cost nothing are kept may differ: prices are in units of the limit
+    assert large.memory == pytest.approx(small.memory | {"allocator reserve": reserve}, rel=0.02)
 
 
 def test_what_is_reserved_is_missing_too():
