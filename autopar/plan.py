@@ -118,7 +118,7 @@ class Plan:
     regions: tuple[Region, ...]
     alternatives: tuple[Alternative, ...]
     recomputed: tuple[str, ...]  # blocks of which the backward computes all again
-    recomputed_selectively: tuple[str, ...]  # and those of which only what is cheap
+    recomputed_selectively: tuple[str, ...]  # and those of which only some of it: the ops of sharding.again
     warnings: tuple[str, ...]
     layouts: dict[str, str]  # of every parameter and input, by its own name
     sharding: Sharding = field(repr=False)

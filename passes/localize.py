@@ -19,6 +19,7 @@ Metadata of the local graph's nodes, besides role, phase, module and source (see
     sharding    on ops of the joint graph: their NodeSharding
     collective  on collectives: a passes.emit.Collective
     tensor      on nodes of a redistribution: name of the global tensor
+    kept        True on the copy that one ends with if the backward may read it as the forward made it
 
 The graph module's own `meta` has "rank" and "mesh".
 """
@@ -207,6 +208,8 @@ class _Localizer:
                 local.meta |= {"global": value, "layout": step.after}
         if redistribution.steps:
             self.copies[producer.name, index, wanted, phase] = local
+            if (producer.name, index, wanted) in self.sharding.kept:
+                local.meta["kept"] = True
         return local
 
     def _existing(self, producer: str, index: int, layout: Layout, phase: str) -> fx.Node | None:

@@ -1,9 +1,10 @@
-"""Recomputation of blocks: the backward makes the inner values of a block again instead of reading saved ones.
+"""Recomputation: the backward makes forward values again instead of reading saved ones.
 
-A forward op of a recomputed block that a backward op reads is copied into the backward, just before its first reader, with
-everything of the block that it needs, collectives included. Values that leave the block stay saved: they are what the next
-block starts from. A tensor that the backward redistributes anyway is redistributed once: parameters gathered for what is
-computed again serve the backward's own ops too. Chen et al., arXiv 1604.06174.
+A forward op that is computed again and that a backward op reads is copied into the backward, just before its first reader, with
+everything that it needs and that is computed again as well. In a whole block that is all but what leaves the block: the next one
+starts from there (Chen et al., arXiv 1604.06174). Redistributions are made again with what reads them, unless their copies are
+kept; one that the backward makes anyway is made once: parameters gathered for what is computed again serve the backward's own
+ops too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 
 def recompute(local: fx.GraphModule, blocks: Collection[str], nodes: Collection[str] = ()) -> fx.GraphModule:
-    """Rewrites a local joint graph in place; `blocks` are module paths such as "model.layers.3", `nodes` names of single ops."""
+    """Rewrites a local joint graph in place; `blocks` are module paths such as "model.layers.3" of which all is computed again,
+    `nodes` names of single ops."""
     if not blocks and not nodes:
         return local
     graph = local.graph
     inner = _inner(graph, blocks)
-    inner |= {n for n in graph.nodes if n.op == "call_function" and tensor_of(n)[0].name in nodes}
+    for node in graph.nodes:
+        is_copy = "tensor" in node.meta and not node.meta.get("kept") and phase_of(node) == "forward"
+        if node.op == "call_function" and (is_copy or tensor_of(node)[0].name in nodes):
+            inner.add(node)
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node) -> fx.Node:

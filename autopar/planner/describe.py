@@ -9,13 +9,13 @@ import torch
 from ..graph import output_node
 from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
-from .blocks import FULL, SELECTIVE
 from .evaluate import Evaluation, Pricer
 from .make import Planned
 from .micro_batches import of_step, samples_of
 from .offload import offloaded
 from .problem import Problem
 from .regions import regions_of
+from .remake import FULL
 from .search import Outcome
 from .vertices import STATE
 
@@ -40,8 +40,8 @@ def describe_plan(planned: Planned) -> Plan:
         bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes,
         memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
         collectives=_collectives(e), regions=regions_of(problem, e),
-        alternatives=tuple(alternatives), recomputed=tuple(_recomputed(e)[FULL]),
-        recomputed_selectively=tuple(_recomputed(e)[SELECTIVE]), warnings=planned.warnings,
+        alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
+        recomputed_selectively=_recomputed(e, False), warnings=planned.warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
@@ -51,17 +51,14 @@ def describe_plan(planned: Planned) -> Plan:
     return of_step(plan, problem, e, options.micro_batches, options.hardware.overlap_slowdown)
 
 
-def _recomputed(e: Evaluation) -> dict[str, list[str]]:
-    """By level, names of the blocks whose values are computed again."""
-    names = {SELECTIVE: [], FULL: []}
-    for block, levels in e.recomputed.items():
-        names[FULL if FULL in levels else SELECTIVE].append(block)
-    return names
+def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:
+    """Names of the blocks of which all values are computed again, or only some."""
+    return tuple(block for block, levels in e.recomputed.items() if (FULL in levels) == wholly)
 
 
 def _again(problem: Problem, e: Evaluation) -> list[str]:
-    """Names of the ops that blocks at the selective level compute twice."""
-    steps = [levels[SELECTIVE][0] for levels in e.recomputed.values() if FULL not in levels]
+    """Names of the ops that blocks compute twice of which only some values are computed again."""
+    steps = [step for levels in e.recomputed.values() if FULL not in levels for step, _ in levels.values()]
     vertices = [problem.vertices[v] for step in steps for v in sorted(step.again)]
     return [node.name for v in vertices for node in (v.node, *v.casts.values())]
 
@@ -121,7 +118,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
-        frozenset(kept), frozenset(_recomputed(e)[FULL]), frozenset(_again(problem, e)),
+        frozenset(kept), frozenset(_recomputed(e, True)), frozenset(_again(problem, e)),
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
     )  # fmt: skip
 

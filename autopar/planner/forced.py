@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..errors import MemoryInfeasibleError, StrategyError
 from ..units import size
 from . import micro_batches
-from .blocks import FULL, SELECTIVE
+from .remake import FULL, SELECTIVE
 from .restrict import Restriction
 from .search import Outcome
 from .solve import Solver

@@ -176,7 +176,7 @@ class WithinLimit:
         """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again; and the
         price of the dearest step."""
         fit = self.solver.blocks.fit
-        best, dearest = fit(tried, limit_bytes)
+        best, dearest = fit(tried, limit_bytes, prices)
         if dearest <= prices.byte_seconds or self.run.restriction.keep is not None:
             return best, dearest
         least = max(prices.byte_seconds, dearest / LOWEST_PART)
@@ -184,7 +184,7 @@ class WithinLimit:
         # what is gathered again is hidden, or is not: the backward may have compute enough for it or not
         for again, weight in itertools.product((most, math.sqrt(most * least), least), (1.0 - prices.overlap, 1.0)):
             dear = replace(prices, byte_seconds=again, hidden_backward=weight, saved=True)
-            leaner, last = fit(self.run.judge(dear, tried.choice), limit_bytes)
+            leaner, last = fit(self.run.judge(dear, tried.choice), limit_bytes, dear)
             if leaner is not None and (best is None or leaner.seconds < best.seconds):
                 best, dearest = leaner, last
         return best, dearest
@@ -195,11 +195,12 @@ class WithinLimit:
         price = break_even(self.problem, self.run.prices.gradients)
         if price is None or not fitted.offload_seconds:
             return fitted
-        room, blocks = self.limit_bytes + self.solver.blocks.freed_bytes(judge(fitted.choice), price), self.solver.blocks
+        blocks = self.solver.blocks
+        room = self.limit_bytes + blocks.freed_bytes(judge(fitted.choice), price, self.run.prices)
         for _ in range(MOST_TRIES):
             self.run.passing_bytes = fitted.passing_bytes
             more = mix(self.problem, judge(fitted.choice), self.fast, room, judge)
-            less, _ = blocks.fit(more, self.limit_bytes)
+            less, _ = blocks.fit(more, self.limit_bytes, self.run.prices)
             less = self.run.settled(less or more)
             if less.bytes_ <= self.limit_bytes and less.seconds >= fitted.seconds:
                 break

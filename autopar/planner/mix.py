@@ -17,9 +17,10 @@ from dataclasses import replace
 import networkx
 
 from ..compact import FIRST
-from .blocks import FULL, block_of, key_of
+from .blocks import block_of
 from .evaluate import RESIDENT_LEAVES, Evaluation, Pricer, uses_by_tensor
 from .problem import Problem
+from .remake import FULL, key_of
 
 
 def mix(

@@ -17,12 +17,12 @@ import numpy as np
 
 from .again import Again
 from .ascend import Search, minimize
-from .blocks import FULL
 from .cuts import Cuts
 from .dual import Dual
 from .evaluate import Evaluation, evaluate
 from .mix import between
 from .prices import Prices
+from .remake import FULL
 from .restrict import Restriction
 
 if TYPE_CHECKING:

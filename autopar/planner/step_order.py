@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from .blocks import block_of, key_of, recomputed_vertices
+from .blocks import block_of, recomputed_vertices
 from .evaluate import Evaluation, Transfer, uses_by_tensor
 from .problem import Problem
 from .regions import module_of
+from .remake import key_of
 from .vertices import STATE
 
 

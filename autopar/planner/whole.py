@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ..graph import output_node
-from .blocks import FULL, SELECTIVE, Recomputation
 from .evaluate import Evaluation, uses_by_tensor
 from .problem import Problem
+from .remake import Key, Recomputation
 from .vertices import STATE, vertices_of
 
 
@@ -40,27 +40,28 @@ class _Writer:
         )  # fmt: skip
 
     def write(self) -> tuple[Problem, Evaluation]:
-        e, dropped = self.evaluation, self._dropped()
+        e, spans = self.evaluation, self._spans()
         choice = {t: k for v, k in e.choice.items() for t in self.twins[v]}
         saved, kept = {}, set()
         for (v, output, layout), bytes_ in e.saved.items():
-            left = self.twins[v][dropped[v, output, layout] :]
-            saved |= {(t, output, layout): bytes_ / len(left) for t in left}
+            some = self.twins[v][spans[v, output, layout]]
+            saved |= {(t, output, layout): bytes_ / len(some) for t in some}
         for v, output, layout in e.kept:
-            kept |= {(t, output, layout) for t in self.twins[v][dropped[v, output, layout] :]}
+            kept |= {(t, output, layout) for t in self.twins[v][spans[v, output, layout]]}
         transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
         whole = replace(
             e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=dict(self._recomputed())
         )
         return self.problem, whole
 
-    def _dropped(self) -> Counter:
-        """In how many of its copies, the first ones, a block does not save a value."""
-        found: Counter = Counter()
+    def _spans(self) -> dict[Key, slice]:
+        """Which of its copies save a value: not the first ones where recomputed blocks drop it, those alone where they need it."""
+        spans: dict[Key, slice] = defaultdict(lambda: slice(None))
         for levels in self.evaluation.recomputed.values():
-            for step, count in levels.values():
-                found.update(dict.fromkeys(step.freed, count))
-        return found
+            for step, count in levels.values():  # a later step may drop what an earlier one needs
+                spans |= {key: slice(0, count) for key, _ in step.needed}
+                spans |= {key: slice(count, spans[key].stop) for key, _ in step.freed}
+        return spans
 
     def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
         for twin in self.twins[transfer.producer]:
@@ -74,25 +75,21 @@ class _Writer:
 
     def _recomputed(self) -> Iterator[tuple[str, dict]]:
         for block, levels in self.evaluation.recomputed.items():
-            full = levels[FULL][1] if FULL in levels else 0
             most = max(count for _, count in levels.values())
-            names = names_of(self.small, block)
-            for i, name in enumerate(names[:most]):
-                level = FULL if i < full else SELECTIVE
-                steps = [step for at, (step, count) in levels.items() if i < count and (level == FULL or at == SELECTIVE)]
-                yield name, {step.level: (self._one(step, name, i), 1) for step in steps}
+            for i, name in enumerate(names_of(self.small, block)[:most]):
+                yield name, {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count}
 
     def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
         def twin(v: int) -> int:
             return self.twins[v][min(copy, len(self.twins[v]) - 1)]
 
+        def held(values) -> tuple[tuple[Key, float], ...]:
+            return tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)
+
+        moved = [replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved]
         return replace(
-            step, block=name, copies=1, again=frozenset(twin(v) for v in step.again),
-            freed=tuple((twin(v), o, layout) for v, o, layout in step.freed),
-            needed=tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in step.needed),
-            moved=tuple(
-                replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved
-            ),
+            step, block=name, copies=1, again=frozenset(map(twin, step.again)), freed=held(step.freed), needed=held(step.needed),
+            moved=tuple(moved),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def diff_text(a: Plan, b: Plan) -> str:
         "memory of a device": _memory(a, b),
         "layouts of parameters and inputs": _folded(a.layouts, b.layouts),
         "layouts of activations": _pairs(_activations(a), _activations(b)) + _ops(a, b),
-        "recomputed in the backward": _folded(dict.fromkeys(a.recomputed, "yes"), dict.fromkeys(b.recomputed, "yes")),
+        "recomputed in the backward": _folded(_recomputed(a), _recomputed(b)),
         "collectives": sorted(_pairs(_collectives(a), _collectives(b)), key=lambda line: (not line.startswith("forward"), line)),
     }
     return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) + "\n" for name, lines in sections.items() if lines)
@@ -29,6 +29,10 @@ def _made_for(plan: Plan) -> dict[str, str]:
     names = ("model", "mesh", "hardware", "precision", "optimizer", "strategy", "micro_batches", "reduces_once")
     graph = {"graph": plan.fingerprint[:12], "memory limit": size(plan.memory_limit_bytes)}
     return {name: str(getattr(plan, name)) for name in names} | graph
+
+
+def _recomputed(plan: Plan) -> dict[str, str]:
+    return dict.fromkeys(plan.recomputed_selectively, "in part") | dict.fromkeys(plan.recomputed, "all")
 
 
 def _costs(plan: Plan) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ..plan import Alternative, Plan, Region
@@ -11,7 +12,7 @@ from ..units import byte_column, column, ms, percent, size, table
 
 def plan_text(plan: Plan) -> str:
     """All of a plan, in sections: result, modules, collectives, memory, recomputation, offload, alternatives, meshes, warnings."""
-    sections = (_result, _modules, _collectives, _memory, _recomputed, _offloaded, _alternatives, _meshes, _warnings)
+    sections = (_result, _modules, _collectives, _memory, recomputed_lines, _offloaded, _alternatives, _meshes, _warnings)
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -124,13 +125,20 @@ def in_order(memory: dict[str, float]) -> dict[str, float]:
     return {k: memory[k] for k in known}
 
 
-def _recomputed(plan: Plan) -> list[str]:
+def recomputed_lines(plan: Plan) -> list[str]:
     lines = []
-    for what, blocks in (("", plan.recomputed), ("what is cheap in ", plan.recomputed_selectively)):
+    for what, blocks in ((kinds_again(plan) + " of ", plan.recomputed_selectively), ("", plan.recomputed)):
         if blocks:
             few = ", ".join(blocks[:4]) + (" ..." if len(blocks) > 4 else "")
             lines.append(f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}")
     return lines
+
+
+def kinds_again(plan: Plan, most: int = 6) -> str:
+    """The kinds of ops that blocks compute again of which only some are, the most frequent first."""
+    kinds = Counter(name.rstrip("0123456789").rstrip("_") for name in plan.sharding.again)
+    names = [kind for kind, _ in sorted(kinds.items(), key=lambda pair: (-pair[1], pair[0]))]
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _offloaded(plan: Plan) -> list[str]:

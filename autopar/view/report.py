@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..plan import Plan, Region
@@ -15,7 +14,7 @@ from ..planner.timeline import Timeline
 from ..units import byte_column, column, ms, percent, size
 from .charts import legend_of, memory_chart, timeline_chart
 from .html import Html, bar, joined, rows_of, tag
-from .plan_text import in_tree_order
+from .plan_text import in_tree_order, recomputed_lines
 
 FOLDER = Path(__file__).parent
 
@@ -65,7 +64,7 @@ def _count(number: int) -> str:
 
 
 def _recomputed(plan: Plan) -> str:
-    return f"and {ms(plan.recompute_seconds)} recomputed" if plan.recomputed else "nothing recomputed"
+    return f"and {ms(plan.recompute_seconds)} recomputed" if plan.recompute_seconds else "nothing recomputed"
 
 
 def _alternatives(plan: Plan) -> Html | None:
@@ -193,7 +192,5 @@ def _layouts(planned: Planned) -> Html:
 
 
 def _notes(plan: Plan) -> Html | None:
-    notes: Iterable[str] = [*plan.warnings]
-    if plan.recomputed:
-        notes = [f"Recomputed in the backward: {', '.join(plan.recomputed)}", *notes]
+    notes = [f"{line[0].upper()}{line[1:]}" for line in recomputed_lines(plan)] + [*plan.warnings]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

@@ -28,11 +28,17 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
     what: dict[str, Callable[[Plan], str]] = {
         "model": lambda p: p.model, "mesh": lambda p: str(p.mesh).replace(",", " "), "hardware": lambda p: p.hardware,
         "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
-        "recomputed blocks": lambda p: str(len(p.recomputed)) if p.recomputed else "-",
+        "recomputed blocks": _recomputed,
     }  # fmt: skip
     if any(p.micro_batches > 1 for p in plans):
         what["micro-batches"] = lambda p: str(p.micro_batches)
     return [(label, list(map(read, plans))) for label, read in what.items()]
+
+
+def _recomputed(plan: Plan) -> str:
+    """How many blocks compute all again, and how many of them some: "12 and 68 in part"."""
+    some = f"{len(plan.recomputed_selectively)} in part" if plan.recomputed_selectively else ""
+    return " and ".join(filter(None, (str(len(plan.recomputed) or ""), some))) or "-"
 
 
 def _costs(plans: Sequence[Plan]) -> Rows:

@@ -63,7 +63,7 @@ def test_what_some_blocks_recompute_is_predicted(mesh):
     recomputing = 0
     for share in (0.1, 0.3, 0.5, 0.8):
         plan = make(deep, mesh, MACHINE, batch=64, memory_bytes=least + share * (free.peak_bytes - least))
-        recomputing += 0 < len(plan.recomputed) < 4
+        recomputing += any(name.startswith("linear") for name in plan.sharding.again)  # more than what is cheap
         sent = emitted(graph, plan, 1)
         assert {k: round(v) for k, v in predicted(plan).items()} == {k: round(v) for k, v in sent.items()}
     assert recomputing

@@ -83,9 +83,10 @@ def test_blocks_are_recomputed_when_only_activations_are_too_many():
     free = make(GPT, "dp=2", MACHINE, batch=512, strategy="ddp")
     activations = free.memory["activations"]
     plan = make(GPT, "dp=2", MACHINE, batch=512, strategy="ddp", memory_bytes=free.peak_bytes - 0.2 * activations)
-    assert plan.recomputed and plan.peak_bytes <= plan.memory_limit_bytes
+    again = {*plan.recomputed, *plan.recomputed_selectively}
+    assert again and plan.peak_bytes <= plan.memory_limit_bytes
     assert plan.step_seconds == pytest.approx(free.step_seconds + plan.recompute_seconds)
-    assert set(plan.recomputed) <= {f"h.{i}" for i in range(3)} and len(plan.recomputed) < 3
+    assert again <= {f"h.{i}" for i in range(3)} and len(plan.recomputed) < 3
 
 
 def test_what_is_missing():

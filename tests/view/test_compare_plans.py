@@ -54,7 +54,7 @@ def test_only_what_differs_is_said(plans):
     again = replace(plan, recomputed=("h.0", "h.1"), layouts=plan.layouts | {"ln_f.bias": "tp:S(0)"})
     assert diff_text(plan, again).splitlines() == [
         "layouts of parameters and inputs", f"  ln_f.bias: {plan.layouts['ln_f.bias']} -> tp:S(0)", "",
-        "recomputed in the backward", "  h.* (x2): none -> yes",
+        "recomputed in the backward", "  h.* (x2): none -> all",
     ]  # fmt: skip
 
 
