@@ -1,0 +1,99 @@
+"""What blocks make again: the sets of a chain are the best of all, and what a step says is what a plan with it costs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from autopar.planner.blocks import Blocks, block_of
+from autopar.planner.prices import Prices
+from autopar.planner.remake import FULL, SELECTIVE, Moves, Remake
+
+from .planning import Instance, toy
+
+MLP = "mlp:hidden=16,layers=2"
+GPT = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
+LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16"
+MACHINE = toy(flops=1e10, memory=1e10, latency=1e-6, bucket=1 << 12)
+CASES = [(MLP, "dp=2", "fsdp"), (MLP, "tp=2", "megatron"), (GPT, "dp=4", "fsdp"), (GPT, "tp=2", "megatron_sp"),
+         (LLAMA, "dp=2,tp=2", None), (LLAMA, "dp=2,tp=2", "megatron_sp+fsdp")]  # fmt: skip
+
+
+def evaluated(model: str, mesh: str, strategy: str | None, keep: bool | None = None):
+    instance = Instance(model, mesh, MACHINE, strategy, batch=16)
+    prices = Prices(1e-12, True)
+    return instance, instance.evaluate(instance.minimize(prices, keep).choice, prices, keep)
+
+
+def remakes(instance: Instance, e, prices: Prices = Prices()) -> list[Remake]:
+    blocks = Blocks(instance.problem)
+    moves = Moves(e, blocks)
+    return [Remake(blocks, e, block, moves, prices) for block in blocks.members]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
+def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
+    """Against all sets of a small block, and against random ones of a larger."""
+    instance, e = evaluated(model, mesh, strategy, keep)
+    rng = random.Random(0)
+    for remake in remakes(instance, e):
+        full = sorted(remake.at(FULL))
+        if len(full) <= 10:
+            others = [frozenset(s) for n in range(len(full) + 1) for s in itertools.combinations(full, n)]
+        else:
+            others = [frozenset(rng.sample(full, rng.randint(0, len(full)))) for _ in range(300)]
+        chain = [frozenset(), *(made for _, made in remake.chain())]
+        others += [*chain, remake.at(SELECTIVE)]
+        costs = [remake._cost(made) for made in others]
+        for low, high in itertools.pairwise(chain):
+            (seconds, bytes_), (more, fewer) = remake._cost(low), remake._cost(high)
+            assert low < high and more >= seconds
+            if fewer >= bytes_:  # the whole block needs more than it saves
+                continue
+            price = (more - seconds) / (bytes_ - fewer)
+            best = min(s + price * b for s, b in costs)
+            assert seconds + price * bytes_ == pytest.approx(more + price * fewer)
+            assert seconds + price * bytes_ <= best * (1 + 1e-5) + 1e-15
+
+
+@pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
+def test_steps_cost_what_they_say(model, mesh, strategy):
+    """Taken one after the other they add up, grow dearer, and never make more again than the whole block."""
+    instance, e = evaluated(model, mesh, strategy)
+    blocks, steps = Blocks(instance.problem), Blocks(instance.problem).recomputation(e)
+    assert steps
+    for block in blocks.members:
+        mine = [step for step in steps if step.block == block]
+        prices = [step.price for step in mine]
+        assert prices == sorted(prices) and all(step.freed_bytes > 0 for step in mine)
+        made = [v for step in mine for v in step.again]
+        assert len(made) == len(set(made)) and set(made) <= set(blocks.members[block])
+    every, total = blocks.at_level(e, FULL), sum(step.freed_bytes * step.copies for step in blocks.recomputation(e, levels=(FULL,)))
+    assert every.saved_bytes == pytest.approx(e.saved_bytes - total)
+    assert all(bytes_ > 0 for bytes_ in every.saved.values())
+    taken, price = blocks.fit(e, blocks.least_bytes(e) + 1)
+    assert taken.bytes_ <= blocks.least_bytes(e) + 1 and price <= max(step.price for step in steps)
+    assert taken.seconds >= e.seconds and taken.compute_seconds == e.compute_seconds
+
+
+def test_dear_compute_or_dear_links_change_what_is_made_again():
+    """Where communication is hidden beside compute, gathering again is cheap; where it is not, compute is."""
+    instance, e = evaluated(GPT, "dp=4", "fsdp", True)
+    gathers, computes = [], []
+    for hidden in (0.1, 1.0):
+        prices = Prices(hidden_forward=hidden, hidden_backward=hidden, overlap=0.9)
+        first = [remake.steps(remake.chain())[:2] for remake in remakes(instance, e, prices)]
+        gathers.append(sum(len(step.moved) for steps in first for step in steps))
+        computes.append(sum(len(step.again) for steps in first for step in steps))
+    assert gathers[0] > gathers[1] and computes[0] < computes[1]
+
+
+def test_cheap_ops_are_selective():
+    instance, e = evaluated(GPT, "tp=2", "megatron_sp")
+    for remake in remakes(instance, e):
+        names = {instance.problem.vertices[remake.elements[i]].node.target._overloadpacket.__name__ for i in remake.at(SELECTIVE)}
+        assert "native_layer_norm" in names and not names & {"linear", "attention"}
+        assert remake.at(SELECTIVE) <= remake.at(FULL) and block_of(remake.block) == remake.block
