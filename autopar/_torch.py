@@ -13,9 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of the collectives
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["tree_flatten", "tree_map", "tree_unflatten"]
+__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

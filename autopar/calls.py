@@ -206,19 +206,20 @@ class Returns:
 
     def rebuild(self, tensors):
         """The model's output object with the given tensors."""
+        return _filled(self.template, tensors)
 
-        def walk(value):
-            if isinstance(value, _Slot):
-                return tensors[value.position]
-            if isinstance(value, _Built):
-                return value.make({k: walk(v) for k, v in value.fields.items()})
-            if isinstance(value, dict):
-                return {k: walk(v) for k, v in value.items()}
-            if isinstance(value, (tuple, list)):
-                return type(value)(walk(v) for v in value)
-            return value
 
-        return walk(self.template)
+def _filled(value, tensors):
+    """A template with the tensors in its slots. A nested function that calls itself would keep them until garbage is collected."""
+    if isinstance(value, _Slot):
+        return tensors[value.position]
+    if isinstance(value, _Built):
+        return value.make({k: _filled(v, tensors) for k, v in value.fields.items()})
+    if isinstance(value, dict):
+        return {k: _filled(v, tensors) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(v, tensors) for v in value)
+    return value
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,18 @@
 """Predicted against measured: step time and memory of plans of two small models on two gloo processes of this machine.
 
     OMP_NUM_THREADS=1 python benchmarks/predicted.py [--hardware mine.toml] [--rounds 12]
+    OMP_NUM_THREADS=1 python benchmarks/predicted.py --memory-only > benchmarks/results/memory.txt
 
 Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same two processes and take
 their steps in turn, so that what else the machine does falls on all alike; of the rounds, in each the slower process, the lower
 quartile counts, and beside it the CPU time of a process, which says more where other work shares the cores. A step is forward
 and backward, as in a plan's `step_seconds`. "by curves" is the plan's compute with each collective that its graphs run priced
-alone (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py. Kendall's tau compares
+alone (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes of all
+live tensors of a step with its AdamW update (tests/allocations.py), of the rank that holds most. Kendall's tau compares
 the order of pairs of plans whose measured times differ by more than 5 %, within a model and over both.
+
+With --memory-only there are more plans, and tracked memory alone; what is alive at both peaks is listed where they differ by more
+than 10 %, or where more is alive than was predicted. Predictions are for the profile cpu-gloo then.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from autopar.lower import lower
 from autopar.mesh import Mesh
 from benchmarks.peers import _local_bytes, _status_bytes
 from tests import gloo
+from tests.allocations import training_step
 
 BATCH, SEQ = 8, 64
 NOISE = 0.05
@@ -58,6 +64,8 @@ class Case:
     mesh: str
     strategy: str | None
     pinned: bool = False
+    recompute: str = "auto"
+    precision: str = "fp32"
 
     @property
     def pins(self) -> dict[str, str]:
@@ -66,7 +74,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        return (self.strategy or "auto") + (" pinned" if self.pinned else "")
+        words = [self.strategy or "auto", "pinned" if self.pinned else "", self.recompute, self.precision]
+        return " ".join(w for i, w in enumerate(words) if w and (i == 0 or w not in ("auto", "fp32")))
 
 
 CASES = [
@@ -77,6 +86,22 @@ CASES = [
         ("tp=2", "megatron_sp", False), ("tp=2", None, False), ("tp=2", None, True),
     ]
 ]  # fmt: skip
+MEMORY_CASES = CASES + [
+    Case(model, "tp=2" if strategy.startswith("megatron") else "dp=2", strategy, recompute=recompute, precision=precision)
+    for model in MODELS
+    for strategy, recompute, precision in [
+        ("ddp", "full", "fp32"), ("zero1", "full", "fp32"), ("fsdp", "selective", "fp32"), ("fsdp", "full", "fp32"),
+        ("megatron_sp", "selective", "fp32"), ("megatron", "full", "fp32"), ("ddp", "auto", "bf16"), ("fsdp", "auto", "bf16"),
+    ]
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """Most bytes alive at one time on a rank, and what they were."""
+
+    peak_bytes: int
+    at_peak: dict[str, int]
 
 
 @dataclass
@@ -90,6 +115,7 @@ class Row:
     measured: float = 0.0
     measured_cpu: float = 0.0
     measured_bytes: float = 0.0
+    tracked: Tracked | None = None
     plan: autopar.Plan = field(repr=False, default=None)
 
 
@@ -98,13 +124,17 @@ def build(model: str, device: str):
     return models.build(MODELS[model], batch=BATCH, seq=SEQ, device=device)
 
 
-def predict(case: Case, profile: hardware.Hardware) -> Row:
-    """On the meta device, in this process."""
+def planned(case: Case, profile: hardware.Hardware) -> tuple:
+    """A plan, with its model and inputs on the meta device."""
     model, inputs = build(case.model, "meta")
-    planned = dict(hardware=profile, strategy=case.strategy, pin=case.pins, baselines=False)
-    plan = autopar.plan(model, case.mesh, inputs, **planned)
-    mesh = Mesh.parse(case.mesh)
-    cost = CollectiveCost(profile, mesh)
+    options = dict(hardware=profile, strategy=case.strategy, pin=case.pins, recompute=case.recompute, precision=case.precision)
+    return autopar.plan(model, case.mesh, inputs, baselines=False, **options), model, inputs
+
+
+def predict(case: Case, profile: hardware.Hardware) -> Row:
+    """In this process."""
+    plan, model, inputs = planned(case, profile)
+    cost = CollectiveCost(profile, (mesh := Mesh.parse(case.mesh)))
     nodes = lower(api.trace(model, inputs), plan, 0).local.graph.nodes
     run = [n.meta["collective"] for n in nodes if n.meta.get("collective")]
     seconds = sum(
@@ -116,7 +146,8 @@ def predict(case: Case, profile: hardware.Hardware) -> Row:
 def compiled(case: Case, file: str) -> tuple:
     model, inputs = build(case.model, "cpu")
     mesh = Mesh.parse(case.mesh)
-    return autopar.compile(model, init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names), inputs, plan=file), inputs
+    device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+    return autopar.compile(model, device_mesh, inputs, plan=file, precision=case.precision), inputs
 
 
 def step(module, inputs: dict) -> None:
@@ -162,6 +193,42 @@ def _peak(case: Case, file: str) -> int:
     return kept + _status_bytes("VmHWM") - before
 
 
+def track(rank: int, cases: list[Case], folder: str) -> list[Tracked]:
+    """By case, on this process."""
+    warnings.filterwarnings("ignore")
+    found = []
+    for i, case in enumerate(cases):
+        module, inputs = compiled(case, f"{folder}/{i}.json")
+        seen = training_step(module, inputs, torch.optim.AdamW(module.parameters()))
+        found.append(Tracked(seen.peak_bytes, seen.at_peak))
+        del module, seen
+    return found
+
+
+def tracked(plans: Sequence[tuple[Case, autopar.Plan]]) -> list[Tracked]:
+    """Of the rank that holds most, by plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        for i, (_, plan) in enumerate(plans):
+            plan.save(f"{folder}/{i}.json")
+        ranks = gloo.run(2, track, [case for case, _ in plans], folder, seconds=1800)
+    return [max(of_case, key=lambda t: t.peak_bytes) for of_case in zip(*ranks)]
+
+
+def report_memory(plans: Sequence[tuple[Case, autopar.Plan]], found: Sequence[Tracked]) -> None:
+    def listed(kinds: dict[str, float]) -> str:
+        return ", ".join(f"{kind} {bytes_ / 2**20:.2f}" for kind, bytes_ in sorted(kinds.items()) if bytes_ >= 2**13)
+
+    print(f"{'model':8}{'mesh':8}{'strategy':24}{'predicted MiB':>14}{'tracked':>10}{'ratio':>8}")
+    ratios = []
+    for (case, plan), seen in zip(plans, found):
+        ratios.append(plan.peak_bytes / seen.peak_bytes)
+        sizes = f"{plan.peak_bytes / 2**20:14.2f}{seen.peak_bytes / 2**20:10.2f}"
+        print(f"{case.model:8}{case.mesh:8}{case.label:24}{sizes}{ratios[-1]:8.3f}")
+        if not 1.0 <= ratios[-1] <= 1.1:
+            print(f"    predicted: {listed(plan.at_peak)}\n    tracked: {listed(seen.at_peak)}")
+    print(f"{len(ratios)} plans: predicted / tracked from {min(ratios):.3f} to {max(ratios):.3f}, mean {np.mean(ratios):.3f}")
+
+
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Pairs in the same order less pairs in the other one, over all pairs whose measured times differ by more than NOISE."""
     pairs = [(i, j) for i, j in itertools.combinations(range(len(measured)), 2) if abs(measured[i] / measured[j] - 1) > NOISE]
@@ -170,11 +237,11 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def report(rows: list[Row]) -> None:
-    columns = f"{'predicted ms':>13}{'by curves':>11}{'measured':>10}{'CPU':>8}{'MiB':>9}{'measured':>10}"
+    columns = f"{'predicted ms':>13}{'by curves':>11}{'measured':>10}{'CPU':>8}{'MiB':>9}{'measured':>10}{'tracked':>9}"
     print(f"{'model':8}{'mesh':8}{'strategy':14}{columns}")
     for r in rows:
         seconds = f"{r.predicted * 1e3:13.1f}{r.by_curves * 1e3:11.1f}{r.measured * 1e3:10.1f}{r.measured_cpu * 1e3:8.1f}"
-        bytes_ = f"{r.predicted_bytes / 2**20:9.1f}{r.measured_bytes / 2**20:10.1f}"
+        bytes_ = f"{r.predicted_bytes / 2**20:9.1f}{r.measured_bytes / 2**20:10.1f}{r.tracked.peak_bytes / 2**20:9.1f}"
         print(f"{r.case.model:8}{r.case.mesh:8}{r.case.label:14}{seconds}{bytes_}")
     groups = {model: [r for r in rows if r.case.model == model] for model in MODELS} | {"both": rows}
     for name, against in itertools.product(("predicted", "by_curves"), ("measured", "measured_cpu")):
@@ -182,15 +249,23 @@ def report(rows: list[Row]) -> None:
         taus = ", ".join(f"{key} {kendall_tau(*zip(*some)):.2f}" for key, some in pairs.items())
         error = np.mean([abs(a / b - 1) for a, b in pairs["both"]])
         print(f"{name} against {against}: Kendall's tau {taus}; mean error {error:.0%}")
-    print(f"memory: mean error {np.mean([abs(r.predicted_bytes / r.measured_bytes - 1) for r in rows]):.0%}")
+    for what, bytes_ in (("measured", [r.measured_bytes for r in rows]), ("tracked", [r.tracked.peak_bytes for r in rows])):
+        error = np.mean([abs(r.predicted_bytes / b - 1) for r, b in zip(rows, bytes_)])
+        print(f"memory, predicted against {what}: mean error {error:.0%}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", metavar="FILE", help="a calibrated profile (default: calibrate now)")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--memory-only", action="store_true", help="predicted against tracked memory, for more plans")
     a = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if a.memory_only:
+        profile = hardware.load(a.hardware or "cpu-gloo")
+        plans = [(case, planned(case, profile)[0]) for case in MEMORY_CASES]
+        report_memory(plans, tracked(plans))
+        return 0
     if a.hardware:
         profile = hardware.load(a.hardware)
     else:
@@ -204,6 +279,8 @@ def main() -> int:
         bytes_ = np.max(gloo.run(2, peaks, CASES, folder, seconds=1800), axis=0)
     for row, (wall, cpu), most in zip(rows, seconds, bytes_):
         row.measured, row.measured_cpu, row.measured_bytes = float(wall), float(cpu), float(most)
+    for row, seen in zip(rows, tracked([(row.case, row.plan) for row in rows])):
+        row.tracked = seen
     report(rows)
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -88,3 +90,17 @@ def test_returns_refuse_what_they_cannot_see_into():
     for output, message in [({"y": object(), "x": X}, "returns a object as y"), (None, "returns no tensor"), ([1.0], "no tensor")]:
         with pytest.raises(CaptureError, match=message):
             Returns().take_apart(output)
+
+
+def test_a_rebuilt_output_is_freed_with_its_last_reference():
+    """Without waiting for garbage collection: the logits are the largest tensor of many steps."""
+    returns = Returns()
+    returns.take_apart({"loss": torch.zeros(()), "logits": torch.zeros(8)})
+    output = returns.rebuild([torch.zeros(()), torch.zeros(8)])
+    logits = weakref.ref(output["logits"])
+    gc.disable()
+    try:
+        del output
+        assert logits() is None
+    finally:
+        gc.enable()
