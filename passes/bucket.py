@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from .._torch import c10d
-from ..graph import bytes_of
 from .emit import Builder, contiguous
 
 aten = torch.ops.aten
@@ -70,9 +69,8 @@ def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list
     filled: dict[tuple, float] = {}
     for start in starts:
         node, value = start.node, start.node.args[0].meta["val"]
-        meta, whole = node.meta["collective"], node.meta.get("global")
+        meta, size = node.meta["collective"], node.meta["tensor_bytes"]
         key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase)
-        size = bytes_of(whole) if isinstance(whole, torch.Tensor) else bytes_of(value)
         if key not in groups or filled[key] + size > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0.0

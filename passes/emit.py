@@ -93,7 +93,8 @@ class Emitter:
             "all_to_all": self._all_to_all,
             "slice": self._slice,
         }[move.kind]
-        y = contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor), x, move, before, after))
+        bytes_ = math.prod(shape) * x.meta["val"].element_size()
+        y = contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor, bytes_), x, move, before, after))
         rename(y, f"{tensor}_{move.kind}")
         return y
 
@@ -171,13 +172,14 @@ class Emitter:
 
 @dataclass(frozen=True)
 class _Group:
-    """The devices that take part in one step."""
+    """The devices that take part in one step; `tensor_bytes` of the global tensor."""
 
     emitter: Emitter
     move: Move
     axes: tuple[str, ...]
     count: int
     tensor: str
+    tensor_bytes: int
 
     def run(self, op, x: fx.Node, *args) -> fx.Node:
         """Start a collective and wait for it."""
@@ -187,6 +189,7 @@ class _Group:
         started = builder.call(op, x, *args, ",".join(self.axes), name=f"{self.tensor}_{kind}_start")
         phase = builder.meta.get("phase", "forward")
         started.meta["collective"] = Collective(kind, self.axes, sent, self.tensor, phase)
+        started.meta["tensor_bytes"] = self.tensor_bytes
         return builder.call(c10d.wait_tensor.default, started)
 
     def exchange(self, x: fx.Node) -> fx.Node:

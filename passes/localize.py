@@ -5,7 +5,8 @@ sharding asks for, constants of the call become local ones (`rules.local_call`),
 local tensors, whose shapes must be those that the layouts imply.
 
 A parameter on the host arrives there. It is copied to the device when an op first asks for it, after the cast to the type that it
-computes in if it has one; every redistribution starts from that copy. Its gradient is copied to the host where it leaves the graph.
+computes in if it has one; every redistribution starts from that copy. Its gradient is copied to the host as soon as it is reduced,
+and every gradient is reduced as soon as it is made.
 
 A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution
 starts from the furthest copy on its way. The backward does not see the forward's copies unless they are in
@@ -17,7 +18,7 @@ Metadata of the local graph's nodes, besides role, phase, module and source (see
     global      the fake value of the global tensor (or tuple of tensors) of which the node holds a part
     layout      the Layout of that part, or a tuple of them, one a tensor output; absent inside a redistribution
     sharding    on ops of the joint graph: their NodeSharding
-    collective  on collectives: a passes.emit.Collective
+    collective  on collectives: a passes.emit.Collective, and `tensor_bytes` of the global tensor that moves
     tensor      on nodes of a redistribution: name of the global tensor
     kept        True on the copy that one ends with if the backward may read it as the forward made it
 
@@ -27,6 +28,7 @@ The graph module's own `meta` has "rank" and "mesh".
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 
 import torch
 from torch import fx
@@ -34,7 +36,7 @@ from torch import fx
 from .. import rules
 from .._torch import graph_module, tree_flatten, tree_unflatten
 from ..errors import VerifyError
-from ..graph import describe, is_tensor, tensor_arguments, tensor_of, values_of
+from ..graph import OutputRole, describe, is_tensor, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout, local_part, local_shape
 from ..planner.casts import own_casts
 from ..sharding import NodeSharding, Sharding
@@ -59,8 +61,10 @@ def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatte
             localizer.output(node)
         elif node.target is operator.getitem:
             localizer.item(node)
+            localizer.gradient(node)
         else:
             localizer.op(node)
+            localizer.gradient(node)
     return localizer.finish()
 
 
@@ -79,6 +83,12 @@ class _Localizer:
         leaves = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name in sharding.on_host]
         self.on_host = {n.name for n in leaves}  # tensors that the device has no copy of yet
         self.from_host = {n.meta["role"].name for n in leaves}
+        self.gradients: dict[fx.Node, list[int]] = defaultdict(list)  # where they stand among the outputs
+        output = output_node(joint.graph)
+        for at, (value, role) in enumerate(zip(output.args[0], output.meta["roles"])):
+            if isinstance(value, fx.Node) and role is not None and role.kind == "gradient":
+                self.gradients[value].append(at)
+        self.given: dict[int, fx.Node] = {}  # outputs that are there already
         self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph, ()).items() if n.name in self.on_host}
 
     def placeholder(self, node: fx.Node) -> None:
@@ -155,21 +165,31 @@ class _Localizer:
                     f"its layout {layout} implies {shape} {value.dtype}", node, sharding,
                 )  # fmt: skip
 
+    def gradient(self, node: fx.Node) -> None:
+        """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times its size."""
+        output = output_node(self.joint.graph)
+        for at in self.gradients.get(node, ()):
+            self.given[at] = self._output(node, self.sharding.outputs[at], output.meta["roles"][at])
+
     def output(self, node: fx.Node) -> None:
         values = []
-        for value, layout, role in zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True):
+        for at, (value, layout, role) in enumerate(zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True)):
             if isinstance(value, fx.Node):
-                phase = "forward" if role is not None and role.kind in ("output", "mutation") else "backward"
-                producer, index = tensor_of(value)
-                layout = layout or self.own[producer.name, index][1]
-                local = self._copy(value, layout, phase, value)
-                if role is not None and role.kind == "gradient" and role.name in self.from_host:
-                    local = self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
-                value = local
+                value = self.given[at] if at in self.given else self._output(value, layout, role)
             values.append(value)
         local = self.builder.graph.output(tuple(values))
         local.meta = {**node.meta, "layouts": self.sharding.outputs}
         local.meta.pop("val", None)
+
+    def _output(self, value: fx.Node, layout: Layout | None, role: OutputRole | None) -> fx.Node:
+        """The local value of an output, on the host if its parameter is there."""
+        phase = "forward" if role is not None and role.kind in ("output", "mutation") else "backward"
+        producer, index = tensor_of(value)
+        layout = layout or self.own[producer.name, index][1]
+        local = self._copy(value, layout, phase, value)
+        if role is not None and role.kind == "gradient" and role.name in self.from_host:
+            return self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
+        return local
 
     def _on_device(self, producer: fx.Node, index: int, phase: str) -> tuple[fx.Node, Layout]:
         """The local value of a tensor as its producer made it, on the device."""

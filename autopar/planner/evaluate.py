@@ -70,7 +70,7 @@ class Evaluation:
     recomputed: dict[str, dict] = field(default_factory=dict)  # block -> level -> (step, copies that take it), see blocks.py
     recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `again_transfers`
     offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
-    whole_gradient_bytes: float = 0.0  # what gradients that are not reduced yet take beyond their shards
+    whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     passing_bytes: float = 0.0  # what else is alive when memory peaks, less what of the rest is not (see live_bytes.py)
@@ -199,12 +199,11 @@ def evaluate(
     pricer: Pricer,
     prices: Prices = Prices(),
     keep_parameters: bool | None = None,
-    whole_gradients: bool = False,
 ) -> Evaluation:
     """Cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
 
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False gathers again,
-    ZeRO-3; True keeps, ZeRO-1 and 2). `whole_gradients`: ZeRO-1, where gradients are whole until they are reduced."""
+    ZeRO-3; True keeps, ZeRO-1 and 2)."""
     result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first)
     result.reduces_once = pricer.reduces_once
     for v in problem.vertices:
@@ -220,7 +219,7 @@ def evaluate(
     uses_of = uses_by_tensor(problem)
     for (producer, output), uses in uses_of.items():
         _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses)
-        if whole_gradients or pricer.reduces_once:
+        if pricer.reduces_once:
             made = problem.choices(producer).strategies[choice[producer]].outputs[output]
             result.whole_gradient_bytes += _unreduced_bytes(problem, choice, pricer, uses, made)
     return result

@@ -22,9 +22,10 @@ from .evaluate import Evaluation, Pricer
 from .problem import Problem
 from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
-from .vertices import STATE
+from .vertices import STATE, Vertex
 
-STAYING = ("parameters", "optimizer", "buffers")
+PARAMETERS = "parameters"
+STAYING = (PARAMETERS, "optimizer", "buffers")
 RESERVE = "allocator reserve"
 GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
@@ -74,7 +75,7 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
         elif v.kind == "parameter":
             trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
             elements = resident / state.resident(trainable)
-            result["parameters"] += elements * (state.master + state.copy)
+            result["parameters"] += elements * state.master  # the copy that computes comes and goes
             result["optimizer"] += elements * state.optimizer if trainable else 0.0
         else:
             result["buffers"] += resident
@@ -111,14 +112,16 @@ class _Lives:
                 self._read((*tensor, run.phase), i)
         for travel in order.travels:
             t = travel.transfer
-            self._read((*self._base(t.producer, t.output), travel.phase), travel.start)
-            self._read((t.producer, t.output, travel.phase), travel.start)
+            # what is not gathered ahead is read where its copy is first wanted
+            left = travel.start if t.is_hidden or travel.first == len(order.runs) else travel.first
+            self._read((*self._base(t.producer, t.output), travel.phase), left)
+            self._read((t.producer, t.output, travel.phase), left)
 
     def _read(self, key: tuple, position: int) -> None:
         self.reads[key] = max(self.reads[key], position)
 
     def _layout(self, vertex: int, output: int):
-        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].outputs[output]
+        return self._strategy(vertex).outputs[output]
 
     def _bytes(self, vertex: int, output: int, layout) -> float:
         return self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
@@ -130,9 +133,8 @@ class _Lives:
     def _base(self, vertex: int, output: int) -> tuple[int, int]:
         """The tensor whose memory this one lies in."""
         while self._is_view(vertex):
-            strategy = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
             producer, of = self.problem.vertices[vertex].inputs[0]
-            if self._layout(producer, of) != strategy.inputs[0]:
+            if self._layout(producer, of) != self._strategy(vertex).inputs[0]:
                 break
             vertex, output = producer, of
         return vertex, output
@@ -146,9 +148,8 @@ class _Lives:
             first = arrival.get((v, o, layout), self.place.get((v, False), 0))
             vertex = self.problem.vertices[v]
             kind, last = KEPT if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
-            yield kind, first, last, bytes_ / vertex.copies
-            if vertex.copies > 1:
-                yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
+            yield from self._of_all_copies(kind, first, last, vertex, bytes_)
+        yield from self._computing_copies()
         yield from self._gradients()
         for travel in self.order.travels:
             if span := self._copy(travel):
@@ -164,17 +165,40 @@ class _Lives:
                 last = self.reads[run.vertex, output, run.phase]
                 yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
 
+    def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
+        """Something of a block that its backward reads: of the copies that a compact graph leaves out until that ends."""
+        yield kind, first, last, bytes_ / vertex.copies
+        if vertex.copies > 1:
+            yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
+
+    def _computing_copies(self):
+        """Parameters in the type that they compute in, from the first to the last time that they are read or gathered."""
+        asked: dict[int, list[int]] = defaultdict(list)
+        for i, run in enumerate(self.order.runs):
+            for producer, output in self.problem.vertices[run.vertex].inputs:
+                asked[self._base(producer, output)[0]].append(i)
+        for travel in self.order.travels:
+            asked[travel.transfer.producer].append(min(travel.start, len(self.order.runs) - 1))
+        for v in self.problem.vertices:
+            if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self._strategy(v.index).on_host:
+                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
+                yield from self._of_all_copies(PARAMETERS, min(asked[v.index]), max(asked[v.index]), v, bytes_)
+
+    def _strategy(self, vertex: int):
+        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
+
     def _keeps_gradient(self, vertex: int) -> bool:
         """Whether the device holds on to a gradient that is made in the layout of this leaf."""
-        on_host = self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]].on_host
-        return self.problem.vertices[vertex].kind == "parameter" and not on_host
+        return self.problem.vertices[vertex].kind == "parameter" and not self._strategy(vertex).on_host
 
     def _gradients(self):
-        """Gradients as they are left for the optimizer; unreduced ones are whole from the start."""
+        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start; others, of
+        ZeRO-1 too, are reduced as soon as they are made."""
         e, problem, count = self.evaluation, self.problem, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
-        yield GRADIENTS, 0 if accumulated else backward, count, e.whole_gradient_bytes
+        if e.reduces_once:
+            yield GRADIENTS, 0, count, e.whole_gradient_bytes
         for use in problem.uses:
             v = problem.vertices[use.consumer]
             if use.slot != STATE or v.kind != "parameter":

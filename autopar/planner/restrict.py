@@ -38,13 +38,12 @@ class Recipe:
     tensor: str | None = None
     shard: str = "none"
     keep: bool | None = None
-    whole_gradients: bool = False
     replicates: bool = False  # over all data axes but those that shard
 
 
 RECIPES = {
     "ddp": Recipe(data=True),
-    "zero1": Recipe(data=True, shard="all", keep=True, whole_gradients=True),
+    "zero1": Recipe(data=True, shard="all", keep=True),
     "zero2": Recipe(data=True, shard="all", keep=True),
     "fsdp": Recipe(data=True, shard="all", keep=False),
     "hsdp": Recipe(data=True, shard="last", keep=False, replicates=True),
@@ -71,7 +70,6 @@ class Restriction:
     sharded_axes: tuple[str, ...] = ()  # parameters must be sharded over these where a dim allows it
     whole_axes: tuple[str, ...] = ()  # parameters must not be sharded over these
     keep: bool | None = None
-    whole_gradients: bool = False
     forbidden: tuple[tuple[str, str], ...] = ()
     forced: tuple[tuple[int, int], ...] = ()
     tensor_plan: TensorPlan | None = None
@@ -103,7 +101,7 @@ class Restriction:
             sharded = {"none": (), "last": mesh.names[-1:], "all": mesh.names}[recipe.shard]
             whole = tuple(a for a in mesh.names if a not in sharded)
             roles = dict.fromkeys(mesh.names, DATA)
-            return Restriction(name, roles, sharded, whole, recipe.keep, recipe.whole_gradients)
+            return Restriction(name, roles, sharded, whole, recipe.keep)
         tensor = ("tp",) if {"dp", "tp"} <= set(mesh.names) else mesh.names[-1:]
         data = tuple(a for a in mesh.names if a not in tensor)
         roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
@@ -129,9 +127,7 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
         )
     if second.shard == "none":
         return replace(first, name=strategy)
-    return replace(
-        first, name=strategy, sharded_axes=mesh.names, whole_axes=(), keep=second.keep, whole_gradients=second.whole_gradients
-    )
+    return replace(first, name=strategy, sharded_axes=mesh.names, whole_axes=(), keep=second.keep)
 
 
 def allowed_strategies(

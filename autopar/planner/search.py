@@ -129,8 +129,7 @@ class Run:
 
     def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
         """Cost of a choice by vertex, with what passes by as in the last plan."""
-        restriction = self.restriction
-        e = evaluate(self.problem, choice, self.solver.pricer, prices, restriction.keep, restriction.whole_gradients)
+        e = evaluate(self.problem, choice, self.solver.pricer, prices, self.restriction.keep)
         return replace(e, passing_bytes=self.passing_bytes)
 
     def settled(self, e: Evaluation) -> Evaluation:

@@ -12,6 +12,7 @@ import torch
 from autopar import Mesh, api, simulated
 from autopar.compare import verify_model
 from autopar.errors import StrategyError
+from autopar.graph import bytes_of
 from autopar.hardware import load
 from autopar.lower import lower
 from autopar.models import build
@@ -68,6 +69,17 @@ def test_small_buckets_are_several():
     one, _ = sent(plan, captured)
     many, _ = sent(replace(plan, bucket_bytes=plan.peak_bytes / 100), captured)
     assert one < many
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buckets_hold_no_more_than_they_may(strategy):
+    """Of whole tensors: a gather starts from a fourth of them. A tensor that is larger travels alone."""
+    _, _, plan, captured = planned(SMALL, "dp=4", strategy)
+    limit = 4 * (4 * 32 * 32 + 32)
+    local = lower(captured, replace(plan, bucket_bytes=float(limit)), 0).local
+    packed = [n for n in local.graph.nodes if n.meta.get("bucket")]
+    sizes = [bytes_of(n.args[0].meta["val"]) * (4 if n.meta["bucket"] == "gather" else 1) for n in packed]
+    assert len(sizes) >= 2 and limit / 2 < max(sizes) <= limit
 
 
 def test_every_rank_packs_alike():
