@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost.compute import FREE
+from ..cost.redistribute import Step
 from .evaluate import Evaluation, Pricer
 from .problem import Problem
 from .step_order import StepOrder, Travel, step_order
@@ -112,8 +113,7 @@ class _Lives:
                 self._read((*tensor, run.phase), i)
         for travel in order.travels:
             t = travel.transfer
-            # what is not gathered ahead is read where its copy is first wanted
-            left = travel.start if t.is_hidden or travel.first == len(order.runs) else travel.first
+            left = self._left(travel)
             self._read((*self._base(t.producer, t.output), travel.phase), left)
             self._read((t.producer, t.output, travel.phase), left)
 
@@ -151,6 +151,10 @@ class _Lives:
             yield from self._of_all_copies(kind, first, last, vertex, bytes_)
         yield from self._computing_copies()
         yield from self._gradients()
+        yield from self._beside()
+        for v in self.problem.vertices:
+            if v.kind == "input":
+                yield PASSING, 0, len(self.order.runs), self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -230,12 +234,48 @@ class _Lives:
         return kind, travel.start, travel.last, self._bytes(*key)
 
 
+    def _beside(self):
+        """What collectives of tensors that are in no bucket hold beside the tensor before and after: one at a time, and only while
+        they run."""
+        most: dict[int, float] = defaultdict(float)
+        for travel in self.order.travels:
+            t, left = travel.transfer, self._left(travel)
+            value = self.problem.vertices[t.producer].values[t.output]
+            is_alone = not t.is_hidden or t.bytes_ >= self.pricer.bucket_bytes
+            for step in t.redistribution.steps if is_alone else ():
+                if _is_packed(step):
+                    sizes = (self.pricer.bytes_of(value, layout) for layout in (step.before, step.after))
+                    most[left] = max(most[left], *sizes)
+        for left, bytes_ in most.items():
+            yield BUCKETS, left, left, bytes_
+
+    def _left(self, travel: Travel) -> int:
+        """The run before which a tensor leaves: what is not gathered ahead leaves where its copy is first wanted."""
+        is_late = not travel.transfer.is_hidden and travel.first < len(self.order.runs)
+        return travel.first if is_late else travel.start
+
+
+def _is_packed(step: Step) -> bool:
+    """Whether a collective holds other memory than that of the tensor before and after; those that gather dim 0 do not."""
+    move = step.move
+    return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
+
+
 def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
-    """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less."""
-    vertices = problem.vertices
-    hidden = [t for t in evaluation.every_transfer if t.is_hidden]
-    bytes_ = sum(pricer.bytes_of(vertices[t.producer].values[t.output], t.target) * t.copies for t in hidden)
-    return min(pricer.bucket_bytes, bytes_)
+    """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less. Beside a bucket
+    of gathered parameters is the part of it that was sent."""
+    gathered, reduced = [], 0.0
+    for t in evaluation.every_transfer:
+        if t.is_hidden:
+            value = problem.vertices[t.producer].values[t.output]
+            before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
+            if problem.vertices[t.producer].kind == "parameter":
+                gathered.append((before, after))
+            else:
+                reduced += after
+    sent, received = (sum(column) for column in zip(*gathered)) if gathered else (0.0, 0.0)
+    bucket = min(pricer.bucket_bytes, received)
+    return max(bucket * (1 + sent / received) if received else 0.0, min(pricer.bucket_bytes, reduced))
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:

@@ -37,7 +37,8 @@ class Solver:
         self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
         self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
-        self.unit_price = max(fastest, 1e-6) / limit_bytes  # at which the whole memory costs as much as all compute
+        room = self.room_bytes if self.room_bytes > 0 else limit_bytes
+        self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
         weight = 1.0 - overlap
         # among equally fast plans the smaller one
         self.free = Prices(self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap)
