@@ -216,14 +216,16 @@ def _planned_mask(strategies, restriction: Restriction, name: str) -> np.ndarray
 
 
 def _in_place_mask(problem: Problem, v: Vertex, strategies, restriction: Restriction) -> np.ndarray:
-    """A layer computes with the part of its weight that the device holds."""
+    """A layer computes with the part of its weight that the device holds. Raises StrategyError if it cannot."""
     mask = np.ones(len(strategies), bool)
     for slot, (producer, _) in enumerate(v.inputs):
         parameter = problem.vertices[producer]
         if parameter.kind == "parameter" and not is_factor(parameter.node.meta["role"].name):
             dim = restriction.tensor_plan.dim_of(parameter.node.meta["role"].name, parameter.node.meta["val"].dim())
             mask &= [all(s.inputs[slot].dim_of(a) == dim for a in restriction.tensor_axes) for s in strategies]
-    return mask if mask.any() else np.ones(len(strategies), bool)
+    if not mask.any():
+        raise StrategyError(f"{v.name} cannot compute with its weight as the model's own plan cuts it")
+    return mask
 
 
 def _has_tensor(restriction: Restriction) -> bool:
