@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..cost.compute import flops_of
-from ..layout import largest_local_numel
-from .evaluate import Evaluation
+from .evaluate import Evaluation, Pricer
 from .prices import Prices
 from .problem import Problem
 from .remake import FULL, Moves, Recomputation, Remake
@@ -42,8 +41,8 @@ def recomputed_vertices(evaluation: Evaluation) -> dict[int, str]:
 class Blocks:
     """The recomputable blocks of a problem."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem, pricer: Pricer):
+        self.problem, self.pricer = problem, pricer
         self.block = {
             v.index: block_of(v.node.meta.get("module", "")) if v.kind == "op" and v.phase == "forward" else ""
             for v in problem.vertices
@@ -67,11 +66,6 @@ class Blocks:
             remake = Remake(self, evaluation, block, moves, prices)
             found += remake.steps([(level, remake.at(level)) for level in levels] if levels else remake.chain())
         return found
-
-    def local_bytes(self, vertex: int, output: int, layout) -> float:
-        """Of one copy of a tensor in a layout, on the device that holds most of it."""
-        value = self.problem.vertices[vertex].values[output]
-        return float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
 
     def least_bytes(self, evaluation: Evaluation) -> float:
         """Bytes of the evaluation with all blocks recomputed."""

@@ -136,7 +136,7 @@ class Remake:
         if is_there or maker is None and key in self.e.saved:
             return
         if key not in self.values:
-            self.values[key] = _Value(self.blocks.local_bytes(*key), maker, False)
+            self.values[key] = _Value(self.blocks.pricer.local_bytes(*key), maker, False)
         self.values[key].readers.append(reader)
         self.reads[reader].append(key)
 
@@ -153,17 +153,17 @@ class Remake:
 
     def _between(self, low: frozenset[int], high: frozenset[int]) -> list[frozenset[int]]:
         """Sets that are cheaper than both at some price, in order."""
-        (seconds, bytes_), (more, fewer) = self._cost(low), self._cost(high)
+        (seconds, bytes_), (more, fewer) = self.cost(low), self.cost(high)
         if fewer >= bytes_ or len(high) - len(low) < 2:
             return []
         price = (more - seconds) / (bytes_ - fewer)
         found = self._cut(price, low, high)
-        between, left = self._cost(found)
+        between, left = self.cost(found)
         if between + price * left >= (seconds + price * bytes_) * (1 - LITTLE) or found in (low, high):
             return []
         return [*self._between(low, found), found, *self._between(found, high)]
 
-    def _cost(self, made: Collection[int]) -> tuple[float, float]:
+    def cost(self, made: Collection[int]) -> tuple[float, float]:
         """Priced seconds, and bytes that are saved, of one copy of the block."""
         bytes_ = sum(x.bytes_ for x in self.values.values() if x.maker not in made and (x.is_saved or not _apart(x.readers, made)))
         return sum(self.seconds[i] for i in made), bytes_
@@ -241,14 +241,14 @@ class Remake:
         """From nothing to the last of growing sets, without those that free nothing."""
         found, before = [], frozenset()
         for level, made in levels:
-            seconds, bytes_ = (a - b for a, b in zip(self._cost(made), self._cost(before)))
+            seconds, bytes_ = (a - b for a, b in zip(self.cost(made), self.cost(before)))
             if bytes_ < 0:
                 found.append(self._step(level, before, made, max(seconds, 0.0) / max(-bytes_, 1.0), -bytes_))
                 before = made
         return found
 
     def _step(self, level: str, before: frozenset[int], made: frozenset[int], price: float, freed_bytes: float) -> Recomputation:
-        held, holds = self._held(before), self._held(made)
+        held, holds = self.held(before), self.held(made)
         new = [self.elements[i] for i in sorted(made - before)]
         ops, moved = [x for x in new if isinstance(x, int)], tuple(x for x in new if not isinstance(x, int))
         return Recomputation(
@@ -257,7 +257,7 @@ class Remake:
             frozenset(ops), moved, price,
         )  # fmt: skip
 
-    def _held(self, made: Collection[int]) -> dict[Key, float]:
+    def held(self, made: Collection[int]) -> dict[Key, float]:
         """What is saved if this is made again, with the bytes of all copies."""
         held = ((key, x) for key, x in self.values.items() if x.maker not in made)
         return {key: x.bytes_ * self.copies for key, x in held if x.is_saved or not _apart(x.readers, made)}

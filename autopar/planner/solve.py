@@ -33,7 +33,7 @@ class Solver:
                  report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
-        self.search, self.report, self.blocks = search, report, Blocks(problem)
+        self.search, self.report, self.blocks = search, report, Blocks(problem, pricer)
         self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
         self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())

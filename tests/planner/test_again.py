@@ -24,14 +24,15 @@ def test_no_set_of_ops_is_charged_more_than_it_costs(model, mesh, strategy):
     for hub in instance.hubs:
         for v in instance.problem.classes[hub.hub.producer].members:
             hubs.setdefault((v, hub.hub.output), []).append(hub)
-    again, rng, charged = Again(instance.problem, instance.pricer, Blocks(instance.problem).inner), random.Random(0), 0
+    blocks = Blocks(instance.problem, instance.pricer)
+    again, rng, charged = Again(instance.problem, instance.pricer, blocks.inner), random.Random(0), 0
     for remake in remakes(instance, e):
         full = sorted(remake.at(FULL))
         for byte_seconds in PRICE_SECONDS:
             prices = Prices(byte_seconds, True)
             for _ in range(40):
                 made = frozenset(rng.sample(full, rng.randint(1, len(full))))
-                before, after = remake._held(frozenset()), remake._held(made)
+                before, after = remake.held(frozenset()), remake.held(made)
                 needed = sum(b for key, b in after.items() if key not in before) / remake.copies
                 cost = sum(remake.seconds[i] for i in made) + byte_seconds * needed
                 charge = 0.0

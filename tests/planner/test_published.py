@@ -98,7 +98,8 @@ def test_activation_bytes_of_a_layer(narrow_gpt, strategy, mesh, price, shared, 
     norms = 8 * rows / (1 if shared else cut)
     layer = rows * H * (shared + (32 - shared) / cut) + norms + 4 * rows * A / cut
     assert layer_bytes(instance, e.saved) == pytest.approx(layer)
-    steps = [step for step in Blocks(instance.problem).recomputation(e, levels=(SELECTIVE, FULL)) if step.block == "h.1"]
+    blocks = Blocks(instance.problem, instance.pricer)
+    steps = [step for step in blocks.recomputation(e, levels=(SELECTIVE, FULL)) if step.block == "h.1"]
     left = layer - sum(step.freed_bytes for step in steps)
     assert left == pytest.approx(2 * rows * H / (1 if shared else cut))  # full: what the block reads
     assert [step.level for step in steps] == [SELECTIVE, FULL]

@@ -28,7 +28,7 @@ def evaluated(model: str, mesh: str, strategy: str | None, keep: bool | None = N
 
 
 def remakes(instance: Instance, e, prices: Prices = Prices()) -> list[Remake]:
-    blocks = Blocks(instance.problem)
+    blocks = Blocks(instance.problem, instance.pricer)
     moves = Moves(e, blocks)
     return [Remake(blocks, e, block, moves, prices) for block in blocks.members]
 
@@ -47,9 +47,9 @@ def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
             others = [frozenset(rng.sample(full, rng.randint(0, len(full)))) for _ in range(300)]
         chain = [frozenset(), *(made for _, made in remake.chain())]
         others += [*chain, remake.at(SELECTIVE)]
-        costs = [remake._cost(made) for made in others]
+        costs = [remake.cost(made) for made in others]
         for low, high in itertools.pairwise(chain):
-            (seconds, bytes_), (more, fewer) = remake._cost(low), remake._cost(high)
+            (seconds, bytes_), (more, fewer) = remake.cost(low), remake.cost(high)
             assert low < high and more >= seconds
             if fewer >= bytes_:  # the whole block needs more than it saves
                 continue
@@ -63,7 +63,7 @@ def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
 def test_steps_cost_what_they_say(model, mesh, strategy):
     """Taken one after the other they add up, grow dearer, and never make more again than the whole block."""
     instance, e = evaluated(model, mesh, strategy)
-    blocks, steps = Blocks(instance.problem), Blocks(instance.problem).recomputation(e)
+    blocks, steps = Blocks(instance.problem, instance.pricer), Blocks(instance.problem, instance.pricer).recomputation(e)
     assert steps
     for block in blocks.members:
         mine = [step for step in steps if step.block == block]

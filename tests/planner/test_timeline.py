@@ -109,7 +109,7 @@ def test_gradients_travel_behind_the_backward_and_parameters_one_block_ahead():
 
 def test_recomputed_blocks_run_again():
     found = planned(TWO_BLOCKS, "dp=2,tp=2", strategy="megatron")
-    blocks = Blocks(found.problem)
+    blocks = Blocks(found.problem, found.pricer)
     e, _ = blocks.fit(found.evaluation, blocks.least_bytes(found.evaluation) + 1)
     assert e.recomputed.keys() == {"h.0", "h.1"} and e.recompute_seconds > 0
     timeline = simulate(found.problem, e)
