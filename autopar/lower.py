@@ -55,7 +55,7 @@ def _collectives(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, 
 def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]:
     """The passes from the global joint graph to one rank's, with their names."""
     yield "localize", lambda graph: localize(graph, plan.sharding, rank, plan.reduce_scatter)
-    yield "recompute", lambda graph: recompute(graph, plan.sharding.recompute, plan.sharding.again)
+    yield "recompute", lambda graph: recompute(graph, plan.sharding.again)
     yield "lower_ops", lower_ops
     yield "bucket", lambda graph: bucket(graph, plan.bucket_bytes)
     yield "in_place", in_place

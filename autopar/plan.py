@@ -118,7 +118,8 @@ class Plan:
     regions: tuple[Region, ...]
     alternatives: tuple[Alternative, ...]
     recomputed: tuple[str, ...]  # blocks of which the backward computes all again
-    recomputed_selectively: tuple[str, ...]  # and those of which only some of it: the ops of sharding.again
+    recomputed_selectively: tuple[str, ...]  # and those of which only some of it
+    recomputed_kinds: tuple[str, ...]  # of which kinds of ops that some is, the most frequent first
     warnings: tuple[str, ...]
     layouts: dict[str, str]  # of every parameter and input, by its own name
     sharding: Sharding = field(repr=False)
@@ -182,6 +183,7 @@ class Plan:
                 **{key: {k: fields[key][k] for k in MEMORY_KINDS if k in fields[key]} for key in ("memory", "at_peak")},
                 "recomputed": tuple(fields["recomputed"]),
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
+                "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
@@ -248,7 +250,6 @@ def _sharding_to_json(sharding: Sharding) -> dict:
         "leaves": leaves,
         "outputs": outputs,
         "kept": kept,
-        "recompute": sorted(sharding.recompute),
         "again": sorted(sharding.again),
         "on_host": sorted(sharding.on_host),
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
@@ -279,7 +280,6 @@ def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
         {name: layout(number) for name, number in data["leaves"].items()},
         tuple(map(layout, data["outputs"])),
         frozenset((name, index, layout(number)) for name, index, number in data["kept"]),
-        frozenset(data["recompute"]),
         frozenset(data["again"]),
         frozenset(data["on_host"]),
     )

@@ -23,12 +23,12 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     mesh = sharding.mesh
     nodes = {n.name: n for n in graph.nodes}
     ops = {n.name for n in graph.nodes if is_op(n)}
+    early = {name for name in ops if nodes[name].meta["phase"] == "forward"}
     leaves = {n.name for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     parameters = {n.name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
-    blocks = {path for n in graph.nodes for path in _prefixes(n.meta.get("module") or "")}
     for names, known, what in (
-        (sharding.nodes, ops, "op"), (sharding.leaves, leaves, "placeholder"), (sharding.recompute, blocks, "block"),
-        (sharding.again, ops, "op"), (sharding.on_host, parameters, "parameter"),
+        (sharding.nodes, ops, "op"), (sharding.leaves, leaves, "placeholder"),
+        (sharding.again, early, "op of the forward"), (sharding.on_host, parameters, "parameter"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
     ):  # fmt: skip
         if unknown := sorted(set(names) - known):
@@ -105,11 +105,6 @@ def _fits(layout: Layout, shape, mesh: Mesh) -> bool:
 
 def _is_buffer(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["role"].kind in ("buffer", "random")
-
-
-def _prefixes(path: str) -> list[str]:
-    words = path.split(".")
-    return [".".join(words[: i + 1]) for i in range(len(words))]
 
 
 def _wrong(node: fx.Node, message: str) -> PlanIncompatible:

@@ -17,7 +17,7 @@ from pathlib import Path
 from .errors import PlanFormatError, PlanTampered
 from .hardware import LOWERINGS
 
-VERSION = 4
+VERSION = 5
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -174,7 +174,7 @@ SHARDING = {
     "leaves": Values(count),
     "outputs": [Either(count)],
     "kept": [(text, count, count)],
-    "recompute": [text], "again": [text], "on_host": [text],
+    "again": [text], "on_host": [text],
     "layouts": [(rank, text)],
 }
 SCHEMA = {
@@ -192,7 +192,8 @@ SCHEMA = {
         "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount), "peak_bytes": Either(amount),
         "fits": flag, "note": text,
     }],
-    "recomputed": [text], "recomputed_selectively": [text], "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
+    "recomputed": [text], "recomputed_selectively": [text], "recomputed_kinds": [text],
+    "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
     "micro_batches": count, "reduces_once": flag, "samples": count,

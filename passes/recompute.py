@@ -9,7 +9,6 @@ ops too.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -18,19 +17,15 @@ from torch import fx
 from ..graph import tensor_of
 from .partition import phase_of
 
-_BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
-
-def recompute(local: fx.GraphModule, blocks: Collection[str], nodes: Collection[str] = ()) -> fx.GraphModule:
-    """Rewrites a local joint graph in place; `blocks` are module paths such as "model.layers.3" of which all is computed again,
-    `nodes` names of single ops."""
-    if not blocks and not nodes:
+def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
+    """Rewrites a local joint graph in place; `ops`: names of the forward ops that are computed again."""
+    if not ops:
         return local
-    graph = local.graph
-    inner = _inner(graph, blocks)
+    graph, inner = local.graph, set()
     for node in graph.nodes:
         is_copy = "tensor" in node.meta and not node.meta.get("kept") and phase_of(node) == "forward"
-        if node.op == "call_function" and (is_copy or tensor_of(node)[0].name in nodes):
+        if node.op == "call_function" and (is_copy or tensor_of(node)[0].name in ops):
             inner.add(node)
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -68,18 +63,3 @@ def _share(graph: fx.Graph) -> None:
             if same is not node:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
-
-
-def _inner(graph: fx.Graph, blocks: Collection[str]) -> set[fx.Node]:
-    """Forward nodes of the blocks whose value no forward op of another block reads."""
-    home = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and phase_of(node) == "forward":
-            match = _BLOCK.match(node.meta.get("module", ""))
-            home[node] = match.group(1) if match and match.group(1) in blocks else ""
-    leaving = set()
-    for node, block in home.items():
-        for user in node.users:
-            if block and (user.op == "output" or (user in home and home[user] != block)):
-                leaving.add(tensor_of(node)[0])
-    return {n for n, block in home.items() if block and tensor_of(n)[0] not in leaving}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -91,9 +89,11 @@ def test_planning_ties_the_masks_of_equal_blocks():
 
 def test_recomputed_blocks_draw_the_same_masks():
     model, inputs = Tall(4), (torch.randn(4, 8),)
-    plan, captured = plan_and_capture(model, "dp=2", inputs, strategy="ddp", hardware="cpu-gloo", baselines=False)
+    options = {"strategy": "ddp", "hardware": "cpu-gloo", "baselines": False}
+    plan, captured = plan_and_capture(model, "dp=2", inputs, **options)
+    again, captured = plan_and_capture(model, "dp=2", inputs, **options, recompute="full")
+    assert {"blocks.1", "blocks.2"} <= set(again.recomputed)
     values = global_values(captured, model, inputs)
-    again = replace(plan, sharding=replace(plan.sharding, recompute=frozenset({"blocks.1", "blocks.2"})))
     steps = [simulate_step(captured, p, values) for p in (plan, again)]
     dropouts = [sum(stream_of(n) is not None for n in s.programs[0].parts.backward.graph.nodes) for s in steps]
     assert dropouts[1] > dropouts[0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+from torch import fx
 
-from ..graph import output_node
+from ..graph import op_base_name, output_node
 from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
+from .blocks import recomputed_vertices
 from .evaluate import Evaluation, Pricer
 from .make import Planned
 from .micro_batches import of_step, samples_of
@@ -41,7 +43,7 @@ def describe_plan(planned: Planned) -> Plan:
         memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
         collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
-        recomputed_selectively=_recomputed(e, False), warnings=planned.warnings,
+        recomputed_selectively=_recomputed(e, False), recomputed_kinds=_kinds_again(problem, e), warnings=planned.warnings,
         layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
@@ -56,11 +58,17 @@ def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:
     return tuple(block for block, levels in e.recomputed.items() if (FULL in levels) == wholly)
 
 
-def _again(problem: Problem, e: Evaluation) -> list[str]:
-    """Names of the ops that blocks compute twice of which only some values are computed again."""
-    steps = [step for levels in e.recomputed.values() if FULL not in levels for step, _ in levels.values()]
-    vertices = [problem.vertices[v] for step in steps for v in sorted(step.again)]
-    return [node.name for v in vertices for node in (v.node, *v.casts.values())]
+def _again(problem: Problem, e: Evaluation) -> list[fx.Node]:
+    """The ops that run again in the backward."""
+    vertices = [problem.vertices[v] for v in recomputed_vertices(e)]
+    return [node for v in vertices for node in (v.node, *v.casts.values())]
+
+
+def _kinds_again(problem: Problem, e: Evaluation) -> tuple[str, ...]:
+    """Kinds of the ops that run again in blocks of which only some do, the most frequent first."""
+    wholly = set(_recomputed(e, True))
+    kinds = Counter(op_base_name(problem.vertices[v].node) for v, block in recomputed_vertices(e).items() if block not in wholly)
+    return tuple(kind for kind, _ in sorted(kinds.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _elements(problem: Problem, trained: bool) -> int:
@@ -118,7 +126,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
-        frozenset(kept), frozenset(_recomputed(e, True)), frozenset(_again(problem, e)),
+        frozenset(kept), frozenset(node.name for node in _again(problem, e)),
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
     )  # fmt: skip
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ..plan import Alternative, Plan, Region
 from ..plan_file import MEMORY_KINDS
 from ..units import byte_column, column, ms, percent, size, table
+
+MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
@@ -127,18 +128,12 @@ def in_order(memory: dict[str, float]) -> dict[str, float]:
 
 def recomputed_lines(plan: Plan) -> list[str]:
     lines = []
-    for what, blocks in ((kinds_again(plan) + " of ", plan.recomputed_selectively), ("", plan.recomputed)):
+    kinds = ", ".join(plan.recomputed_kinds[:MOST_KINDS]) + (", ..." if len(plan.recomputed_kinds) > MOST_KINDS else "")
+    for what, blocks in ((f"{kinds} of ", plan.recomputed_selectively), ("", plan.recomputed)):
         if blocks:
             few = ", ".join(blocks[:4]) + (" ..." if len(blocks) > 4 else "")
             lines.append(f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}")
     return lines
-
-
-def kinds_again(plan: Plan, most: int = 6) -> str:
-    """The kinds of ops that blocks compute again of which only some are, the most frequent first."""
-    kinds = Counter(name.rstrip("0123456789").rstrip("_") for name in plan.sharding.again)
-    names = [kind for kind, _ in sorted(kinds.items(), key=lambda pair: (-pair[1], pair[0]))]
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _offloaded(plan: Plan) -> list[str]:

@@ -188,7 +188,7 @@ def other_decisions(content: bytes, rng: random.Random) -> bytes:
         elif action == "option":
             data["reduce_scatter"], data["bucket_bytes"] = rng.choice(("native", "all_to_all")), rng.choice((0.0, 100.0, 1e9))
         elif action == "bare":
-            sharding["recompute"].append(rng.choice(("blocks.0", "blocks", "nothing", "")))
+            sharding["again"].append(rng.choice((*sharding["nodes"], "blocks.0", "nothing", "")))
     return _hashed(data)
 
 

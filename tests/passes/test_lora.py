@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from autopar.oracle import global_values, one_device_step
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.lora import lora
 from autopar.plan import fingerprint
-from autopar.planner.blocks import block_of
 from autopar.planner.make import PlanOptions, make_plan
 from autopar.simulated import plan_and_capture, simulate_step
 from autopar.unroll import tower_of
@@ -139,10 +137,9 @@ def test_half_precision_base():
 
 def test_recomputation():
     model, inputs, captured = usual()
-    plan = planned(captured, "dp=2,tp=2", "megatron")
-    blocks = frozenset(filter(None, (block_of(n.meta.get("module", "")) for n in captured.graph.nodes)))
-    assert blocks == {"layers.0", "layers.1"}
-    assert_like_one_device(model, inputs, captured, replace(plan, sharding=replace(plan.sharding, recompute=blocks)))
+    plan = planned(captured, "dp=2,tp=2", "megatron", recompute="full")
+    assert set(plan.recomputed) == {"layers.0", "layers.1"}
+    assert_like_one_device(model, inputs, captured, plan)
 
 
 def test_deep_models_are_unrolled():
