@@ -5,130 +5,23 @@ layout p that the producer gives and the layouts q that the consumers want: each
 reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5), 2015; on pairs of variables
 it is TRW-S) visits the classes in order, forward and backward; each collects what its hubs know and hands its own cost on to
 the hubs that reach further. The sum of the minima of all classes and hubs is a lower bound of every plan and never falls.
-
-A hub with n consumers is minimized exactly over all ways of sharing payments: for fixed p, consumers that take the same q form
-a block, so the minimum is over partitions of the consumers into blocks, min_q (cost(p, q) + what the block's consumers add).
+The messages of a hub are in autopar/planner/factor.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from .again import Again
-from .hubs import FORWARD, HubPrices, Mode
+from .factor import IMPOSSIBLE_SECONDS, End, Factor, Side
+from .hubs import HubPrices, Mode
 from .prices import Prices
 from .problem import Problem
 from .vertices import STATE
 
-IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost
-
-
-class _Side:
-    """How the strategies of a class map to layouts of one tensor."""
-
-    def __init__(self, which: np.ndarray):
-        self.which = which
-        self.order = np.argsort(which, kind="stable")
-        self.starts = np.searchsorted(which[self.order], np.arange(which.max() + 1))
-
-    def smallest(self, values: np.ndarray) -> np.ndarray:
-        """Minimum of a class's values over the strategies of each layout."""
-        return np.minimum.reduceat(values[self.order], self.starts)
-
-
-@dataclass
-class _End:
-    """One variable of a factor: the class at `position` and the message that the factor sends it, by layout."""
-
-    position: int
-    side: _Side
-    message: np.ndarray
-    columns: np.ndarray | slice | None = None  # a consumer's layouts as columns of the factor's prices
-    phase: int = FORWARD
-
-
-class _Factor:
-    """The payments of a hub with one producer and a few consumers: the cheapest of its modes."""
-
-    def __init__(self, hub: HubPrices, sources: np.ndarray, universe: np.ndarray, scale: float, tail: _End, heads: list[_End]):
-        self.hub, self.sources, self.universe, self.scale, self.tail, self.heads = hub, sources, universe, scale, tail, heads
-        self.width = len(universe)
-        positions = [tail.position, *(h.position for h in heads)]
-        self.first, self.last = min(positions), max(positions)
-
-    def price(self, modes: list[Mode]) -> None:
-        """Take over the part of a hub's prices that is allowed, times its share of the copies."""
-        place = np.ix_(self.sources, self.universe)
-        self.modes = [
-            Mode(
-                np.minimum(mode.base[self.sources] * self.scale, IMPOSSIBLE_SECONDS),
-                {phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS) for phase, price in mode.block.items()},
-            )
-            for mode in modes
-        ]
-
-    def _added(self, head: _End) -> np.ndarray:
-        """What a consumer adds, by column; impossible where it does not want the column."""
-        added = np.full(self.width, IMPOSSIBLE_SECONDS)
-        added[head.columns] = -head.message
-        return added
-
-    def _partitions(self, mode: Mode, heads: list[_End], added: list[np.ndarray]) -> dict[int, np.ndarray]:
-        """For every set of these consumers (a bit mask), by p, the minimum over all ways in which they share payments."""
-        count = len(heads)
-        best = {0: np.zeros(len(mode.base))}
-        if count == 1:
-            best[1] = (mode.block[heads[0].phase][:, heads[0].columns] - heads[0].message).min(1)
-            return best
-        block = {}
-        for mask in range(1, 1 << count):
-            members = [i for i in range(count) if mask >> i & 1]
-            phases = 0
-            for i in members:
-                phases |= heads[i].phase
-            block[mask] = (mode.block[phases] + sum(added[i] for i in members)).min(1)
-        for mask in range(1, 1 << count):
-            lowest = mask & -mask
-            rest, sub, result = mask ^ lowest, mask ^ lowest, None
-            while True:  # blocks that hold the first consumer of the mask
-                value = block[sub | lowest] + best[rest ^ sub]
-                result = value if result is None else np.minimum(result, value)
-                if not sub:
-                    break
-                sub = (sub - 1) & rest
-            best[mask] = result
-        return best
-
-    def to_tail(self) -> np.ndarray:
-        """Minimum over the consumers, by the producer's layout."""
-        added = [self._added(h) for h in self.heads] if len(self.heads) > 1 else []
-        everyone = (1 << len(self.heads)) - 1
-        values = [m.base + self._partitions(m, self.heads, added)[everyone] for m in self.modes]
-        return values[0] if len(values) == 1 else np.minimum.reduce(values)
-
-    def to_head(self, head: _End) -> np.ndarray:
-        """Minimum over the producer and the other consumers, by this consumer's layout."""
-        others = [h for h in self.heads if h is not head]
-        added = [self._added(o) for o in others]
-        everyone, result = (1 << len(others)) - 1, None
-        for mode in self.modes:
-            before = mode.base - self.tail.message
-            best = self._partitions(mode, others, added) if others else {0: np.zeros(len(before))}
-            for mask in range(1 << len(others)):  # the others that join this consumer's block
-                phases, joined = head.phase, 0.0
-                for i, other in enumerate(others):
-                    if mask >> i & 1:
-                        phases, joined = phases | other.phase, joined + added[i][head.columns]
-                value = (mode.block[phases][:, head.columns] + (before + best[everyone ^ mask])[:, None]).min(0) + joined
-                result = value if result is None else np.minimum(result, value)
-        return result
-
-    def smallest(self) -> float:
-        return float((self.to_tail() - self.tail.message).min())
 
 
 def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
@@ -162,17 +55,17 @@ class Dual:
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
         self.index = [np.flatnonzero(allowed[cls]) for cls in self.classes]
-        self.factors: list[_Factor] = []
-        self.ends: list[list[tuple[_Factor, _End]]] = [[] for _ in self.classes]
+        self.factors: list[Factor] = []
+        self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
         self._loops: list[tuple[HubPrices, np.ndarray, np.ndarray]] = []
         for hub in hubs:
             parts = -(-len(hub.hub.consumers) // MOST_CONSUMERS)  # of a hub with many consumers each factor takes a share
             for i in range(parts):
                 self._add(hub, range(len(hub.hub.consumers))[i::parts], parts)
-        self.weights = []
-        for i, ends in enumerate(self.ends):
-            earlier, later = sum(f.first < i for f, _ in ends), sum(f.last > i for f, _ in ends)
-            self.weights.append(1.0 / max(1, earlier, later))
+        # hubs of every class that reach to earlier classes, and to later ones
+        self.earlier = [[(f, end) for f, end in ends if f.first < i] for i, ends in enumerate(self.ends)]
+        self.later = [[(f, end) for f, end in ends if f.last > i] for i, ends in enumerate(self.ends)]
+        self.weights = [1.0 / max(1, len(before), len(after)) for before, after in zip(self.earlier, self.later)]
         self.price(prices)
 
     def _add(self, hub: HubPrices, consumers: Sequence[int], parts: int) -> None:
@@ -187,11 +80,11 @@ class Dual:
             self._loops.append((hub, hub.source_of[self.index[position]], hub.target_of[0][self.index[position]]))
             return
         universe = np.unique(np.concatenate([columns for _, columns, _, _ in wanted]))
-        tail = _End(position, _Side(source_of), np.zeros(len(sources)))
+        tail = End(position, Side(source_of), np.zeros(len(sources)))
         for cls, columns, which, phase in wanted:
             place = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
-            ends.append(_End(self.position[cls], _Side(which), np.zeros(len(columns)), place, phase))
-        factor = _Factor(hub, sources, universe, hub.hub.copies / parts, tail, ends)
+            ends.append(End(self.position[cls], Side(which), np.zeros(len(columns)), place, phase))
+        factor = Factor(hub, sources, universe, hub.hub.copies / parts, tail, ends)
         self.factors.append(factor)
         for end in (tail, *ends):
             self.ends[end.position].append((factor, end))
@@ -220,23 +113,23 @@ class Dual:
     def _collected(self, i: int) -> np.ndarray:
         theta = self.unary[i].copy()
         for _, end in self.ends[i]:
-            theta += end.message[end.side.which]
+            theta += end.side.spread(end.message)
         return theta
 
-    def _refresh(self, factor: _Factor, end: _End) -> None:
+    def _refresh(self, factor: Factor, end: End) -> None:
         end.message = factor.to_tail() if end is factor.tail else factor.to_head(end)
 
     def sweep(self, forward: bool) -> None:
         """One pass over the classes in order, or against it."""
+        known, told = (self.earlier, self.later) if forward else (self.later, self.earlier)
         for i in range(len(self.classes)) if forward else range(len(self.classes) - 1, -1, -1):
-            ends = self.ends[i]
-            for factor, end in ends:
-                if (factor.first < i) if forward else (factor.last > i):
-                    self._refresh(factor, end)
-            theta = self._collected(i)
-            theta = (theta - theta.min()) * self.weights[i]
-            for factor, end in ends:
-                if (factor.last > i) if forward else (factor.first < i):
+            for factor, end in known[i]:
+                self._refresh(factor, end)
+            if told[i]:
+                theta = self._collected(i)
+                theta -= np.minimum.reduce(theta)
+                theta *= self.weights[i]
+                for _, end in told[i]:
                     end.message = end.message - end.side.smallest(theta)
 
     def bound(self) -> float:
@@ -265,7 +158,7 @@ class Dual:
         for i, cls in enumerate(self.classes):
             theta = self.unary[i].copy()
             for factor, end in self.ends[i]:
-                theta += (factor.to_tail() if end is factor.tail else factor.to_head(end))[end.side.which]
+                theta += end.side.spread(factor.to_tail() if end is factor.tail else factor.to_head(end))
             k = int(theta.argmin())
             chosen[cls] = int(self.index[i][k])
             for _, end in self.ends[i]:  # a decided end says: this layout, no other
