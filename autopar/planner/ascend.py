@@ -32,7 +32,7 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
     """The best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on it. `starts` are
     choices to do at least as well as; those that are not allowed are left out."""
     tied = Tied(dual)
-    pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in s.items())]
+    pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in dual.strategies(s).items())]
     best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
     bound = last = -np.inf
     for turn in range(search.rounds):
@@ -49,7 +49,7 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
                 best = Solution(pool[-1], value, bound)
         if best.objective - bound <= search.gap * abs(best.objective):
             return Solution(best.choice, best.objective, min(bound, best.objective))
-        if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.1 * (best.objective - bound)):
+        if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.05 * (best.objective - bound)):
             break  # the ascent would take many more sweeps, the program that is left perhaps few seconds
         last = bound
     return _finish(dual, tied, Solution(best.choice, best.objective, bound), pool, search)
@@ -58,7 +58,7 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
 def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
     """The best of what is promising, by an integer program; and of all that can still be better, if those are few. The program
     knows no recomputation."""
-    if dual.again or not search.largest_program:
+    if dual.reruns or not search.largest_program:
         return best
     base, reduced = dual.reduced_costs()
     slack = (best.objective - base) * (1 + 1e-9)

@@ -53,6 +53,7 @@ class Blocks:
             if here and use.phase == "forward" and self.block[use.consumer] != here:
                 leaves_block.add(use.producer)
         self.inner = {v for v, block in self.block.items() if block and v not in leaves_block}
+        self.reruns = {problem.vertices[v].cls for v in self.inner}
         self.members: dict[str, list[int]] = defaultdict(list)
         for v in sorted(self.inner):
             self.members[self.block[v]].append(v)

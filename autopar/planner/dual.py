@@ -10,13 +10,12 @@ The messages of a hub are in autopar/planner/factor.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .again import Again
 from .factor import IMPOSSIBLE_SECONDS, End, Factor, Side
-from .hubs import HubPrices, Mode
+from .hubs import BACKWARD, HubPrices, Mode
 from .prices import Prices
 from .problem import Problem
 from .vertices import STATE
@@ -44,20 +43,26 @@ def _order(problem: Problem) -> list[int]:
 
 
 class Dual:
-    """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned stays."""
+    """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned stays.
+
+    A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is strategy k run
+    twice. `choice` maps classes to options."""
 
     def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
-                 keep_parameters: bool | None = None, again: Again | None = None):  # fmt: skip
-        """`again`: what values cost that may be made again in the backward instead of saved; with it the bound also holds for
-        plans that recompute."""
+                 keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
+        """`reruns`: classes whose ops may run again in the backward, so that what they make need not be saved; with them the bound
+        also holds for plans that recompute."""
         self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
-        self.again = again
+        self.reruns = frozenset(reruns)
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
-        self.index = [np.flatnonzero(allowed[cls]) for cls in self.classes]
+        self.index = []
+        for cls in self.classes:
+            once = np.flatnonzero(allowed[cls])
+            self.index.append(np.concatenate([once, once + len(allowed[cls])]) if cls in self.reruns else once)
         self.factors: list[Factor] = []
         self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
-        self._loops: list[tuple[HubPrices, np.ndarray, np.ndarray]] = []
+        self._loops: list[HubPrices] = []
         for hub in hubs:
             parts = -(-len(hub.hub.consumers) // MOST_CONSUMERS)  # of a hub with many consumers each factor takes a share
             for i in range(parts):
@@ -69,44 +74,67 @@ class Dual:
         self.price(prices)
 
     def _add(self, hub: HubPrices, consumers: Sequence[int], parts: int) -> None:
-        position = self.position[hub.hub.producer]
-        sources, source_of = np.unique(hub.source_of[self.index[position]], return_inverse=True)
+        sources, tail = self._end(hub.hub.producer, hub.source_of)
         wanted, ends = [], []
         for i in consumers:
             cls = hub.hub.consumers[i][0]
-            columns, which = np.unique(hub.target_of[i][self.index[self.position[cls]]], return_inverse=True)
-            wanted.append((cls, columns, which, hub.phases[i]))
-        if len(wanted) == 1 and wanted[0][0] == hub.hub.producer:  # a class that feeds itself: part of its own cost
-            self._loops.append((hub, hub.source_of[self.index[position]], hub.target_of[0][self.index[position]]))
+            columns, end = self._end(cls, hub.target_of[i])
+            end.phase = hub.phases[i]
+            wanted.append(columns)
+            ends.append(end)
+        if len(ends) == 1 and ends[0].position == tail.position:  # a class that feeds itself: part of its own cost
+            self._loops.append(hub)
             return
-        universe = np.unique(np.concatenate([columns for _, columns, _, _ in wanted]))
-        tail = End(position, Side(source_of), np.zeros(len(sources)))
-        for cls, columns, which, phase in wanted:
-            place = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
-            ends.append(End(self.position[cls], Side(which), np.zeros(len(columns)), place, phase))
+        universe = np.unique(np.concatenate(wanted))
+        for columns, end in zip(wanted, ends):
+            end.columns = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
         factor = Factor(hub, sources, universe, hub.hub.copies / parts, tail, ends)
         self.factors.append(factor)
         for end in (tail, *ends):
             self.ends[end.position].append((factor, end))
 
+    def _end(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, End]:
+        """The layouts of a tensor that the allowed options of a class have, with the class's end of a factor."""
+        twice, position = cls in self.reruns, self.position[cls]
+        once = self.index[position][: len(self.index[position]) // (1 + twice)]
+        layouts, which = np.unique(layout_of[once], return_inverse=True)
+        side = Side(np.concatenate([which, which + len(layouts)]) if twice else which)
+        return layouts, End(position, side, np.zeros(len(layouts) * (1 + twice)), twice)
+
     def price(self, prices: Prices) -> None:
         """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""
         self.prices = prices
-        self.unary = [own_cost(self.problem, cls, prices)[index] for cls, index in zip(self.classes, self.index)]
-        for hub, source_of, target_of in self._loops:
-            modes = self.modes(hub)
-            values = [m.base[source_of] + m.block[hub.phases[0]][source_of, target_of] for m in modes]
-            self.unary[self.position[hub.hub.producer]] += np.minimum.reduce(values) * hub.hub.copies
+        self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
+        for hub in self._loops:
+            position = self.position[hub.hub.producer]
+            again, k = np.divmod(self.index[position], len(hub.source_of))
+            p, q, phase = hub.source_of[k], hub.target_of[0][k], hub.phases[0]
+            late = (again == 1) & (phase != BACKWARD)
+            values = [
+                m.base[again, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q]) for m in self.modes(hub)
+            ]
+            self.unary[position] += np.minimum.reduce(values) * hub.hub.copies
         priced = {}
         for factor in self.factors:
             if id(factor.hub) not in priced:
                 priced[id(factor.hub)] = self.modes(factor.hub)
             factor.price(priced[id(factor.hub)])
 
+    def own(self, cls: int) -> np.ndarray:
+        """Of every option of a class: the priced seconds and bytes of all its copies."""
+        once, options = own_cost(self.problem, cls, self.prices), self.problem.classes[cls]
+        if cls not in self.reruns:
+            return once
+        return np.concatenate([once, once + options.seconds * (self.prices.compute("backward") * options.copies)])
+
     def modes(self, hub: HubPrices) -> list[Mode]:
         """The ways to serve one copy of a hub at the prices of the dual."""
-        again = self.again.seconds(hub, self.prices) if self.again else None
-        return hub.modes(self.prices, self.keep_parameters, again)
+        is_read_again = any(cls in self.reruns for cls, _, _ in hub.hub.consumers)
+        return hub.modes(self.prices, self.keep_parameters, is_read_again)
+
+    def strategies(self, choice: dict[int, int]) -> dict[int, int]:
+        """The strategies of a choice, without what runs again."""
+        return {cls: option % len(self.allowed[cls]) for cls, option in choice.items()}
 
     # ascent
 

@@ -2,7 +2,8 @@
 
 Hubs of one producer class with the same consumer classes are copies of each other. A forward tensor that the backward reads can
 be served in several ways, each a `Mode`: it is saved as it is, and the backward makes copies again or keeps those of the forward;
-it is not saved, and the backward reads kept copies alone; or it is computed again.
+or it is not saved, and the backward reads kept copies alone. If its producer runs again, it is there without being saved; a
+forward consumer that runs again reads in both phases.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def hubs_of(problem: Problem) -> list[Hub]:
 
 @dataclass
 class Mode:
-    """One way to serve all consumers of a hub: a price by producer layout p, and for every column q what a block of consumers
-    that takes q pays, by the phases in the block: {FORWARD: (p, q), BACKWARD: (p, q), BOTH: (p, q)}."""
+    """One way to serve all consumers of a hub: a price by producer layout p, in two rows, the second if the producer runs again;
+    and for every column q what a block of consumers that takes q pays, by the phases in the block: {FORWARD: (p, q),
+    BACKWARD: (p, q), BOTH: (p, q)}."""
 
     base: np.ndarray
     block: dict[int, np.ndarray]
@@ -84,15 +86,15 @@ class HubPrices:
         self.held_bytes = np.array([pricer.local_bytes(*hub.example, q) for q in self.targets])
         self.base_bytes = np.array([pricer.local_bytes(*hub.example, p) for p in self.sources])
 
-    def modes(self, prices: Prices, keep_parameters: bool | None, again_seconds: np.ndarray | None = None) -> list[Mode]:
+    def modes(self, prices: Prices, keep_parameters: bool | None, is_read_again: bool = False) -> list[Mode]:
         """The ways to serve one copy of the hub. `keep_parameters`: whether gathered parameters are kept for the backward (None:
-        as prices say). `again_seconds`: of making the tensor again, by producer layout, None if it may not be."""
+        as prices say). `is_read_again`: whether a forward consumer may run again."""
         forward, backward = ((prices.hidden(p) if self.is_hidden else 1.0) for p in ("forward", "backward"))
         early, late = (np.where(self.is_possible, self.once * weight, np.inf) for weight in (forward, backward))
-        nothing = np.zeros(len(self.sources))
+        nothing = np.zeros((2, len(self.sources)))
         if self.is_parameter and keep_parameters is False:
             return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early + late})]
-        if not (prices.saved and self.is_saved and self.reads_saved):
+        if not (prices.saved and self.is_saved and (self.reads_saved or is_read_again)):
             return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early})]
         keep = early + prices.byte_seconds * self.held_bytes
         both = keep if self.is_parameter and keep_parameters else np.minimum(keep, early + late)
@@ -101,24 +103,20 @@ class HubPrices:
         saved = Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: both})
         if self.is_parameter:
             return [saved]
-        saved = Mode(prices.byte_seconds * self.base_bytes, saved.block)
+        saved = Mode(np.stack([prices.byte_seconds * self.base_bytes, nothing[1]]), saved.block)
         gone = keep.copy()
         gone[self.same_as[columns], columns] = np.inf
-        dropped = Mode(nothing, {FORWARD: early, BACKWARD: np.full_like(late, np.inf), BOTH: gone})
-        if again_seconds is None:
-            return [saved, dropped]
-        again = Mode(again_seconds, {FORWARD: early, BACKWARD: late, BOTH: early + late})
-        return [saved, dropped, again]
+        return [saved, Mode(nothing, {FORWARD: early, BACKWARD: np.full_like(late, np.inf), BOTH: gone})]
 
 
-def served(modes: list[Mode], p: int | np.ndarray, columns: list[int], phases: list[int]) -> float | np.ndarray:
-    """Seconds of the cheapest mode when the consumers take these columns."""
+def served(modes: list[Mode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0) -> float | np.ndarray:
+    """Seconds of the cheapest mode when the consumers take these columns; `again`: 1 if the producer runs again."""
     block: dict[int, int] = {}
     for q, phase in zip(columns, phases):
         block[q] = block.get(q, 0) | phase
     values = []
     for mode in modes:
-        value = mode.base[p]
+        value = mode.base[again, p]
         for q, phase in block.items():
             value = value + mode.block[phase][p, q]
         values.append(value)

@@ -2,9 +2,9 @@
 
 Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds of every
 plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
-(autopar/planner/cuts.py). The bound allows for recomputation (autopar/planner/again.py). Plans are searched for at the same prices
-without it, and then made to fit: by copies that are given up, by blocks that are computed again, or, where there is room left, by
-parts of faster plans.
+(autopar/planner/cuts.py). At these prices every op decides together with its sharding whether it runs again in the backward. The
+plans that this gives are then made to fit: by copies that are given up, by as much recomputation as it takes, or, where there is
+room left, by parts of faster plans.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import partial
 import numpy as np
 
 from ..units import size
-from .again import Again
 from .ascend import minimize
+from .blocks import recomputed_vertices
 from .cuts import FIRST_PRICE
 from .dual import Dual
 from .evaluate import Evaluation
@@ -32,12 +32,14 @@ from .tied import Tied
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
-SMALL_DOUBT = 0.02  # of the bound: better prices would hardly say more
+SMALL_DOUBT = 0.003  # of the bound: better prices would hardly say more
 # the searches for the bound try a plan at each of their prices: with so many tried, and one that fits, no others are looked for;
 # with fewer, few more
 ENOUGH_TRIES, FEW_PRICES = 3, 4
 # what has to be made to fit is changed more than this anyway, so that its search may stop early
 PLAN_GAP, ROUNDS = 5e-3, 40
+BOUND_GAP = 1e-2  # of the first searches for the bound
+MOST_MIXED = 3  # plans that meet at the highest bound, of which mixtures are tried
 MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
 LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
 STEP = 1e-5  # between two points, for a slope
@@ -73,32 +75,61 @@ class WithinLimit:
     def _search(self, early: bool, is_sure: bool) -> bool:
         """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is sure."""
         free = replace(self.solver.free, saved=early, gradients=float(self.run.accumulates or not early))
-        point = self._highest_bound(free, is_sure)
-        if point is not None and (self.best is None or self.tries < ENOUGH_TRIES and not self._is_near()):
+        found = self._highest_bound(free, is_sure)
+        if found is None:
+            return False
+        point, plans = found
+        if self.best is None or self.tries < ENOUGH_TRIES and not self._is_near():
             self._bisect(free, point)
-        return point is not None
+        for one, other in itertools.combinations(plans[:MOST_MIXED], 2):
+            if self.best is not None and not self._is_near() and one.choice != other.choice:
+                self._mix(one, other, self._prices(free, point))
+        return True
 
-    def _highest_bound(self, free: Prices, is_sure: bool) -> np.ndarray | None:
-        """Where the bound is highest, from the point of view of plans that may recompute. None if memory peaks elsewhere."""
+    def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:
+        """Where the bound is highest, from the point of view of plans that may recompute, and the plans that meet there. None if
+        memory peaks elsewhere."""
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[2] = MOST_PRICE
-        again = Again(self.problem, self.solver.pricer, self.solver.blocks.inner)
-        dual = Dual(self.problem, self.solver.hubs, run.allowed, free, run.restriction.keep, again)
+        reruns = self.solver.blocks.reruns if free.saved else ()
+        dual = Dual(self.problem, self.solver.hubs, run.allowed, free, run.restriction.keep, reruns)
         for _ in range(MOST_PRICES):
-            point, doubt, _ = cuts.highest(self.bound)
+            point, doubt, met = cuts.highest(self.bound)
             if doubt <= SMALL_DOUBT or cuts.is_known(point) or self._is_near():
                 break
             prices = self._prices(free, point)
             dual.price(prices)
-            solution = minimize(dual, self.solver.found, replace(run.search, gap=max(run.search.gap, doubt / 4)))
-            self.solver.found.append(solution.choice)
+            starts = [*self.solver.found, *([] if self.best is None else [self._joint(dual, self.best)])]
+            solution = minimize(dual, starts, replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP))))
             self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
             line = self._line(dual, free, point, solution)
-            tried, _ = self._try(prices)
+            tried, _ = self._try(prices, dual.strategies(solution.choice))
             if not is_sure and tried.bytes_ > self.limit_bytes and self._peaks_early(tried) != free.saved:
                 return None
             cuts.add(point, *line, tried)
-        return point
+        return point, met
+
+    def _mix(self, one: Evaluation, other: Evaluation, prices: Prices) -> None:
+        """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it recomputes."""
+
+        def judge(choice: dict[int, int]) -> Evaluation:
+            e = self.run.judge(prices, choice)
+            return self.solver.blocks.fit(e, self.limit_bytes, prices)[0] or e
+
+        self.solver.report("mixing plans")
+        mixed = between(self.problem, one, other, judge, self.limit_bytes)  # leaves the problem split as in the mixture
+        self._keep(self._fitted(self.run.settled(self.run.judge(prices, mixed.choice)), prices)[0])
+
+    def _keep(self, e: Evaluation | None) -> None:
+        """Remember a plan that fits if it is the fastest."""
+        if e is not None and (self.best is None or e.seconds < self.best.seconds):
+            self.best = e
+
+    def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
+        """An evaluated plan as a choice of options."""
+        again = {self.problem.vertices[v].cls for v in recomputed_vertices(e)} & dual.reruns
+        choice = {v.cls: e.choice[v.index] for v in self.problem.vertices}
+        return {cls: k + len(dual.allowed[cls]) if cls in again else k for cls, k in choice.items()}
 
     def _bisect(self, free: Prices, point: np.ndarray) -> None:
         """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the price: then
@@ -138,16 +169,18 @@ class WithinLimit:
         here = seconds(point)
         return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
 
-    def _try(self, prices: Prices) -> tuple[Evaluation, float]:
-        """The plan that costs least at these prices, and what a byte costs that is recomputed to make it fit, infinite if it does
-        not. The fastest one is kept."""
+    def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
+        """The plan of a choice by class, by default of the one that costs least at these prices without recomputation, and what a
+        byte costs that is recomputed to make it fit, infinite if it does not. The fastest one that fits is kept."""
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
         self.tries += 1
-        tried = self.run.at(prices, self.rough).evaluation
+        if choice is None:
+            tried = self.run.at(prices, self.rough).evaluation
+        else:
+            tried = self.run.settled(self.run.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
         self.smallest = min(self.smallest, tried, key=self.solver.blocks.least_bytes)
         fitted, dearest = self._fitted(tried, prices)
-        if fitted is not None and (self.best is None or fitted.seconds < self.best.seconds):
-            self.best = fitted
+        self._keep(fitted)
         if self.limit_bytes < tried.bytes_ < self.fast.bytes_:
             self.fast = tried
         return tried, dearest

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .again import Again
 from .ascend import Search, minimize
 from .cuts import Cuts
 from .dual import Dual
@@ -120,9 +119,8 @@ class Run:
         prices what cannot be made again, the other everything."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
-        again = Again(self.problem, self.solver.pricer, blocks.inner)
-        dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, again)
-        choice = minimize(dual, self.solver.found, self.search).choice
+        dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, blocks.reruns)
+        choice = dual.strategies(minimize(dual, self.solver.found, self.search).choice)
         last = self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
         least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)
         return self.settled(blocks.at_level(least, FULL))

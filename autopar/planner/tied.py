@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .dual import Dual, own_cost
-from .hubs import HubPrices, Mode, served
+from .dual import Dual
+from .hubs import BACKWARD, HubPrices, Mode, served
 
 
 class Tied:
@@ -20,7 +20,7 @@ class Tied:
 
     def __init__(self, dual: Dual):
         self.dual, self.problem = dual, dual.problem
-        self.own = {cls: own_cost(dual.problem, cls, dual.prices) for cls in dual.classes}
+        self.own = {cls: dual.own(cls) for cls in dual.classes}
         self.modes: list[list[Mode]] = [dual.modes(hub) for hub in dual.hubs]
         self.hubs_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
         for number, hub in enumerate(dual.hubs):
@@ -31,28 +31,40 @@ class Tied:
         total = sum(float(self.own[cls][k]) for cls, k in choice.items())
         return total + sum(self._hub(number, choice) for number in range(len(self.dual.hubs)))
 
+    def _places(self, hub: HubPrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
+        """The row of the producer and whether it runs again; the columns of the consumers and the phases in which they read."""
+        again, k = divmod(choice[hub.hub.producer], len(hub.source_of))
+        columns, phases = [], []
+        for (cls, _, _), target_of, phase in zip(hub.hub.consumers, hub.target_of, hub.phases):
+            is_late, strategy = divmod(choice[cls], len(target_of))
+            columns.append(int(target_of[strategy]))
+            phases.append(phase | BACKWARD if is_late else phase)
+        return int(hub.source_of[k]), again, columns, phases
+
     def _hub(self, number: int, choice: dict[int, int]) -> float:
         hub = self.dual.hubs[number]
-        columns = [int(of[choice[cls]]) for of, (cls, _, _) in zip(hub.target_of, hub.hub.consumers)]
-        source = int(hub.source_of[choice[hub.hub.producer]])
-        return hub.hub.copies * float(served(self.modes[number], source, columns, hub.phases))
+        source, again, columns, phases = self._places(hub, choice)
+        return hub.hub.copies * float(served(self.modes[number], source, columns, phases, again))
 
     def _hub_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
-        """Cost of a hub for every strategy of one of its classes, the others as they are chosen."""
-        hub, modes = self.dual.hubs[number], self.modes[number]
-        consumers = [c for c, _, _ in hub.hub.consumers]
-        mine = [i for i, c in enumerate(consumers) if c == cls]
-        columns = [int(of[choice[c]]) for of, c in zip(hub.target_of, consumers)]
-        if hub.hub.producer == cls:
-            if not mine:
-                every = served(modes, np.arange(len(hub.sources)), columns, hub.phases)
-                return hub.hub.copies * every[hub.source_of]
-        elif len(mine) == 1:
-            source = int(hub.source_of[choice[hub.hub.producer]])
-            return hub.hub.copies * _by_column(hub, modes, source, columns, mine[0])[hub.target_of[mine[0]]]
+        """Cost of a hub for every option of one of its classes, the others as they are chosen."""
+        hub, modes, runs = self.dual.hubs[number], self.modes[number], 2 if cls in self.dual.reruns else 1
+        mine = [i for i, (c, _, _) in enumerate(hub.hub.consumers) if c == cls]
+        source, again, columns, phases = self._places(hub, choice)
+        if hub.hub.producer == cls and not mine:
+            every = np.arange(len(hub.sources))
+            return hub.hub.copies * np.concatenate(
+                [served(modes, every, columns, phases, late)[hub.source_of] for late in range(runs)]
+            )
+        if hub.hub.producer != cls and len(mine) == 1:
+            i, values = mine[0], []
+            for late in range(runs):
+                phases[i] = hub.phases[i] | BACKWARD if late else hub.phases[i]
+                values.append(_by_column(modes, source, again, columns, phases, i)[hub.target_of[i]])
+            return hub.hub.copies * np.concatenate(values)
         values, here = [], choice[cls]
-        for k in range(len(hub.source_of) if hub.hub.producer == cls else len(hub.target_of[mine[0]])):
-            choice[cls] = k
+        for option in range(len(self.own[cls])):
+            choice[cls] = option
             values.append(self._hub(number, choice))
         choice[cls] = here
         return np.array(values)
@@ -77,19 +89,18 @@ class Tied:
         return choice
 
 
-def _by_column(hub: HubPrices, modes: Sequence[Mode], source: int, columns: list[int], mine: int) -> np.ndarray:
+def _by_column(modes: Sequence[Mode], source: int, again: int, columns: list[int], phases: list[int], mine: int) -> np.ndarray:
     """Cost of one copy by the column that one consumer takes: a payment of its own, or what joining another's adds."""
     others: dict[int, int] = {}
-    for i, (q, phase) in enumerate(zip(columns, hub.phases)):
+    for i, (q, phase) in enumerate(zip(columns, phases)):
         if i != mine:
             others[q] = others.get(q, 0) | phase
     results = []
     for mode in modes:
-        rest = mode.base[source] + sum(mode.block[phase][source, q] for q, phase in others.items())
-        value = mode.block[hub.phases[mine]][source] + rest
+        rest = mode.base[again, source] + sum(mode.block[phase][source, q] for q, phase in others.items())
+        value = mode.block[phases[mine]][source] + rest
         for q, phase in others.items():
-            joined = mode.block[phase | hub.phases[mine]][source, q]
-            alone = [mode.block[p][source, c] for c, p in others.items() if c != q]
-            value[q] = mode.base[source] + sum(alone) + joined
+            alone = sum(mode.block[p][source, c] for c, p in others.items() if c != q)
+            value[q] = mode.base[again, source] + alone + mode.block[phase | phases[mine]][source, q]
         results.append(value)
     return results[0] if len(results) == 1 else np.minimum.reduce(results)
