@@ -9,7 +9,8 @@
 and, where they are known, with the fields of Host, Kernels, Nccl and Curve:
 
     [host]         link_bytes_per_second, memory_bytes_per_second, memory_bytes
-    [kernels]      multiprocessors, tile, half_rows, half_columns, half_depth, attention, attention_backward
+    [kernels]      multiprocessors, tile, half_rows, half_columns, half_depth, attention, attention_backward,
+                   functions_per_second, fuses
     [nccl]         generation, intra, channels, channel_bytes_per_second, nvls, copy_engine_bytes_per_second,
                    reached.KIND = { devices, bytes_per_second }, a list each
     [measured]     median_error of the curves, and [[measured.curves]] of kind, devices, stride, bytes, seconds
@@ -154,13 +155,14 @@ def _host(table: _Table) -> Host:
 
 
 def _kernels(table: _Table) -> Kernels:
-    halves = {key: table.zero_or_more(key) for key in ("half_rows", "half_columns", "half_depth") if key in table.entries}
+    numbers = ("half_rows", "half_columns", "half_depth", "functions_per_second")
+    numbers = {key: table.zero_or_more(key) for key in numbers if key in table.entries}
     shares = {key: table.share(key) for key in ("attention", "attention_backward") if key in table.entries}
     waves = {}
     if "multiprocessors" in table.entries:
         rows, columns = table.numbers("tile", 2)
         waves = {"multiprocessors": table.whole("multiprocessors"), "tile": (int(rows), int(columns))}
-    return Kernels(**waves, **halves, **shares)
+    return Kernels(**waves, **numbers, **shares, fuses=table.entries.get("fuses", True) is True)
 
 
 def _nccl(table: _Table) -> Nccl:

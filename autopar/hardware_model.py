@@ -49,7 +49,9 @@ class Kernels:
 
     `multiprocessors` work on tiles of `tile` rows and columns; 0 where work is not handed out in waves (a CPU). A product
     of few rows, columns or little depth reaches half of its speed at `half_rows`, `half_columns`, `half_depth`.
-    `attention` and `attention_backward`: shares of the peak, None for those of a large product.
+    `attention` and `attention_backward`: shares of the peak, None for those of a large product. `functions_per_second`: values of
+    gelu (by tanh) that are computed in a second, 0 where memory is slower. `fuses`: whether pointwise ops that follow each other
+    run as one kernel.
     """
 
     multiprocessors: int = 0
@@ -59,6 +61,8 @@ class Kernels:
     half_depth: float = 0.0
     attention: float | None = None
     attention_backward: float | None = None
+    functions_per_second: float = 0.0
+    fuses: bool = True
 
 
 @dataclass(frozen=True)

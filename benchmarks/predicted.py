@@ -4,12 +4,14 @@
     OMP_NUM_THREADS=1 python benchmarks/predicted.py --memory-only > benchmarks/results/memory.txt
 
 Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same two processes and take
-their steps in turn, so that what else the machine does falls on all alike; of the rounds, in each the slower process, the lower
-quartile counts, and beside it the CPU time of a process, which says more where other work shares the cores. A step is forward
-and backward, as in a plan's `step_seconds`. "by curves" is the plan's compute with each collective that its graphs run priced
-alone (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes of all
-live tensors of a step with its AdamW update (tests/allocations.py), of the rank that holds most. Kendall's tau compares
-the order of pairs of plans whose measured times differ by more than 5 %, within a model and over both.
+their steps in turn, two each, of which the second counts (as in training, where a step follows its like), so that what else the
+machine does falls on all alike; of the rounds, in each the slower process, the lower quartile counts, and beside it the CPU time
+of a process, which says more where other work shares the cores. A step is forward and backward, as in a plan's `step_seconds`.
+"by curves" is the plan's compute with each collective that its graphs run priced alone (autopar/cost/collectives.py). Memory is
+predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes of all live tensors of a step with its AdamW update
+(tests/allocations.py), of the rank that holds most. Kendall's tau compares the order of pairs of plans whose measured times
+differ by more than 5 %, within a model and over both; the mean error is also that after one factor for all plans, which a
+machine whose speed drifts between calibration and measurement changes.
 
 With --memory-only there are more plans, and tracked memory alone; what is alive at both peaks is listed where they differ by more
 than 10 %, or where more is alive than was predicted. Predictions are for the profile cpu-gloo then.
@@ -161,10 +163,11 @@ def race(rank: int, cases: list[Case], folder: str, rounds: int) -> np.ndarray:
     seconds = np.zeros((len(sides), rounds, 2))
     for i in range(rounds + 2):
         for (module, inputs), found in zip(sides, seconds):
-            module.zero_grad()
-            dist.barrier()
-            start = np.array([time.perf_counter(), time.process_time()])
-            step(module, inputs)
+            for _ in range(2):
+                module.zero_grad()
+                dist.barrier()
+                start = np.array([time.perf_counter(), time.process_time()])
+                step(module, inputs)
             if i >= 2:  # the first ones allocate
                 found[i - 2] = np.array([time.perf_counter(), time.process_time()]) - start
     return seconds
@@ -248,7 +251,10 @@ def report(rows: list[Row]) -> None:
         pairs = {key: [(getattr(r, name), getattr(r, against)) for r in some] for key, some in groups.items()}
         taus = ", ".join(f"{key} {kendall_tau(*zip(*some)):.2f}" for key, some in pairs.items())
         error = np.mean([abs(a / b - 1) for a, b in pairs["both"]])
-        print(f"{name} against {against}: Kendall's tau {taus}; mean error {error:.0%}")
+        factor = math.exp(np.mean([math.log(b / a) for a, b in pairs["both"]]))
+        scaled = np.mean([abs(factor * a / b - 1) for a, b in pairs["both"]])
+        errors = f"mean error {error:.0%}, {scaled:.0%} after a factor of {factor:.2f}"
+        print(f"{name} against {against}: Kendall's tau {taus}; {errors}")
     for what, bytes_ in (("measured", [r.measured_bytes for r in rows]), ("tracked", [r.tracked.peak_bytes for r in rows])):
         error = np.mean([abs(r.predicted_bytes / b - 1) for r, b in zip(rows, bytes_)])
         print(f"memory, predicted against {what}: mean error {error:.0%}")

@@ -7,6 +7,7 @@ the world, neighbours and far apart, all groups at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ PRODUCTS = {  # rows, depth, columns; by whether the device is a GPU
     False: [(512, 512, 512), (32, 512, 512), (128, 512, 512), (512, 16, 512), (512, 64, 512), (512, 512, 32), (1024, 256, 128)],
     True: [(8192, 8192, 8192), (4096, 4096, 4096), (8192, 512, 8192), (8192, 128, 8192), (512, 8192, 8192), (8192, 8192, 512)],
 }
+COLD_BYTES = 2**26  # of operands that take turns, so that no cache holds them: in a step others were used in between
 EXCHANGED = "reduce_scatter as all_to_all"
 
 
@@ -84,17 +86,33 @@ class Device:
 
 
 def products(device: Device, effort: Effort) -> list[dict]:
-    """Matrix products: rows, depth, columns, dtype and seconds of each."""
+    """Matrix products, each the mean of a linear layer's three, forward and backward: rows, depth, columns, dtype and seconds."""
     found = []
     for name in effort.dtypes:
         for rows, depth, columns in PRODUCTS[device.is_gpu]:
             if name == "fp16" and not device.is_gpu:  # most CPUs have no fast kernel
                 rows, depth, columns = rows // 4, depth // 4, columns // 4
-            a, b = device.ones(rows, depth, dtype=DTYPES[name]), device.ones(depth, columns, dtype=DTYPES[name])
             calls = max(1, 2**24 // (rows * depth * columns)) if not device.is_gpu else 4
-            seconds = device.seconds(lambda a=a, b=b: a @ b, effort.rounds, calls)
+            seconds = device.seconds(_linear_layers(device, rows, depth, columns, DTYPES[name]), effort.rounds, 3 * calls)
             found.append({"rows": rows, "depth": depth, "columns": columns, "dtype": name, "seconds": seconds})
     return found
+
+
+def _linear_layers(device: Device, rows: int, depth: int, columns: int, dtype: torch.dtype) -> Call:
+    """The next of the three products of many layers in turn."""
+    layer_bytes = (rows * depth + depth * columns + rows * columns) * dtype.itemsize
+    products = []
+    for _ in range(max(1, COLD_BYTES // layer_bytes)):
+        x, weight, grad = (device.ones(*s, dtype=dtype) for s in ((rows, depth), (columns, depth), (rows, columns)))
+        products += [(x, weight.t()), (grad, weight), (grad.t(), x)]
+    turns = itertools.cycle(products)
+    return lambda: torch.mm(*next(turns))
+
+
+def functions_per_second(device: Device, effort: Effort) -> float:
+    """Values of gelu, computed by tanh."""
+    values = device.ones(2**24 if device.is_gpu else 2**19)
+    return values.numel() / device.seconds(lambda: torch.nn.functional.gelu(values, approximate="tanh"), effort.rounds)
 
 
 def attention(device: Device, effort: Effort) -> dict:
@@ -212,6 +230,7 @@ def everything(device: Device, effort: Effort, rank: int, world: int) -> dict:
     return {
         "products": products(device, effort),
         "attention": attention(device, effort),
+        "functions_per_second": functions_per_second(device, effort),
         "copy_bytes_per_second": copy_bytes_per_second(device, effort),
         "launch_seconds": launch_seconds(device, effort),
         "memory_bytes": memory_bytes(device, world),

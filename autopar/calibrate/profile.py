@@ -17,9 +17,9 @@ SECTIONS = ("compute", "memory", "host", "collectives", "kernels", "nccl", "meas
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
     """`base` with what was measured in its place.
 
-    On a CPU the speeds are those of the products and `kernels` is fitted; on a GPU the peaks and `kernels` of the base stay
-    and the efficiency is that of the largest product. Attention's shares are measured on both. The closest tier of links gets
-    the latency and speed that fit best.
+    On a CPU the speeds are those of the products, `kernels` is fitted and graphs run op by op; on a GPU the peaks and `kernels` of
+    the base stay and the efficiency is that of the largest product. Attention's shares are measured on both. The closest tier of
+    links gets the latency and speed that fit best.
     """
     launch = measured["launch_seconds"]
     products = {dtype: [p for p in measured["products"] if p["dtype"] == dtype] for dtype in base.flops_per_second}
@@ -36,7 +36,8 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         guessed = {d: speed * known.speed / base.reached_flops_per_second("fp32") * base.flops_efficiency
                    for d, speed in base.flops_per_second.items()}  # fmt: skip
         speeds, efficiency = guessed | {dtype: r.speed for dtype, r in ramps.items()}, 1.0
-        kernels = Kernels(half_rows=known.half_rows, half_columns=known.half_columns, half_depth=known.half_depth)
+        halves = {"half_rows": known.half_rows, "half_columns": known.half_columns, "half_depth": known.half_depth}
+        kernels = Kernels(**halves, functions_per_second=measured["functions_per_second"], fuses=False)
         notes["compute"] += f"; products fitted with a median error of {known.median_error:.0%}"
     attention = measured["attention"]
     shares = (min(1.0, attention[direction] / speeds[attention["dtype"]]) for direction in ("forward", "backward"))
@@ -110,9 +111,9 @@ def to_table(hardware: Hardware) -> dict:
     if hardware.host:
         table["host"] = {**asdict(hardware.host), "source": sources["host"]}
     if hardware.kernels != Kernels():
-        known = {key: value for key, value in asdict(hardware.kernels).items() if value}
-        if not hardware.kernels.multiprocessors:
-            del known["tile"]
+        known = {key: value for key, value in asdict(hardware.kernels).items() if value != getattr(Kernels, key)}
+        if hardware.kernels.multiprocessors:
+            known["tile"] = hardware.kernels.tile
         table["kernels"] = {**known, "source": sources["kernels"]}
     if hardware.nccl:
         known = {key: value for key, value in asdict(hardware.nccl).items() if value and key != "reached"}

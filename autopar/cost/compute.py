@@ -6,7 +6,8 @@ tensor parallelism leaves of a small matrix is slower. Attention has shares of i
 FLOPs count a multiply-add as two. Attention does 4 b h s t d forward (two matrix products) and 10 b h s t d backward (five, the
 scores recomputed), half of it under a causal mask: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1. A launch costs
 `launch_seconds` on top, added and not max'ed, so that sharding a small op still shows; a pointwise op that follows a pointwise
-op is fused with it and costs neither its launch nor the traffic between the two.
+op is fused with it and costs neither its launch nor the traffic between the two, unless a profile says that graphs run op by op.
+Where the computation of exp and its like is slower than memory (on CPUs), ops like gelu take the time of their values.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ POINTWISE_NAMES = {
 }  # fmt: skip
 
 
+# work of a value, in that of gelu by tanh, forward: measured on an x86 CPU (torch 2.13)
+FUNCTIONS = {"gelu": 1.0, "gelu_backward": 1.35, "silu": 0.75, "silu_backward": 0.5} | dict.fromkeys(
+    ("tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "rsqrt", "tanh_backward", "sigmoid_backward"), 0.3
+)
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}  # the others run as fp32
 ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
 ATTENTION_BLOCK = 128  # queries that a multiprocessor works on at once, and keys: FlashAttention-2, section 3.3
@@ -111,6 +116,7 @@ class _Work:
     element_bytes: int
     launch_seconds: float
     shapes: list[tuple[int, ...]]
+    function_seconds: float  # of one device with the whole tensor
 
 
 class ComputeCost:
@@ -127,6 +133,8 @@ class ComputeCost:
         if work is None:
             return 0.0
         compute = self._compute_seconds(node, work, strategy, mesh) if work.flops else 0.0
+        if work.function_seconds:
+            compute = work.function_seconds * fraction(strategy.outputs[0], mesh)
         return max(compute, local_bytes / self.hardware.reached_memory_bytes_per_second) + work.launch_seconds
 
     def _work(self, node: fx.Node) -> _Work | None:
@@ -135,10 +143,12 @@ class ComputeCost:
         if node.target not in FREE:
             value, flops = values_of(node)[0], flops_of(node)
             peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32")) if flops else 0.0
-            launch = 0.0 if any(fused_inputs(node)) else self.hardware.launch_seconds
+            kernels = self.hardware.kernels
+            launch = 0.0 if kernels.fuses and any(fused_inputs(node)) else self.hardware.launch_seconds
+            functions = FUNCTIONS.get(op_name(node.target), 0.0) if kernels.functions_per_second else 0.0
             self._works[node] = _Work(
                 PRODUCTS.get(node.target), node.target in ATTENTION, flops, peak, value.element_size(), launch,
-                shapes_of(node) if flops else [],
+                shapes_of(node) if flops else [], functions and functions * value.numel() / kernels.functions_per_second,
             )  # fmt: skip
         return self._works[node]
 

@@ -121,8 +121,9 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
-    fused = fused_inputs(node)
-    is_fused_away = len(node.users) == 1 and any(
+    fuses = cost.hardware.kernels.fuses
+    fused = [fuses and is_fused for is_fused in fused_inputs(node)]
+    is_fused_away = fuses and len(node.users) == 1 and any(
         user for user in node.users if any(f and a is node for f, a in zip(fused_inputs(user), tensor_arguments(user)))
     )
     seconds = []

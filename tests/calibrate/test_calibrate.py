@@ -60,8 +60,9 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
             slower = exchanged if kind == EXCHANGED else 1.0
             seconds = [slower * (1e-4 + sent * b / 1e9) for b in SIZES]
             curves.append({"kind": kind, "devices": devices, "stride": stride, "bytes": list(SIZES), "seconds": seconds})
-    return {"products": products, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6, "memory_bytes": 10**9, "curves": curves,
-            "overlap_slowdown": 1.3, "attention": {"dtype": "fp32", "forward": 4e10, "backward": 3e10}}  # fmt: skip
+    return {"products": products, "functions_per_second": 4e8, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6,
+            "memory_bytes": 10**9, "curves": curves, "overlap_slowdown": 1.3,
+            "attention": {"dtype": "fp32", "forward": 4e10, "backward": 3e10}}  # fmt: skip
 
 
 def test_fits_find_what_was_put_in():
@@ -70,6 +71,7 @@ def test_fits_find_what_was_put_in():
     assert profile.reached_flops_per_second("fp32") == pytest.approx(1e11, rel=1e-3)
     assert profile.reached_flops_per_second("fp64") == pytest.approx(62 / 128 * 1e11, rel=1e-3)  # not measured: the base's ratio
     assert (profile.kernels.attention, profile.kernels.attention_backward) == (pytest.approx(0.4), pytest.approx(0.3))
+    assert profile.kernels.functions_per_second == 4e8 and not profile.kernels.fuses
     tier = profile.links[0]
     assert (tier.latency_seconds, tier.bytes_per_second) == (pytest.approx(1e-4), pytest.approx(1e9))
     assert tier.bucket_bytes == 2**20 and profile.reached_memory_bytes_per_second == 1e10
