@@ -74,6 +74,7 @@ class Evaluation:
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     passing_bytes: float = 0.0  # what else is alive when memory peaks, less what of the rest is not (see live_bytes.py)
+    peaks_early: bool = True  # whether memory peaks before most gradients are there
 
     @property
     def compute_seconds(self) -> float:

@@ -58,7 +58,7 @@ class WithinLimit:
 
     def outcome(self) -> Outcome:
         """The fastest plan found. Raises MemoryInfeasibleError if none fits."""
-        first = self._peaks_early(self.fast)
+        first = self.run.accumulates or self.fast.peaks_early
         for early, is_sure in ((first, False), (not first, True)):
             if self._search(early, is_sure) and self.best is not None:
                 break
@@ -67,10 +67,6 @@ class WithinLimit:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best)
         return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True)
-
-    def _peaks_early(self, e: Evaluation) -> bool:
-        """Whether memory peaks when the forward ends; where gradients are more than activations, it does when the backward ends."""
-        return self.run.accumulates or e.gradient_bytes + e.whole_gradient_bytes <= e.saved_bytes
 
     def _search(self, early: bool, is_sure: bool) -> bool:
         """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is sure."""
@@ -104,7 +100,7 @@ class WithinLimit:
             self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
             line = self._line(dual, free, point, solution)
             tried, _ = self._try(prices, dual.strategies(solution.choice))
-            if not is_sure and tried.bytes_ > self.limit_bytes and self._peaks_early(tried) != free.saved:
+            if not is_sure and tried.bytes_ > self.limit_bytes and (self.run.accumulates or tried.peaks_early) != free.saved:
                 return None
             cuts.add(point, *line, tried)
         return point, met

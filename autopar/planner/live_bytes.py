@@ -60,6 +60,11 @@ class LiveBytes:
         return {kind: float(b[self.peak_at]) for kind, b in self.kinds.items() if b[self.peak_at] > 0.5}
 
     @property
+    def peaks_early(self) -> bool:
+        """Whether memory peaks while most gradients are still to come, as where the forward ends."""
+        return self.at_peak.get(GRADIENTS, 0.0) <= 0.5 * self.most.get(GRADIENTS, 0.0)
+
+    @property
     def peak_at(self) -> int:
         """Position of the run at the peak, the first of several."""
         return int(self.total.argmax()) if len(self.total) else 0

@@ -60,7 +60,8 @@ class Solver:
 
     def settled(self, e: Evaluation) -> Evaluation:
         """The evaluation with all that is alive at its peak."""
-        return replace(e, passing_bytes=self._live(e).peak_bytes - e.charged_bytes)
+        live = self._live(e)
+        return replace(e, passing_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)
 
     def _live(self, e: Evaluation) -> LiveBytes:
         self.problem.split(e.first)
