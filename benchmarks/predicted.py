@@ -1,9 +1,9 @@
-"""Predicted against measured: step time and memory of plans of two small models on two gloo processes of this machine.
+"""Predicted against measured: step time and memory of plans of two small models on two (or four) gloo processes of this machine.
 
-    OMP_NUM_THREADS=1 python benchmarks/predicted.py [--hardware mine.toml] [--rounds 12]
+    OMP_NUM_THREADS=1 python benchmarks/predicted.py [--hardware mine.toml] [--rounds 12] [--ranks 4]
     OMP_NUM_THREADS=1 python benchmarks/predicted.py --memory-only > benchmarks/results/memory.txt
 
-Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same two processes and take
+Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same processes and take
 their steps in turn, two each, of which the second counts (as in training, where a step follows its like), so that what else the
 machine does falls on all alike; of the rounds, in each the slower process, the lower quartile counts, and beside it the CPU time
 of a process, which says more where other work shares the cores. A step is forward and backward, as in a plan's `step_seconds`.
@@ -80,15 +80,17 @@ class Case:
         return " ".join(w for i, w in enumerate(words) if w and (i == 0 or w not in ("auto", "fp32")))
 
 
-CASES = [
-    Case(model, mesh, strategy, pinned)
-    for model in MODELS
-    for mesh, strategy, pinned in [
-        ("dp=2", "ddp", False), ("dp=2", "zero1", False), ("dp=2", "fsdp", False), ("tp=2", "megatron", False),
-        ("tp=2", "megatron_sp", False), ("tp=2", None, False), ("tp=2", None, True),
-    ]
-]  # fmt: skip
-MEMORY_CASES = CASES + [
+def cases(ranks: int) -> list[Case]:
+    """The plans whose times are compared."""
+    dp, tp = f"dp={ranks}", f"tp={ranks}"
+    plans = [(dp, "ddp", False), (dp, "zero1", False), (dp, "fsdp", False), (tp, "megatron", False), (tp, "megatron_sp", False),
+             (tp, None, False), (tp, None, True)]  # fmt: skip
+    if ranks == 4:
+        plans += [("dp=2,tp=2", "megatron", False), ("dp=2,tp=2", None, False)]
+    return [Case(model, mesh, strategy, pinned) for model in MODELS for mesh, strategy, pinned in plans]
+
+
+MEMORY_CASES = cases(2) + [
     Case(model, "tp=2" if strategy.startswith("megatron") else "dp=2", strategy, recompute=recompute, precision=precision)
     for model in MODELS
     for strategy, recompute, precision in [
@@ -208,13 +210,13 @@ def track(rank: int, cases: list[Case], folder: str) -> list[Tracked]:
     return found
 
 
-def tracked(plans: Sequence[tuple[Case, autopar.Plan]]) -> list[Tracked]:
+def tracked(plans: Sequence[tuple[Case, autopar.Plan]], ranks: int = 2) -> list[Tracked]:
     """Of the rank that holds most, by plan."""
     with tempfile.TemporaryDirectory() as folder:
         for i, (_, plan) in enumerate(plans):
             plan.save(f"{folder}/{i}.json")
-        ranks = gloo.run(2, track, [case for case, _ in plans], folder, seconds=1800)
-    return [max(of_case, key=lambda t: t.peak_bytes) for of_case in zip(*ranks)]
+        found = gloo.run(ranks, track, [case for case, _ in plans], folder, seconds=1800)
+    return [max(of_case, key=lambda t: t.peak_bytes) for of_case in zip(*found)]
 
 
 def report_memory(plans: Sequence[tuple[Case, autopar.Plan]], found: Sequence[Tracked]) -> None:
@@ -241,11 +243,11 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 def report(rows: list[Row]) -> None:
     columns = f"{'predicted ms':>13}{'by curves':>11}{'measured':>10}{'CPU':>8}{'MiB':>9}{'measured':>10}{'tracked':>9}"
-    print(f"{'model':8}{'mesh':8}{'strategy':14}{columns}")
+    print(f"{'model':8}{'mesh':10}{'strategy':14}{columns}")
     for r in rows:
         seconds = f"{r.predicted * 1e3:13.1f}{r.by_curves * 1e3:11.1f}{r.measured * 1e3:10.1f}{r.measured_cpu * 1e3:8.1f}"
         bytes_ = f"{r.predicted_bytes / 2**20:9.1f}{r.measured_bytes / 2**20:10.1f}{r.tracked.peak_bytes / 2**20:9.1f}"
-        print(f"{r.case.model:8}{r.case.mesh:8}{r.case.label:14}{seconds}{bytes_}")
+        print(f"{r.case.model:8}{r.case.mesh:10}{r.case.label:14}{seconds}{bytes_}")
     groups = {model: [r for r in rows if r.case.model == model] for model in MODELS} | {"both": rows}
     for name, against in itertools.product(("predicted", "by_curves"), ("measured", "measured_cpu")):
         pairs = {key: [(getattr(r, name), getattr(r, against)) for r in some] for key, some in groups.items()}
@@ -264,6 +266,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", metavar="FILE", help="a calibrated profile (default: calibrate now)")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--memory-only", action="store_true", help="predicted against tracked memory, for more plans")
     a = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -275,17 +278,17 @@ def main() -> int:
     if a.hardware:
         profile = hardware.load(a.hardware)
     else:
-        measured = calibrate.measurements("gloo", 2)
+        measured = calibrate.measurements("gloo", a.ranks)
         profile = calibrate.to_profile(measured, hardware.load("cpu-gloo"), "here", calibrate.fingerprint("gloo"))
-    rows = [predict(case, profile) for case in CASES]
+    rows = [predict(case, profile) for case in (timed := cases(a.ranks))]
     with tempfile.TemporaryDirectory() as folder:
         for i, row in enumerate(rows):
             row.plan.save(f"{folder}/{i}.json")
-        seconds = np.quantile(np.max(gloo.run(2, race, CASES, folder, a.rounds, seconds=1800), axis=0), 0.25, axis=1)
-        bytes_ = np.max(gloo.run(2, peaks, CASES, folder, seconds=1800), axis=0)
+        seconds = np.quantile(np.max(gloo.run(a.ranks, race, timed, folder, a.rounds, seconds=1800), axis=0), 0.25, axis=1)
+        bytes_ = np.max(gloo.run(a.ranks, peaks, timed, folder, seconds=1800), axis=0)
     for row, (wall, cpu), most in zip(rows, seconds, bytes_):
         row.measured, row.measured_cpu, row.measured_bytes = float(wall), float(cpu), float(most)
-    for row, seen in zip(rows, tracked([(row.case, row.plan) for row in rows])):
+    for row, seen in zip(rows, tracked([(row.case, row.plan) for row in rows], a.ranks)):
         row.tracked = seen
     report(rows)
     return 0
