@@ -284,7 +284,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for i, row in enumerate(rows):
             row.plan.save(f"{folder}/{i}.json")
-        seconds = np.quantile(np.max(gloo.run(a.ranks, race, timed, folder, a.rounds, seconds=1800), axis=0), 0.25, axis=1)
+        raced = gloo.run(a.ranks, race, timed, folder, a.rounds, seconds=1800)
+        seconds = np.quantile(np.max(raced, axis=0), 0.25, axis=1)
         bytes_ = np.max(gloo.run(a.ranks, peaks, timed, folder, seconds=1800), axis=0)
     for row, (wall, cpu), most in zip(rows, seconds, bytes_):
         row.measured, row.measured_cpu, row.measured_bytes = float(wall), float(cpu), float(most)
