@@ -21,6 +21,7 @@ from .passes.bucket import bucket
 from .passes.in_place import in_place
 from .passes.localize import localize
 from .passes.lower_ops import lower_ops
+from .passes.overlap import overlap
 from .passes.partition import Parts, partition
 from .passes.recompute import recompute
 from .plan import Plan
@@ -59,6 +60,8 @@ def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphMo
     yield "lower_ops", lower_ops
     yield "bucket", lambda graph: bucket(graph, plan.bucket_bytes)
     yield "in_place", in_place
+    if plan.overlaps:
+        yield "overlap", overlap
 
 
 def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:

@@ -130,6 +130,7 @@ class Plan:
     trained_elements: int = 0
     micro_batches: int = 1
     reduces_once: bool = False  # gradients of all passes together, not of each
+    overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
     samples: int = 0
     meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
     offloaded: Offloaded = Offloaded()

@@ -196,7 +196,7 @@ SCHEMA = {
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
-    "micro_batches": count, "reduces_once": flag, "samples": count,
+    "micro_batches": count, "reduces_once": flag, "overlaps": flag, "samples": count,
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),
         "note": text,

@@ -280,7 +280,8 @@ def main() -> int:
     else:
         measured = calibrate.measurements("gloo", a.ranks)
         profile = calibrate.to_profile(measured, hardware.load("cpu-gloo"), "here", calibrate.fingerprint("gloo"))
-    rows = [predict(case, profile) for case in (timed := cases(a.ranks))]
+    timed = cases(a.ranks)
+    rows = [predict(case, profile) for case in timed]
     with tempfile.TemporaryDirectory() as folder:
         for i, row in enumerate(rows):
             row.plan.save(f"{folder}/{i}.json")

@@ -48,7 +48,7 @@ def describe_plan(planned: Planned) -> Plan:
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
-        meshes=planned.meshes, offloaded=offloaded(problem, e),
+        overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes, offloaded=offloaded(problem, e),
     )  # fmt: skip
     return of_step(plan, problem, e, options.micro_batches, options.hardware.overlap_slowdown)
 

@@ -268,7 +268,7 @@ def _is_packed(step: Step) -> bool:
 
 def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
     """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less. Beside a bucket
-    of gathered parameters is the part of it that was sent."""
+    of gathered parameters is the part of it that was sent, and, where gathers run ahead (passes/overlap.py), the next one."""
     gathered, reduced = [], 0.0
     for t in evaluation.every_transfer:
         if t.is_hidden:
@@ -279,7 +279,7 @@ def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> f
             else:
                 reduced += after
     sent, received = (sum(column) for column in zip(*gathered)) if gathered else (0.0, 0.0)
-    bucket = min(pricer.bucket_bytes, received)
+    bucket = min(pricer.bucket_bytes * (2 if evaluation.overlap else 1), received)
     return max(bucket * (1 + sent / received) if received else 0.0, min(pricer.bucket_bytes, reduced))
 
 

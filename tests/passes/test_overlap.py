@@ -1,0 +1,128 @@
+"""Collectives beside compute: the same ones, the same gradients, at most one gather and one reduction on their way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar import simulated
+from autopar._torch import c10d
+from autopar.graph import bytes_of
+from autopar.hardware import load
+from autopar.lower import lower, passes_of
+from autopar.models import build
+from autopar.oracle import global_values
+from autopar.passes.overlap import REDUCTIONS, wait_of
+from autopar.passes.partition import phase_of
+from tests import gloo
+from tests.allocations import training_step
+
+GPT = "gpt:hidden=32,layers=3,heads=2,vocab=64,seq=16"
+LLAMA = "llama:hidden=32,layers=3,heads=4,kv_heads=2,ffn=48,vocab=60"
+CASES = [
+    (GPT, "dp=2", "ddp", {}), (GPT, "dp=3", "fsdp", {}), (GPT, "dp=2,tp=2", "fsdp", {}), (LLAMA, "dp=2,tp=2", "megatron_sp", {}),
+    (LLAMA, "dp=2", "zero1", {"precision": "bf16"}), (LLAMA, "dp=2", "fsdp", {"recompute": "full"}),
+    (LLAMA, "dp=3,tp=2", None, {"memory": "450KiB"}), ("moe-tiny", "dp=2,tp=2", "hsdp", {}), ("resnet-tiny", "dp=2", "fsdp", {}),
+]  # fmt: skip
+BUCKET_BYTES = 8192.0
+
+
+def planned(model: str, mesh: str, strategy: str | None, **options):
+    module, inputs = build(model, batch=12, seq=16, device="cpu")
+    plan, captured = simulated.plan_and_capture(
+        module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False, **options
+    )
+    return module, inputs, replace(plan, bucket_bytes=BUCKET_BYTES), captured
+
+
+def on_their_way(graph, is_kind) -> int:
+    """The most collectives of a kind that are started and not yet waited for, without those that are waited for at once."""
+    most, open_ = 0, set()
+    for node in graph.nodes:
+        if node.meta.get("collective") and is_kind(node) and node.next is not wait_of(node):
+            open_.add(node)
+        elif node.target is c10d.wait_tensor.default:
+            open_ -= set(node.all_input_nodes)
+        most = max(most, len(open_))
+    return most
+
+
+def distances(graph) -> list[int]:
+    """By collective, the ops between its start and its wait."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    return [place[wait_of(n)] - place[n] - 1 for n in graph.nodes if n.meta.get("collective")]
+
+
+@pytest.mark.parametrize(("model", "mesh", "strategy", "options"), CASES)
+def test_the_same_collectives_and_gradients(model, mesh, strategy, options):
+    module, inputs, plan, captured = planned(model, mesh, strategy, **options)
+    behind = replace(plan, overlaps=True)
+    programs = [[lower(captured, p, rank, check=True) for rank in range(plan.mesh.devices)] for p in (plan, behind)]
+    for before, after in zip(*programs):
+        assert Counter(before.collectives()) == Counter(after.collectives())
+        assert len(before.local.graph.nodes) == len(after.local.graph.nodes)
+        assert not any(distances(before.local.graph)) and sum(d > 0 for d in distances(after.local.graph)) >= 2
+        for part in (after.parts.forward, after.parts.backward):
+            assert on_their_way(part.graph, lambda n: n.target is c10d.all_gather_into_tensor.default) <= 1
+            assert on_their_way(part.graph, lambda n: n.target in REDUCTIONS) <= 1
+    texts = [[(group, what) for group, what, _ in p.collectives()] for p in programs[1]]
+    assert all(text == texts[0] for text in texts)
+    values = global_values(captured, module, inputs)
+    wanted, got = (simulated.simulate_step(captured, p, values).gradients for p in (plan, behind))
+    for name, gradient in wanted.items():
+        assert torch.equal(got[name], gradient), name
+
+
+def test_a_gather_travels_while_the_bucket_before_it_is_computed_with():
+    _, _, plan, captured = planned(GPT, "dp=2", "fsdp")
+    graph = lower(captured, replace(plan, overlaps=True), 0).local.graph
+    gathers = [n for n in graph.nodes if n.target is c10d.all_gather_into_tensor.default and phase_of(n) == "forward"]
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    assert len(gathers) >= 4
+    for before, start in zip(gathers, gathers[1:]):
+        between = list(graph.nodes)[place[wait_of(before)] + 1 : place[start]]
+        assert sum(bytes_of(n.meta["val"]) for n in between if "mm" in n.name or "linear" in n.name) == 0
+    assert sum(distances(graph)) > len(list(graph.nodes)) / 4
+
+
+def test_only_where_something_is_gained():
+    """Two processes of a CPU share the cores with what carries their bytes; GPUs have streams."""
+    module, inputs = build(GPT, batch=4, seq=16, device="meta")
+    for hardware, is_last in (("cpu-gloo", False), ("h100", True)):
+        plan, _ = simulated.plan_and_capture(module, "dp=2", inputs, hardware=hardware, baselines=False)
+        assert plan.overlaps == is_last == (load(hardware).overlap_gain > 0)
+        assert ([name for name, _ in passes_of(plan, 0)][-1] == "overlap") == is_last
+
+
+def steps(rank: int, folder: str) -> list[tuple[float, list[torch.Tensor], int]]:
+    """Loss, local gradients and most live bytes of a step, waiting at once and later."""
+    found = []
+    for name in ("at_once", "later"):
+        torch.manual_seed(0)
+        model, inputs = build(GPT, batch=12, seq=16, device="cpu")
+        device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        module = autopar.compile(model, device_mesh, inputs, plan=f"{folder}/{name}.json")
+        loss = module(**inputs).loss
+        loss.backward()
+        gradients = [p.grad.to_local().clone() for p in module.parameters()]
+        module.zero_grad()
+        seen = training_step(module, inputs, torch.optim.AdamW(module.parameters()))
+        found.append((float(loss), gradients, seen.peak_bytes))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_on_processes(strategy, tmp_path):
+    """The same numbers; a bucket more of memory, with the part that was sent."""
+    _, _, plan, _ = planned(GPT, "dp=2", strategy)
+    plan.save(tmp_path / "at_once.json")
+    replace(plan, overlaps=True).save(tmp_path / "later.json")
+    for (loss, gradients, bytes_), (late_loss, late_gradients, late_bytes) in gloo.run(2, steps, str(tmp_path)):
+        assert loss == late_loss and all(map(torch.equal, gradients, late_gradients))
+        assert late_bytes <= 1.05 * (bytes_ + 1.5 * BUCKET_BYTES)
