@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from ..plan import Alternative, Plan, Region
 from ..plan_file import MEMORY_KINDS
-from ..units import byte_column, column, ms, percent, size, table
+from ..units import byte_column, byte_unit, column, ms, percent, size, table
 
 MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
     """All of a plan, in sections: result, modules, collectives, memory, recomputation, offload, alternatives, meshes, warnings."""
-    sections = (_result, _modules, _collectives, _memory, recomputed_lines, _offloaded, _alternatives, _meshes, _warnings)
+    sections = (_result, _modules, _collectives, _memory, recomputed_lines, offloaded_lines, _alternatives, _meshes, _warnings)
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -31,12 +31,12 @@ def _result(plan: Plan) -> list[str]:
         f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
-        *_passes(plan),
+        *pass_lines(plan),
         *_trained(plan),
     ]
 
 
-def _passes(plan: Plan) -> list[str]:
+def pass_lines(plan: Plan) -> list[str]:
     how = "once a step" if plan.reduces_once else "every pass"
     line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
     return [line] if plan.micro_batches > 1 else []
@@ -44,15 +44,23 @@ def _passes(plan: Plan) -> list[str]:
 
 def parts_of(plan: Plan) -> str:
     """What the step's seconds are made of."""
-    parts = {
+    text = " + ".join(f"{name} {ms(seconds)}" for name, seconds in _parts(plan).items() if seconds) or "nothing"
+    return text + (f" - {ms(hidden)} of it hidden" if (hidden := hidden_seconds(plan)) else "")
+
+
+def hidden_seconds(plan: Plan) -> float:
+    """What the step's parts take more than the step, because they run beside each other; 0 for what is mere rounding."""
+    hidden = sum(_parts(plan).values()) - plan.step_seconds
+    return hidden if hidden > 1e-6 * plan.step_seconds else 0.0
+
+
+def _parts(plan: Plan) -> dict[str, float]:
+    return {
         "compute": plan.compute_seconds,
         "communication": plan.communication_seconds,
         "recomputation": plan.recompute_seconds,
         "offload": plan.offloaded.seconds,
     }
-    hidden = sum(parts.values()) - plan.step_seconds
-    text = " + ".join(f"{name} {ms(seconds)}" for name, seconds in parts.items() if seconds) or "nothing"
-    return text + (f" - {ms(hidden)} of it hidden" if hidden > 1e-6 * plan.step_seconds else "")
 
 
 def _trained(plan: Plan) -> list[str]:
@@ -110,14 +118,19 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
+    header, rows = memory_table(plan)
+    return table(["memory of a device", *header], rows)
+
+
+def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """(header without the first column, rows): by kind of memory the most ever, and what of it is there at the peak."""
     kinds = [k for k in MEMORY_KINDS if k in plan.memory]
     at_peak = [*(plan.at_peak.get(k, 0.0) for k in kinds), plan.peak_bytes]
     unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak])
-    rows = [
+    return [f"most {unit}", "at the peak", "of the limit"], [
         [kind, most, now, percent(bytes_, plan.memory_limit_bytes)]
         for kind, most, now, bytes_ in zip([*kinds, "in all"], [*cells[: len(kinds)], "-"], cells[len(kinds) :], at_peak)
     ]
-    return table(["memory of a device", f"most {unit}", "at the peak", "of the limit"], rows)
 
 
 def in_order(memory: dict[str, float]) -> dict[str, float]:
@@ -136,7 +149,7 @@ def recomputed_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _offloaded(plan: Plan) -> list[str]:
+def offloaded_lines(plan: Plan) -> list[str]:
     o = plan.offloaded
     line = (
         f"on the host: {o.parameters} parameter{'s' if o.parameters > 1 else ''} with gradients and optimizer state, "
@@ -148,25 +161,40 @@ def _offloaded(plan: Plan) -> list[str]:
 def _alternatives(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
+    header, rows = alternatives_table(plan)
+    return table(["costed by the same model", *header], rows) + [
+        f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None
+    ]
+
+
+def costed(plan: Plan) -> list[Alternative]:
+    """The plan and the alternatives that have a price."""
     this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)
-    shown = [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
-    unit, bytes_ = byte_column([a.peak_bytes for a in shown])
-    rows = list(
-        zip(
-            [a.name for a in shown],
-            column([a.step_seconds * 1e3 for a in shown]),
-            column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
-            bytes_,
-            [_against(a, plan) for a in shown],
-        )
+    return [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
+
+
+def alternatives_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(header without the first column, a row for each of `costed`); bytes in the unit that suits the plan's own."""
+    shown = costed(plan)
+    unit, scale = byte_unit(plan.peak_bytes)
+    rows = zip(
+        [a.name for a in shown],
+        column([a.step_seconds * 1e3 for a in shown]),
+        column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
+        column([None if a.peak_bytes is None else a.peak_bytes / scale for a in shown]),
+        [_against(a, plan) for a in shown],
     )
-    lines = table(["costed by the same model", "step ms", "comm ms", unit, "time"], rows)
-    return lines + [f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None]
+    return ["step ms", "comm ms", unit, "time"], list(rows)
 
 
 def _meshes(plan: Plan) -> list[str]:
     if not plan.meshes:
         return []
+    return table(*meshes_table(plan))
+
+
+def meshes_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(header, rows) of the meshes that were tried, best first."""
     unit, bytes_ = byte_column([m.peak_bytes for m in plan.meshes])
     rows = zip(
         [m.mesh for m in plan.meshes],
@@ -176,7 +204,7 @@ def _meshes(plan: Plan) -> list[str]:
         ["-" if m.gap is None else f"{m.gap:.2%}" for m in plan.meshes],
         [m.note for m in plan.meshes],
     )
-    return table(["meshes tried", "at least ms", "step ms", unit, "gap", ""], list(rows))
+    return ["meshes tried", "at least ms", "step ms", unit, "gap", ""], list(rows)
 
 
 def _against(a: Alternative, plan: Plan) -> str:
