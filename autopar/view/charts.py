@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..plan_file import MEMORY_KINDS
 from ..planner.live_bytes import ends_of
 from ..planner.make import Planned
 from ..planner.timeline import COMPUTE, Event, Timeline
-from ..units import ms, size
+from ..units import byte_unit, ms, size
 from .html import Html, joined, tag
 from .trace import profiler_name
 
 WIDTH, LANE, GAP = 1000.0, 26.0, 6.0
 COLUMNS = 360  # of the memory chart: of the runs that fall into one, the fullest is drawn
 HEIGHT = 240.0
+MEMORY_CLASSES = {kind: f"memory-{kind.replace(' ', '-')}" for kind in MEMORY_KINDS}  # of report.css
 
 
 def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
@@ -21,7 +23,6 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
     lanes = {name: i for i, name in enumerate((COMPUTE, *planned.problem.mesh.names))}
     total = timeline.seconds or 1.0
     height = len(lanes) * (LANE + GAP)
-    ticks = [tag("line", x1=_x(t / total), x2=_x(t / total), y1=0, y2=height, class_="tick") for t in _ticks(total)]
     bars = []
     for event in timeline.events:
         what = f"{profiler_name(planned, event)} {event.name}, {event.phase}{', recomputed' if event.again else ''}"
@@ -32,41 +33,45 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
                 "rect", title, x=_x(event.start_seconds / total), y=f"{lanes[stream] * (LANE + GAP) + GAP / 2:.0f}",
                 width=f"{max(WIDTH * event.duration_seconds / total, 0.05):.3g}", height=f"{LANE:.0f}", class_=_colour(event),
             ))  # fmt: skip
-    drawing = _drawing([*ticks, *bars], height, "compute and communication streams over the step")
-    marks = joined(tag("span", ms(t), style=f"left:{100 * t / total:.2f}%") for t in _ticks(total))
+    drawing = _drawing([*_tick_lines(total, height), *bars], height, "compute and communication streams over the step")
     names = joined(tag("span", name, style=f"height:{LANE + GAP:.0f}px") for name in lanes)
-    inner = tag("div", drawing, tag("div", marks, class_="axis"), class_="zoomed")
-    return tag("div", tag("div", names, class_="lanes"), tag("div", inner, class_="scroll"), class_="timeline")
+    inner = tag("div", drawing, _time_axis(total), class_="zoomed", data_seconds=f"{total:.9g}")
+    return tag("div", tag("div", names, class_="lanes"), tag("div", inner, class_="scroll"), class_="chart")
 
 
 def memory_chart(planned: Planned, timeline: Timeline) -> Html:
-    """Bytes by kind on top of each other, with the peak and, where it is near, the limit."""
+    """Bytes by kind on top of each other, with the peak and, where it is near, the limit. Each kind has a colour of its own, the
+    same in every report."""
     live, limit = planned.live_bytes, planned.plan.memory_limit_bytes
     ends, total = np.array(ends_of(live.order, timeline)), timeline.seconds or 1.0
     column = np.minimum((ends / total * COLUMNS).astype(int), COLUMNS - 1)
     drawn = [int(i[np.argmax(live.total[i])]) for c in range(COLUMNS) if len(i := np.flatnonzero(column == c))]
     shows_limit = limit < 1.6 * live.peak_bytes
     top = 1.06 * max(live.peak_bytes, limit if shows_limit else 0.0, 1.0)
-    xs = [_x(ends[i] / total) for i in drawn]
+    xs = [_x(ends[i] / total) for i in drawn[:-1]] + [_x(1.0)]  # what is there last stays to the end of the step
     below, areas = np.zeros(len(drawn)), []
-    for n, (kind, bytes_) in enumerate(live.kinds.items()):
+    for kind, bytes_ in live.kinds.items():
         above = below + bytes_[drawn]
         outline = _stairs(xs, above, top) + _stairs(xs, below, top)[::-1]
         areas.append(tag("path", tag("title", f"{kind}, at most {size(bytes_.max())}"), d=f"M{' L'.join(outline)} Z",
-                         class_=f"kind{n}"))  # fmt: skip
+                         class_=MEMORY_CLASSES[kind]))  # fmt: skip
         below = above
     peak_x = _x(ends[live.peak_at] / total) if len(ends) else 0
     marks = [tag("line", x1=peak_x, x2=peak_x, y1=0, y2=HEIGHT, class_="peak")]
     if shows_limit:
         marks.append(tag("line", x1=0, x2=WIDTH, y1=_y(limit, top), y2=_y(limit, top), class_="limit"))
-    drawing = _drawing([*areas, *marks], HEIGHT, "bytes of a device over the step")
+    unit, scale = byte_unit(top)
+    heights = _ticks(top / scale)
+    lines = [tag("line", x1=0, x2=WIDTH, y1=_y(t * scale, top), y2=_y(t * scale, top), class_="tick") for t in heights]
+    names = joined(tag("span", f"{t:g} {unit}", style=f"top:{_y(t * scale, top)}px") for t in heights)
+    drawing = _drawing([*_tick_lines(total, HEIGHT), *lines, *areas, *marks], HEIGHT, "bytes of a device over the step")
     run = live.order.runs[live.peak_at] if len(ends) else None
     at = f" at {planned.whole[0].vertices[run.vertex].name}, {run.phase}" if run else ""
-    near = "the red line is the limit" if shows_limit else f"the limit, {size(limit)}, is far above"
-    caption = f"The dashed line is the peak, {size(live.peak_bytes)}{at}; {near}."
-    legend = [(f"kind{n}", f"{kind} {size(b.max())}") for n, (kind, b) in enumerate(live.kinds.items())]
-    marks = joined(tag("span", ms(t), style=f"left:{100 * t / total:.2f}%") for t in _ticks(total))
-    return joined([drawing, tag("div", marks, class_="axis"), legend_of(legend), tag("p", caption, class_="note")])
+    near = f"the red line is the limit, {size(limit)}" if shows_limit else f"the limit, {size(limit)}, is far above"
+    caption = f"The dashed line is the peak, {size(live.peak_bytes)}{at}; {near}. Beside each kind is the most of it over the step."
+    legend = [(MEMORY_CLASSES[kind], f"{kind} {size(b.max())}") for kind, b in live.kinds.items()]
+    chart = tag("div", tag("div", names, class_="heights"), tag("div", drawing, _time_axis(total)), class_="chart")
+    return joined([chart, legend_of(legend), tag("p", caption, class_="note")])
 
 
 def _stairs(xs: list[str], bytes_: np.ndarray, top: float) -> list[str]:
@@ -100,8 +105,22 @@ def _y(bytes_: float, top: float) -> str:
     return f"{HEIGHT * (1 - bytes_ / top):.1f}"
 
 
+def _time_axis(total: float) -> Html:
+    """0 and the round times below a drawing of `total` seconds. Those at its ends stay inside of it."""
+    marks = [tag("span", "0", class_="first")]
+    for t in _ticks(total):
+        text = f"{t:g} s" if total >= 10 else f"{1e3 * t:g} ms"
+        marks.append(tag("span", text, style=f"left:{100 * t / total:.2f}%", class_="last" if t > 0.9 * total else None))
+    return tag("div", *marks, class_="axis")
+
+
+def _tick_lines(total: float, height: float) -> list[Html]:
+    """An upright line at each of the round times."""
+    return [tag("line", x1=_x(t / total), x2=_x(t / total), y1=0, y2=f"{height:.0f}", class_="tick") for t in _ticks(total)]
+
+
 def _ticks(total: float) -> list[float]:
-    """Up to five round times after 0."""
+    """Up to five round numbers between 0 and `total`."""
     step = 10.0 ** np.floor(np.log10(total))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if total / s < 5.5)
     return [step * i for i in range(1, int(total * 0.97 / step) + 1)]

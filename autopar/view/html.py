@@ -31,11 +31,13 @@ def joined(children) -> Html:
     return Html("".join(c if isinstance(c, Html) else escape(str(c), quote=False) for c in children))
 
 
-def rows_of(header: list[str], rows: list[list[object]], left: int = 1) -> Html:
-    """A table that scrolls sideways in a narrow window; all but the first `left` columns are numbers."""
+def rows_of(header: list[str], rows: list[list[object]], left: int = 1, bars: int | None = None) -> Html:
+    """A table that scrolls sideways in a narrow window; all but the first `left` columns are numbers, and `bars` is the one with
+    bars, which a narrow window leaves out."""
 
     def cells(name: str, row) -> Html:
-        return joined(tag(name, cell, class_=None if i < left else "number") for i, cell in enumerate(row))
+        classes = ("bars" if i == bars else None if i < left else "number" for i in range(len(row)))
+        return joined(tag(name, cell, class_=class_) for cell, class_ in zip(row, classes))
 
     head = tag("thead", tag("tr", cells("th", header)))
     body = tag("tbody", joined(tag("tr", cells("td", row)) for row in rows))
@@ -44,4 +46,4 @@ def rows_of(header: list[str], rows: list[list[object]], left: int = 1) -> Html:
 
 def bar(share: float, class_: str = "bar") -> Html:
     """A horizontal bar as long as the share, 0 to 1, of its cell."""
-    return tag("div", tag("i", style=f"width:{100 * min(max(share, 0.0), 1.0):.1f}%"), class_=class_)
+    return tag("div", tag("i", style=f"width:{100 * min(share, 1.0):.1f}%") if share > 0 else "", class_=class_)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from ..plan import Plan, Region
-from ..plan_file import MEMORY_KINDS
 from ..planner.explain import runners_up
 from ..planner.make import Planned
 from ..planner.timeline import Timeline
 from ..units import byte_column, column, ms, percent, size
 from .charts import legend_of, memory_chart, timeline_chart
 from .html import Html, bar, joined, rows_of, tag
-from .plan_text import in_tree_order, recomputed_lines
+from .plan_text import (
+    alternatives_table,
+    costed,
+    hidden_seconds,
+    in_tree_order,
+    memory_table,
+    meshes_table,
+    offloaded_lines,
+    pass_lines,
+    recomputed_lines,
+)
 
 FOLDER = Path(__file__).parent
 
@@ -23,9 +32,10 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
     """The whole page. `timeline`: another one than the plan's own, such as with a slowdown."""
     plan, timeline = planned.plan, planned.timeline if timeline is None else timeline
     sections = [
-        ("What it costs", _summary(plan, timeline)),
+        ("What it costs", _summary(planned, timeline)),
         ("Against the experts' strategies", _alternatives(plan)),
-        ("The step", _step(planned, timeline)),
+        ("Meshes tried", _meshes(plan)),
+        ("The step" if plan.micro_batches == 1 else f"One of the step's {plan.micro_batches} passes", _step(planned, timeline)),
         ("Memory of a device", joined([memory_chart(planned, timeline), _memory(plan)])),
         ("Collectives", _collectives(plan)),
         ("Modules", _modules(plan)),
@@ -37,30 +47,51 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title), tag("style", Html((FOLDER / "report.css").read_text())),
     )  # fmt: skip
-    made = f"{plan.mesh.devices} devices, {plan.hardware}, {plan.precision}, {plan.optimizer}, strategy {plan.strategy}"
+    devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
+    made = f"{devices}, {plan.hardware}, {plan.precision}, {plan.optimizer}, strategy {plan.strategy}"
     main = [tag("header", tag("h1", title), tag("p", made))]
     main += [tag("section", tag("h2", name), content) for name, content in sections if content]
     body = tag("body", tag("main", *main), tag("script", Html((FOLDER / "report.js").read_text())))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _summary(plan: Plan, timeline: Timeline) -> Html:
+def _summary(planned: Planned, timeline: Timeline) -> Html:
+    plan = planned.plan
     cards = [
         ("step", ms(plan.step_seconds), f"no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})"),
-        ("with overlap", ms(timeline.seconds), f"{ms(timeline.exposed_seconds)} of communication exposed"),
+        ("with overlap", *_overlapped(planned, timeline)),
         ("compute", ms(plan.compute_seconds), _recomputed(plan)),
-        ("communication", ms(plan.communication_seconds), f"{sum(c.count for c in plan.collectives)} collectives"),
+        ("communication", ms(plan.communication_seconds), _communicated(plan)),
         ("peak memory", size(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
          f"{size(plan.memory_limit_bytes)}"),
-        ("parameters", _count(plan.parameter_elements), f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
+        ("parameters", count_text(plan.parameter_elements), f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
+    if plan.offloaded.parameters:
+        cards.insert(4, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
     return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in cards),
                class_="cards")  # fmt: skip
 
 
-def _count(number: int) -> str:
-    name, scale = next(((n, s) for n, s in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)) if number >= s), ("", 1))
-    return f"{number / scale:.3g} {name}".rstrip()
+def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
+    """The simulated time of the step; of another timeline than the plan's own, that of the pass it is of."""
+    plan, own = planned.plan, timeline is planned.timeline
+    seconds = plan.simulated_seconds if own else timeline.seconds + (plan.offloaded.seconds if plan.micro_batches == 1 else 0.0)
+    exposed = plan.exposed_seconds if own else timeline.exposed_seconds
+    what = "simulated" if own or plan.micro_batches == 1 else f"simulated, one of {plan.micro_batches} passes"
+    return ms(seconds), f"{what}, {ms(exposed)} of communication exposed"
+
+
+def count_text(number: int) -> str:
+    """`8.03B`: three digits, and trillions, billions, millions or thousands."""
+    rounded = float(f"{number:.3g}")
+    name, scale = next(((n, s) for n, s in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if rounded >= s), ("", 1))
+    return f"{rounded / scale:.3g}{name}"
+
+
+def _communicated(plan: Plan) -> str:
+    """The number of collectives, and how much of the step's parts is hidden behind others."""
+    count = sum(c.count for c in plan.collectives)
+    return f"{count} collectives" + (f", {ms(hidden)} hidden" if (hidden := hidden_seconds(plan)) else "")
 
 
 def _recomputed(plan: Plan) -> str:
@@ -70,18 +101,16 @@ def _recomputed(plan: Plan) -> str:
 def _alternatives(plan: Plan) -> Html | None:
     if not plan.alternatives:
         return None
-    shown = [("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)]
-    shown += [(a.name, a.step_seconds, a.communication_seconds, a.peak_bytes, a.fits) for a in plan.alternatives if a.step_seconds]
-    longest = max(s[1] for s in shown) or 1.0
-    unit, bytes_ = byte_column([s[3] for s in shown])
-    columns = zip(shown, column([s[1] * 1e3 for s in shown]), column([(s[2] or 0.0) * 1e3 for s in shown]), bytes_)
-    rows = [
-        [name, bar(seconds / longest), step, communication, peak,
-         (f"{seconds / plan.step_seconds:.2f}x" if plan.step_seconds else "-") if fits else "does not fit"]
-        for (name, seconds, _, _, fits), step, communication, peak in columns
-    ]  # fmt: skip
-    notes = joined(tag("p", f"{a.name}: {a.note}", class_="note") for a in plan.alternatives if not a.step_seconds)
-    return tag("div", rows_of(["strategy", "", "step ms", "comm ms", unit, "time"], rows, left=2), notes, class_="others")
+    shown, (header, cells) = costed(plan), alternatives_table(plan)
+    longest = max(a.step_seconds for a in shown) or 1.0
+    bars = [bar(a.step_seconds / longest, "bar" if a.fits else "bar unfit") for a in shown]
+    rows = [[name, drawn, *rest] for drawn, (name, *rest) in zip(bars, cells)]
+    notes = joined(tag("p", f"{a.name}: {a.note}", class_="note") for a in plan.alternatives if a.step_seconds is None)
+    return tag("div", rows_of(["strategy", "step", *header], rows, left=2, bars=1), notes, class_="others")
+
+
+def _meshes(plan: Plan) -> Html | None:
+    return rows_of(*meshes_table(plan)) if plan.meshes else None
 
 
 def _step(planned: Planned, timeline: Timeline) -> Html:
@@ -89,21 +118,21 @@ def _step(planned: Planned, timeline: Timeline) -> Html:
     kinds += [(kind, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
     found = {e.step.move.kind if e.step else "again" if e.again else e.phase for e in timeline.events}
     buttons = [tag("button", text, type="button", data_zoom=zoom) for text, zoom in (("−", 0.5), ("+", 2), ("all", 0))]
-    busy = rows_of(["stream", "", "busy ms", "of the step"], [
+    busy = rows_of(["stream", "busy", "busy ms", "share"], [
         [name, bar(seconds / (timeline.seconds or 1.0)), milliseconds, percent(seconds, timeline.seconds)]
         for (name, seconds), milliseconds in zip(timeline.busy_seconds.items(),
                                                  column([1e3 * s for s in timeline.busy_seconds.values()]))
-    ], left=2)  # fmt: skip
+    ], left=2, bars=1)  # fmt: skip
+    again = joined(tag("p", f"{line[0].upper()}{line[1:]}", class_="note") for line in recomputed_lines(planned.plan))
     controls = tag("div", legend_of([k for k in kinds if k[0] in found]), tag("span", *buttons, class_="zoom"), class_="controls")
-    return joined([controls, timeline_chart(planned, timeline), busy])
+    return joined([controls, timeline_chart(planned, timeline), again, busy])
 
 
 def _memory(plan: Plan) -> Html:
-    kinds = {kind: plan.memory[kind] for kind in MEMORY_KINDS if kind in plan.memory} | {"in all": plan.peak_bytes}
-    unit, cells = byte_column(list(kinds.values()))
-    rows = [[kind, bar(bytes_ / (plan.peak_bytes or 1.0)), cell, percent(bytes_, plan.memory_limit_bytes)]
-            for (kind, bytes_), cell in zip(kinds.items(), cells)]  # fmt: skip
-    return rows_of(["what the plan charges", "", unit, "of the limit"], rows, left=2)
+    header, cells = memory_table(plan)
+    bytes_ = plan.at_peak | {"in all": plan.peak_bytes}
+    rows = [[kind, bar(bytes_.get(kind, 0.0) / (plan.peak_bytes or 1.0)), *rest] for kind, *rest in cells]
+    return rows_of(["what the plan charges", "at the peak", *header], rows, left=2, bars=1)
 
 
 def _collectives(plan: Plan) -> Html | None:
@@ -118,13 +147,13 @@ def _collectives(plan: Plan) -> Html | None:
         for c, bytes_, mean, seconds in zip(plan.collectives, sent, each[1], milliseconds)
     ]
     rows.sort(key=lambda row: row[0])
-    return rows_of(["axes", "collective", "", "count", f"{unit} sent", f"{each[0]} each", "ms"], rows, left=3)
+    return rows_of(["axes", "collective", "time", "count", f"{unit} sent", f"{each[0]} each", "ms"], rows, left=3, bars=2)
 
 
 def _modules(plan: Plan) -> Html:
     """Modules inside of each other; a closed one shows the sums of all that is in it."""
     regions = in_tree_order(plan.regions)
-    digits = _Digits(regions)
+    digits, again = _Digits(regions), _recomputed_rows(plan)
     children: dict[str, list[str]] = defaultdict(list)
     by_name = {r.name: r for r in regions}
     for name in by_name:
@@ -141,7 +170,8 @@ def _modules(plan: Plan) -> Html:
     def node(name: str, depth: int) -> Html:
         inside, region = subtree(name), by_name.get(name)
         copies = max((r.copies for r in inside), default=1) if "*" in name else 1
-        layouts = [tag("code", region.weights, title="weights")] if region and region.weights else []
+        layouts = [tag("small", again[name], class_="badge")] if name in again else []
+        layouts += [tag("code", region.weights, title="weights")] if region and region.weights else []
         layouts += [tag("code", region.activations, title="activations", class_="quiet")] if region and region.activations else []
         label = tag("span", tag("b", name.rpartition(".")[2] if depth else name), f" ×{copies}" if copies > 1 else "", *layouts)
         line = [label, *digits.cells(inside)]
@@ -150,9 +180,25 @@ def _modules(plan: Plan) -> Html:
         inner = joined(node(child, depth + 1) for child in children[name])
         return tag("details", tag("summary", *line, class_="row"), inner, open=depth < 2)
 
-    label = tag("span", "module, its weights and activations")
+    label = tag("span", "module", tag("code", "its weights"), tag("code", "its activations", class_="quiet"))
     header = tag("div", label, *(tag("em", name) for name in digits.header), class_="row head")
-    return tag("div", header, *(node(name, 0) for name in children[""]), class_="tree")
+    note = tag("p", f"{digits.unit}: what a device holds of the parameters, gradients and optimizer state, and what is saved for "
+               "the backward.", class_="note")  # fmt: skip
+    return joined([tag("div", header, *(node(name, 0) for name in children[""]), class_="tree"), note])
+
+
+def _recomputed_rows(plan: Plan) -> dict[str, str]:
+    """By row of the modules, how many of its blocks run again."""
+    words: dict[str, list[str]] = defaultdict(list)
+    for how, blocks in (("recomputed", plan.recomputed), ("recomputed in part", plan.recomputed_selectively)):
+        for name, count in Counter(_folded(b) for b in blocks).items():
+            words[name].append(f"{count} {how}")
+    return {name: ", ".join(texts) for name, texts in words.items()}
+
+
+def _folded(name: str) -> str:
+    """A name with the numbers in it as `*`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 class _Digits:
@@ -173,24 +219,37 @@ class _Digits:
 
 def _layouts(planned: Planned) -> Html:
     """Layouts of parameters and inputs, equal blocks once, with what they beat."""
-    second = runners_up(planned)
+    second = _runners_up(planned)
     shapes = {
         v.node.meta["role"].name: tuple(v.values[0].shape) for v in planned.whole[0].vertices if v.kind in ("parameter", "input")
     }
     rows: dict[tuple, int] = defaultdict(int)
     for name, layout in planned.plan.layouts.items():
-        folded = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        rows[folded, shapes.get(name, ()), layout, second.get(name, ("-", 0.0))] += 1
+        rows[_folded(name), shapes.get(name, ()), layout, second.get(name, ("-", 0.0))] += 1
     milliseconds = column([1e3 * seconds for *_, (_, seconds) in rows])
     lines = [
-        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other, class_="quiet"), more, str(shape)]
+        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other, class_="quiet") if more != "-" else "-", more,
+         str(shape)]
         for ((name, shape, layout, (other, _)), n), more in zip(rows.items(), milliseconds)
-    ]
+    ]  # fmt: skip
     note = tag("p", "The next best layout of all equal parameters together costs about so much more a step at least: bounds of the "
-               "search, the price of scarce memory included. autopar explain prices whole plans.", class_="note")  # fmt: skip
-    return joined([rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3), note])
+               "search, the price of scarce memory included. A dash: the bounds do not rank the others. autopar explain prices "
+               "whole plans.", class_="note")  # fmt: skip
+    return tag("div", rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3), note, class_="layouts")
+
+
+def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
+    """`runners_up` by the names of the whole model, where a block that was planned may stand for many. Without those that cost 0
+    by their bounds: which of them is next is not known."""
+    problem, second = planned.problem, runners_up(planned)
+    return {
+        node.meta["role"].name: second[name]
+        for v in problem.vertices
+        if v.kind in ("parameter", "input") and second.get(name := v.node.meta["role"].name, ("", 0.0))[1] > 0
+        for node in problem.whole_nodes(v.node)
+    }
 
 
 def _notes(plan: Plan) -> Html | None:
-    notes = [f"{line[0].upper()}{line[1:]}" for line in recomputed_lines(plan)] + [*plan.warnings]
+    notes = [f"{line[0].upper()}{line[1:]}" for line in (*pass_lines(plan), *offloaded_lines(plan), *plan.warnings)]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 import autopar
 from autopar.models import build
-from autopar.plan import Region
-from autopar.view.plan_text import in_tree_order, summary
+from autopar.plan import Alternative, Region
+from autopar.view.plan_text import alternatives_table, in_tree_order, summary
 
 
 @pytest.mark.parametrize("model", ["gpt2-tiny", "mlp-tiny"])
@@ -14,6 +16,14 @@ def test_plan(model, golden):
     assert text.startswith(summary(plan)) and text.endswith("\n")
     assert all(line == line.rstrip() and "0.0000" not in line for line in text.splitlines())
     golden(text)
+
+
+def test_bytes_of_alternatives_are_in_the_unit_of_the_plan():
+    module, inputs = build("mlp-tiny:layers=1", batch=8, seq=8)
+    plan = autopar.plan(module, "dp=2", inputs, hardware="cpu-gloo", baselines=False)
+    far = Alternative("ddp", 1.0, None, 3 * 2**40, False)
+    header, rows = alternatives_table(replace(plan, peak_bytes=64 * 2**30, alternatives=(far,)))
+    assert header[2] == "GiB" and [row[3] for row in rows] == ["64.0", "3072.0"]
 
 
 def region(name: str) -> Region:

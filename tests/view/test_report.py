@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -10,10 +11,14 @@ import pytest
 from autopar import api
 from autopar.cli import main
 from autopar.models import build
+from autopar.plan_file import MEMORY_KINDS
+from autopar.planner.explain import runners_up
 from autopar.planner.timeline import simulate
-from autopar.units import ms, size
+from autopar.units import byte_unit, ms, size
+from autopar.view.charts import MEMORY_CLASSES
 from autopar.view.html import VOID, Html, joined, tag
-from autopar.view.report import report_page
+from autopar.view.plan_text import alternatives_table, memory_table
+from autopar.view.report import FOLDER, count_text, report_page
 
 
 class Page(HTMLParser):
@@ -71,6 +76,72 @@ def test_the_numbers_of_the_plan_are_in_it(planned):
         assert region.name.rpartition(".")[2] in said
     bars = [a for name, a in page.elements if name == "rect"]
     assert len(bars) == sum(len(e.streams) for e in planned.timeline.events)
+
+
+def cells_of(text: str) -> list[list[str]]:
+    """Texts of the cells of every row of every table."""
+    rows = re.findall(r"<tr>(.*?)</tr>", text)
+    return [[unescape(re.sub(r"<[^>]*>", "", cell)) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in rows]
+
+
+@pytest.mark.parametrize("table_of", [memory_table, alternatives_table])
+def test_tables_are_those_of_the_text(planned, table_of):
+    header, rows = table_of(planned.plan)
+    cells = cells_of(report_page(planned))
+    for (name, *numbers), line in zip(rows, cells[next(i for i, c in enumerate(cells) if c[2:] == header) + 1 :]):
+        assert line == [name, "", *numbers]
+
+
+def test_every_colour_is_defined(planned):
+    page, css = Page(report_page(planned)), (FOLDER / "report.css").read_text()
+    drawn = {a["class"] for name, a in page.elements if name in ("i", "rect", "path") and "class" in a}
+    assert len(drawn) > 6
+    for class_ in drawn | set(MEMORY_CLASSES.values()) | {"again", "slice", "all_to_all"}:
+        colour = re.search(rf"^\.{class_}[ ,].*background: var\((--\w+)\)", css, re.MULTILINE)
+        assert colour and f"{colour[1]}: #" in css, class_
+    assert set(MEMORY_CLASSES) == set(MEMORY_KINDS)
+
+
+def test_both_charts_have_units(planned):
+    said = re.findall(r"<span style=\"(left|top):[^>]*>[\d.e-]+ (\w+)<", report_page(planned))
+    assert {(side, unit) for side, unit in said} == {("left", "ms"), ("top", byte_unit(planned.plan.peak_bytes)[0])}
+
+
+def test_blocks_that_one_stands_for_have_its_runner_up():
+    model, inputs = build("gpt2-tiny:layers=12", batch=8, seq=16)
+    planned = api.search(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", recompute="selective", baselines=False)
+    assert planned.problem.compact
+    text = report_page(planned)
+    rows = [row for row in cells_of(text) if row[0].startswith("h.*.ln_1.weight")]
+    assert sum(int(row[0].partition(" ×")[2] or 1) for row in rows) == 12
+    second, chosen = runners_up(planned), planned.plan.layouts
+    for small, whole in (("h.0.ln_1.weight", "h.0.ln_1.weight"), ("h.7.ln_1.weight", "h.11.ln_1.weight")):
+        layout, seconds = second[small]
+        assert any(row[1:3] == [chosen[whole], layout if seconds > 0 else "-"] for row in rows)
+    assert "12 recomputed in part" in text and "Recomputed in the backward: " in text
+
+
+def test_passes():
+    model, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
+    planned = api.search(model, "dp=2", inputs, hardware="cpu-gloo", micro_batches=2, baselines=False)
+    plan, said = planned.plan, " ".join(Page(report_page(planned)).texts)
+    assert plan.simulated_seconds > 1.5 * planned.timeline.seconds and f"{ms(plan.simulated_seconds)} with overlap" in said
+    assert "One of the step's 2 passes" in said and "2 micro-batches of 4 samples" in said
+    slower = simulate(planned.problem, planned.evaluation, 1.5)
+    assert "simulated, one of 2 passes" in " ".join(Page(report_page(planned, slower)).texts)
+
+
+def test_meshes_and_the_host_are_told():
+    model, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
+    planned = api.search(model, 2, inputs, hardware="h100", offload="optimizer", baselines=False)
+    said = " ".join(Page(report_page(planned)).texts)
+    assert "Meshes tried" in said and all(str(m.mesh) in said for m in planned.plan.meshes)
+    assert f"{ms(planned.plan.offloaded.seconds)} offload" in said and "On the host: " in said
+
+
+@pytest.mark.parametrize("number, text", [(7, "7"), (999_400, "999K"), (999_700, "1M"), (8_030_261_248, "8.03B"), (2e12, "2T")])
+def test_counts(number, text):
+    assert count_text(number) == text
 
 
 def test_another_timeline(planned):
