@@ -96,7 +96,10 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
-    changes[BUCKETS][0] += _bucket_bytes(problem, evaluation, pricer)
+    gathered, reduced = _bucket_bytes(problem, evaluation, pricer)
+    changes[BUCKETS][0] += gathered
+    backward = next((i for i, run in enumerate(order.runs) if run.phase == "backward"), count)
+    changes[BUCKETS][backward] += max(0.0, reduced - gathered)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
@@ -266,21 +269,21 @@ def _is_packed(step: Step) -> bool:
     return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
 
 
-def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> float:
-    """The buffer in which parameters are gathered and gradients reduced: a bucket, or all of them if they are less. Beside a bucket
-    of gathered parameters is the part of it that was sent, and, where gathers run ahead (passes/overlap.py), the next one."""
-    gathered, reduced = [], 0.0
+def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
+    """Buffers in which parameters are gathered, and gradients reduced: a bucket, or all of them if they are less. Beside a bucket
+    of gathered parameters is the part of it that was sent, and, where gathers run ahead (passes/overlap.py), the next one. Beside
+    a packed bucket of gradients is what waited for it and is more than the shards that stay."""
+    gathered, reduced = [(0.0, 0.0)], [(0.0, 0.0)]
     for t in evaluation.every_transfer:
         if t.is_hidden:
             value = problem.vertices[t.producer].values[t.output]
+            is_parameter = problem.vertices[t.producer].kind == "parameter"
             before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
-            if problem.vertices[t.producer].kind == "parameter":
-                gathered.append((before, after))
-            else:
-                reduced += after
-    sent, received = (sum(column) for column in zip(*gathered)) if gathered else (0.0, 0.0)
+            (gathered if is_parameter else reduced).append((before, after))
+    (sent, received), (whole, shards) = ([sum(column) for column in zip(*rows)] for rows in (gathered, reduced))
     bucket = min(pricer.bucket_bytes * (2 if evaluation.overlap else 1), received)
-    return max(bucket * (1 + sent / received) if received else 0.0, min(pricer.bucket_bytes, reduced))
+    packed = min(pricer.bucket_bytes, whole)
+    return bucket * (1 + sent / max(received, 1.0)), packed * (2 - min(shards / max(whole, 1.0), 1.0))
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
