@@ -11,7 +11,7 @@ from . import common
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
 GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
 ADAPT = ("lora", "quantize", "fake_quant")  # between canonicalize and differentiate, if the command line asks for them
-LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "partition")
+LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "overlap", "partition")
 STAGES = (*GLOBAL[:2], *ADAPT, *GLOBAL[2:], "plan", *LOCAL)
 
 
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
             plan = api.plan(model, args.mesh, inputs, baselines=False, report=report, adapt=adapt, **common.planning(args))
             captured = kept["differentiate"]
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
+            if args.after == "overlap" and not plan.overlaps:
+                raise AutoparError(f"graphs for {plan.hardware} wait at once", fix="name a GPU, such as --hardware h100")
             if args.after != "plan":
                 lower(captured, plan, args.rank)
     except _Reached:

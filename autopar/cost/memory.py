@@ -39,5 +39,6 @@ class StateBytes:
         return StateBytes(master, copy, master, OPTIMIZER_STATES[optimizer] * master)
 
     def resident(self, trainable: bool) -> int:
-        """Bytes an element takes all through training. A gradient lives from the backward to the optimizer's step alone."""
-        return self.master + self.copy + (self.optimizer if trainable else 0)
+        """Bytes an element takes all through training. The copy that computes comes and goes; a gradient lives from the backward to
+        the optimizer's step alone."""
+        return self.master + (self.optimizer if trainable else 0)

@@ -12,8 +12,8 @@ from autopar.errors import StrategyError
 ])  # fmt: skip
 def test_resident_bytes(optimizer, master, copy, trained, frozen):
     state = StateBytes.of(optimizer, master, copy)
-    assert state.resident(trainable=True) + state.gradient == trained
-    assert state.resident(trainable=False) == frozen
+    assert state.resident(trainable=True) + state.copy + state.gradient == trained
+    assert state.resident(trainable=False) + state.copy == frozen
 
 
 @pytest.mark.parametrize("optimizer", ["adamx", "", "AdamW"])

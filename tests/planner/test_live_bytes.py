@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar import api
 from autopar.hardware import load
 from autopar.models import registry
 from autopar.planner.blocks import Blocks
@@ -55,6 +56,20 @@ def test_a_recomputed_block_is_alive_again_in_the_backward():
     backward = min(i for i, run in enumerate(live.order.runs) if run.phase == "backward")
     assert live.kinds[AGAIN][:backward].max() == 0 < live.kinds[AGAIN][backward:].max()
     assert live.kinds[SAVED].max() < found.live_bytes.kinds[SAVED].max() / 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "megatron"])
+def test_bounds_charge_no_more_than_is_alive(strategy, precision):
+    """At one of the peaks: what is saved when the forward ends, or the gradients when the backward does, beside what stays."""
+    model, inputs = registry.build(TRACKED_GPT, batch=8, seq=32, device="meta")
+    mesh = "tp=2" if strategy == "megatron" else "dp=2"
+    found = api.search(model, mesh, inputs, hardware="cpu-gloo", strategy=strategy, precision=precision, baselines=False)
+    e, live = found.whole[1], found.live_bytes.total - found.problem.reserve_bytes
+    backward = min(i for i, run in enumerate(found.live_bytes.order.runs) if run.phase == "backward")
+    assert e.resident_bytes + e.saved_bytes <= live[: backward + 1].max()
+    assert e.resident_bytes + e.gradient_bytes <= live[backward:].max()
+    assert e.resident_bytes + e.gradient_bytes <= live[-1] * (1 + 1e-9)
 
 
 def track(rank: int, jobs: list, folder: str) -> list[int]:
