@@ -152,7 +152,8 @@ def test_graph_lists_the_passes(capsys, golden):
     out = capsys.readouterr().out
     golden(out)
     lines = out.splitlines()
-    assert [line.partition(":")[0] for line in lines[1:]] == [*GLOBAL, *LOCAL]
+    waiting = [step for step in LOCAL if step != "overlap"]  # on gloo a collective is waited for where it starts
+    assert [line.partition(":")[0] for line in lines[1:]] == [*GLOBAL, *waiting]
     localize = next(line for line in lines if line.startswith("localize:"))
     assert " -> " in localize and "all_reduce +" in localize
 
