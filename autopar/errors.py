@@ -57,6 +57,14 @@ class StrategyError(AutoparError):
     """A strategy, pin or layout that this model or mesh cannot follow."""
 
 
+class MicroBatchError(AutoparError):
+    """A model that cannot run on one part of its batch after the other, as a pipeline does, with the numbers of the whole batch."""
+
+
+class StageError(AutoparError):
+    """A model that cannot be cut into the stages of a pipeline as asked."""
+
+
 class AdaptError(AutoparError):
     """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not its own."""
 

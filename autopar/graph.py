@@ -28,20 +28,33 @@ RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes th
 @dataclass(frozen=True)
 class Role:
     """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
-    (position of the output it belongs to), "constant" or "random" (int64 (2,): seed and offset, see autopar/ops_random.py)."""
+    (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see autopar/ops_random.py) or "total"
+    (a sum over the whole batch that a micro-batch needs, see passes/micro_batch.py). In a stage of a pipeline (passes/stages.py) also
+    "activation" and "arriving", a gradient of the backward, by the name of the node that makes it."""
 
     kind: str
     name: str
     trainable: bool = False
 
+    @property
+    def is_tangent(self) -> bool:
+        """Whether it is given to the backward."""
+        return self.kind in ("tangent", "arriving")
+
 
 @dataclass(frozen=True)
 class OutputRole:
     """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient", or
-    "mutation" (name of the buffer that takes the value)."""
+    "mutation" (name of the buffer that takes the value). In a stage of a pipeline also "activation", which goes to the next stage,
+    and "returned", a gradient that goes to the one before (name: of the node)."""
 
     kind: str
     name: str
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the forward gives it."""
+        return self.kind in ("output", "mutation", "activation")
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
@@ -110,7 +123,7 @@ def mark_phases(graph: fx.Graph) -> None:
     stack = [
         node
         for node, role in zip(output.args[0], output.meta["roles"])
-        if isinstance(node, fx.Node) and role is not None and role.kind in ("output", "mutation")
+        if isinstance(node, fx.Node) and role is not None and role.is_forward
     ]
     forward: set[fx.Node] = set()
     while stack:
@@ -119,7 +132,7 @@ def mark_phases(graph: fx.Graph) -> None:
             forward.add(node)
             stack.extend(node.all_input_nodes)
     for node in graph.nodes:
-        is_leaf = node.op in ("placeholder", "get_attr") and node.meta["role"].kind != "tangent"
+        is_leaf = node.op in ("placeholder", "get_attr") and not node.meta["role"].is_tangent
         producer = tensor_of(node)[
             0
         ]  # an output of a forward op is a forward tensor, also if only the backward reads it
@@ -132,8 +145,9 @@ def op_base_name(node: fx.Node) -> str:
 
 
 def leaf_name(role: Role) -> str:
-    """The name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents."""
-    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r"}[role.kind]
+    """The name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents,
+    s_ for sums over the batch."""
+    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r", "total": "s"}[role.kind]
     return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
 
 

@@ -201,7 +201,7 @@ def local_inputs(
     for node in local.graph.nodes:
         if node.op == "placeholder":
             part = local_part(values[node.name], node.meta["layout"], mesh, coordinate)
-            (tangents if node.meta["role"].kind == "tangent" else inputs).append(part)
+            (tangents if node.meta["role"].is_tangent else inputs).append(part)
     return inputs, tangents
 
 

@@ -55,7 +55,7 @@ def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) 
 
     output = output_node(captured.graph)
     roles = output.meta["roles"]
-    is_forward = [r.kind in ("output", "mutation") for r in roles]
+    is_forward = [r.is_forward for r in roles]
     order = sorted(range(len(roles)), key=lambda i: not is_forward[i])  # as the parts return them
     whole: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "input_gradient": {}, "mutation": {}}
     for position, i in enumerate(order):

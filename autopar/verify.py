@@ -24,8 +24,8 @@ from .passes.partition import phase_of
 from .rules import rule_of
 from .sharding import Sharding
 
-ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random")
-OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation")
+ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random", "total", "activation", "arriving")
+OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation", "activation", "returned")
 
 
 def check_global(joint: fx.GraphModule) -> None:

@@ -183,7 +183,7 @@ class _Localizer:
 
     def _output(self, value: fx.Node, layout: Layout | None, role: OutputRole | None) -> fx.Node:
         """The local value of an output, on the host if its parameter is there."""
-        phase = "forward" if role is not None and role.kind in ("output", "mutation") else "backward"
+        phase = "forward" if role is not None and role.is_forward else "backward"
         producer, index = tensor_of(value)
         layout = layout or self.own[producer.name, index][1]
         local = self._copy(value, layout, phase, value)

@@ -38,10 +38,10 @@ def partition(local: fx.GraphModule) -> Parts:
     """Forward and backward of a local joint graph with meta["phase"] on its nodes and meta["roles"] on its output."""
     output = output_node(local.graph)
     pairs = list(zip(output.args[0], output.meta["roles"], strict=True))
-    forward_pairs = [(n, r) for n, r in pairs if r is None or r.kind in ("output", "mutation")]
-    backward_pairs = [(n, r) for n, r in pairs if r is not None and r.kind not in ("output", "mutation")]
+    forward_pairs = [(n, r) for n, r in pairs if r is None or r.is_forward]
+    backward_pairs = [(n, r) for n, r in pairs if r is not None and not r.is_forward]
     placeholders = [n for n in local.graph.nodes if n.op == "placeholder"]
-    tangents = [n for n in placeholders if n.meta["role"].kind == "tangent"]
+    tangents = [n for n in placeholders if n.meta["role"].is_tangent]
     _check_phases(local.graph, [n for n, _ in forward_pairs if isinstance(n, fx.Node)])
 
     saved = _saved(local.graph, [n for n, _ in backward_pairs if isinstance(n, fx.Node)])
@@ -64,7 +64,7 @@ def phase_of(node: fx.Node) -> str:
     if node.op == "call_function" and node.target is operator.getitem:
         node = node.args[0]
     if node.op in ("placeholder", "get_attr"):
-        return "backward" if node.meta["role"].kind == "tangent" else "forward"
+        return "backward" if node.meta["role"].is_tangent else "forward"
     return node.meta["phase"]
 
 

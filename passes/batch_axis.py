@@ -1,0 +1,208 @@
+"""Which dims of a joint graph's tensors are the samples of the batch: the graph's sharding over an axis of micro-batches.
+
+A micro-batch is a shard of the batch over time instead of over devices, so the factor rules say what becomes of it: the factor that
+the samples are in an op's input are samples in all its tensors, and where it is summed away the micro-batches' results add up. From
+the inputs this spreads through the graph in both directions, which reaches tensors that are made for the batch (a mask of ones).
+
+What one micro-batch computes must not need another one: sums over the batch are the end of a gradient or an output, or they follow
+from the inputs alone (how many tokens count) and are known before the first micro-batch starts. Anything else is refused here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..errors import MicroBatchError
+from ..graph import describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ..layout import Layout
+from ..mesh import Mesh
+from ..rules import Rule, rule_of, strategy_of
+from ..rules.reading import input_shapes, output_indices, output_shapes
+from ..rules.rule import Inner, entries_of, name_of
+from ..sharding import NodeSharding
+
+AXIS = "micro_batch"
+FIX = "use one micro-batch, or a mesh without pp"
+
+Tensor = tuple[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """The layouts of one graph over the axis: of ops and leaves by name, and `totals`: sums over the batch that follow from inputs
+    alone and that other ops read whole."""
+
+    mesh: Mesh
+    nodes: dict[str, NodeSharding]
+    leaves: dict[str, Layout]
+    outputs: tuple[Layout, ...]
+    totals: tuple[fx.Node, ...]
+
+
+def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
+    """The sharding of a joint graph over `micro_batches` parts of a batch of `samples`. Raises MicroBatchError for a graph that
+    cannot be computed part by part, with the op that needs other samples."""
+    mesh = Mesh((AXIS,), (micro_batches,))
+    if samples % micro_batches:
+        near = [k for k in range(1, samples + 1) if samples % k == 0 and k <= micro_batches][-1]
+        raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} equal micro-batches",
+                              fix=f"use {near} micro-batches, or pad the batch")  # fmt: skip
+    rules = {node: rule_of(node) for node in graph.nodes if is_op(node)}
+    return _Layouts(graph, mesh, rules, _Samples(graph, rules, samples)).found()
+
+
+class _Samples:
+    """Where the samples are: `place` has (dim, parts) of every tensor that has any, `factor` that of every op."""
+
+    def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
+        self.rules = rules
+        self.place: dict[Tensor, tuple[int, int]] = {}
+        self.factor: dict[fx.Node, str] = {}
+        self.users: dict[Tensor, list[fx.Node]] = {}
+        for node in rules:
+            for argument in tensor_arguments(node):
+                self.users.setdefault(tensor_of(argument), []).append(node)
+        self.waiting: deque[fx.Node] = deque()
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.meta["role"].kind == "input":
+                shape = node.meta["val"].shape
+                if len(shape) and shape[0] == samples:
+                    self._put((node, 0), (0, 1))
+        while self.waiting:
+            self._spread(self.waiting.popleft())
+
+    def _put(self, tensor: Tensor, place: tuple[int, int]) -> None:
+        self.place[tensor] = place
+        producer = tensor[0]
+        self.waiting.extend(self.users.get(tensor, ()))
+        if producer in self.rules:
+            self.waiting.append(producer)
+        elif producer.meta["role"].kind != "input":
+            role = producer.meta["role"]
+            raise MicroBatchError(
+                f"the {role.kind} {role.name} has a value for every sample of the batch", node=describe(producer), fix=FIX
+            )
+
+    def _spread(self, node: fx.Node) -> None:
+        """From the tensors of an op whose place is known to its others."""
+        rule = self.rules[node]
+        known = [(t, dims) for t, dims in self._tensors(node) if t in self.place]
+        factors = {self._factor_at(node, dims, self.place[t]) for t, dims in known}
+        if len(factors) != 1 or None in factors:
+            raise _mixes(node)
+        (factor,) = factors
+        self.factor[node] = factor
+        for tensor, dims in self._tensors(node):
+            place = next(((d, _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == factor), None)
+            if self.place.get(tensor, place) != place:
+                raise _mixes(node)
+            if place is not None and tensor not in self.place:
+                self._put(tensor, place)
+        assert rule is not None
+
+    def _tensors(self, node: fx.Node) -> list[tuple[Tensor, tuple]]:
+        rule = self.rules[node]
+        if rule is None:
+            raise _mixes(node)
+        inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs)
+        return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
+
+    def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> str | None:
+        dim, parts = place
+        return next((name_of(e) for e in entries_of(dims[dim]) if _parts(e) == parts), None)
+
+
+def _parts(entry: str | Inner) -> int:
+    return entry.parts if isinstance(entry, Inner) else 1
+
+
+def _mixes(node: fx.Node) -> MicroBatchError:
+    return MicroBatchError(
+        f"{node.name} computes with all samples of the batch at once, so that it cannot run one micro-batch at a time",
+        node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+    )  # fmt: skip
+
+
+class _Layouts:
+    """Layouts in the order of the graph, from the places of the samples: what is summed over them is Partial until something reads
+    it that is not linear."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, rules: dict[fx.Node, Rule | None], samples: _Samples):
+        self.graph, self.mesh, self.rules, self.samples = graph, mesh, rules, samples
+        self.layout: dict[Tensor, Layout] = {}
+        self.of_inputs: set[fx.Node] = set()  # what follows from inputs and constants alone
+        self.totals: dict[fx.Node, None] = {}
+
+    def found(self) -> BatchAxis:
+        nodes, leaves = {}, {}
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                leaves[node.name] = self.layout[node, 0] = self._leaf(node)
+                if node.op == "get_attr" or node.meta["role"].kind == "input":
+                    self.of_inputs.add(node)
+            elif is_op(node):
+                if all(tensor_of(a)[0] in self.of_inputs for a in node.all_input_nodes):
+                    self.of_inputs.add(node)
+                nodes[node.name] = sharding = self._op(node)
+                for i, layout in zip(output_indices(node), sharding.outputs):
+                    self.layout[node, i] = layout
+        output = output_node(self.graph)
+        outputs = []
+        for value, role in zip(output.args[0], output.meta["roles"]):
+            layout = self.layout[tensor_of(value)] if is_tensor(value) else None
+            if role.kind == "mutation" and layout is not None and not layout.is_replicated:
+                raise MicroBatchError(
+                    f"the buffer {role.name} follows the whole batch", node=describe(value), source=value.meta.get("source") or None,
+                    fix=FIX,
+                )  # fmt: skip
+            outputs.append(layout)
+        return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals))
+
+    def _leaf(self, node: fx.Node) -> Layout:
+        value = node.meta.get("val")
+        return self._sharded(node, 0, value.dim() if isinstance(value, torch.Tensor) else 0)
+
+    def _sharded(self, node: fx.Node, index: int, ndim: int) -> Layout:
+        dims, parts = [()] * ndim, [1] * ndim
+        if (node, index) in self.samples.place:
+            dim, count = self.samples.place[node, index]
+            dims[dim], parts[dim] = (AXIS,), count
+        return Layout(tuple(dims), (), tuple(parts))
+
+    def _op(self, node: fx.Node) -> NodeSharding:
+        arguments, rule = tensor_arguments(node), self.rules[node]
+        layouts = [self.layout[tensor_of(a)] for a in arguments]
+        factor = self.samples.factor.get(node, "")
+        if rule is None:
+            layouts = [self._whole(node, a) if l.partial else l for a, l in zip(arguments, layouts)]
+            return NodeSharding(tuple(layouts), tuple(Layout.replicated(v.dim()) for v in values_of(node)))
+        partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
+        for known_before in (False, True):  # sums stay partial where the op is linear in them
+            if known_before:
+                partial -= frozenset(i for i, a in enumerate(arguments) if tensor_of(a)[0] in self.of_inputs)
+            if not partial or not factor and partial in rule.linear:
+                break
+        else:
+            partial = frozenset()
+        layouts = [self._whole(node, a) if l.partial and i not in partial else l
+                   for i, (a, l) in enumerate(zip(arguments, layouts))]  # fmt: skip
+        label = factor or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
+        chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
+        if chosen is None or list(chosen.inputs) != layouts:
+            raise _mixes(node)
+        return NodeSharding(chosen.inputs, chosen.outputs, chosen.choice)
+
+    def _whole(self, node: fx.Node, argument: fx.Node) -> Layout:
+        """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from inputs."""
+        producer, _ = tensor_of(argument)
+        if producer not in self.of_inputs:
+            raise MicroBatchError(
+                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all micro-batches "
+                "have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+            )  # fmt: skip
+        self.totals[argument] = None
+        return Layout.replicated(argument.meta["val"].dim())

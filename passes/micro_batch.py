@@ -1,0 +1,136 @@
+"""From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
+
+The graph is cut along the samples as for one more mesh axis (passes/batch_axis.py), so what it computes is what the whole batch
+computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that are sums over
+the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need before its last micro-batch
+has run (the number of valid tokens) follows from the inputs: a graph of its own computes it first, and micro-batches read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from .._torch import graph_module
+from ..capture import Captured
+from ..cost.redistribute import Link
+from ..errors import MicroBatchError
+from ..graph import OutputRole, Role, describe, leaf_name, output_node
+from ..sharding import Sharding
+from .batch_axis import AXIS, FIX, BatchAxis, batch_axis
+from .localize import localize
+
+aten = torch.ops.aten
+SUM, SAME = "sum", "same"
+
+
+@dataclass(frozen=True)
+class MicroBatched:
+    """captured: the joint graph of one micro-batch, whose placeholders of role "total" take the results of `totals`, a graph of the
+    whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those of all micro-batches
+    become one: "sum", "same", or the dim along which they are joined."""
+
+    captured: Captured
+    micro_batches: int
+    joins: dict[str, str | int]
+    totals: fx.GraphModule | None = None
+    total_inputs: tuple[str, ...] = ()
+    input_dims: dict[str, int] | None = None
+
+
+def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
+    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by one."""
+    graph = captured.graph
+    roles = output_node(graph).meta["roles"]
+    if micro_batches == 1:
+        return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={})
+    samples = next((shape[0] for shape in captured.signature.shapes if shape), 1)
+    axis = batch_axis(graph, micro_batches, samples)
+    joint, leaves = _reading_totals(captured.graph_module, axis)
+    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, axis.nodes, leaves, axis.outputs)
+    local = _plain(localize(joint, sharding, 0), axis)
+    _check_alike(local, localize(joint, sharding, micro_batches - 1))
+    joins = {}
+    for role, layout in zip(roles, axis.outputs):
+        if role.kind == "output":
+            joins[role.name] = SUM if layout is not None and layout.partial else SAME
+            if layout is not None and layout.dim_of(AXIS) is not None:
+                joins[role.name] = layout.dim_of(AXIS)
+    totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
+    dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
+            if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
+    return MicroBatched(replace(captured, graph_module=local, compact=None), micro_batches, joins, totals, inputs, dims)
+
+
+def _reading_totals(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, dict]:
+    """A copy of the joint graph that takes the totals as inputs, and the layouts of all its leaves."""
+    graph, new, leaves = fx.Graph(), {}, dict(axis.leaves)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            new[node] = graph.node_copy(node)
+    for i, node in enumerate(axis.totals):
+        role = Role("total", str(i))
+        new[node] = graph.placeholder(leaf_name(role))
+        new[node].meta = {**node.meta, "role": role, "phase": "forward"}
+        leaves[new[node].name] = axis.mesh and _replicated(node)
+    for node in joint.graph.nodes:
+        if node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.eliminate_dead_code()
+    return graph_module(joint, graph, "MicroBatch"), leaves
+
+
+def _replicated(node: fx.Node):
+    from ..layout import Layout
+
+    return Layout.replicated(node.meta["val"].dim())
+
+
+def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The graph that computes sums over the whole batch from its inputs, and the names of those."""
+    needed, stack = set(), list(totals)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    graph, new, inputs = fx.Graph(), {}, []
+    for node in joint.graph.nodes:
+        if node in needed:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            if node.op == "placeholder":
+                inputs.append(node.meta["role"].name)
+    graph.output(tuple(new[node] for node in totals)).meta["roles"] = [OutputRole("output", str(i)) for i, _ in enumerate(totals)]
+    return graph_module(joint, graph, "Totals"), tuple(inputs)
+
+
+def _plain(local: fx.GraphModule, axis: BatchAxis) -> fx.GraphModule:
+    """The local graph as the joint graph of one micro-batch; a gradient that does not depend on the batch counts once, not in every
+    micro-batch."""
+    output = output_node(local.graph)
+    values = list(output.args[0])
+    for i, (value, role, layout) in enumerate(zip(values, output.meta["roles"], axis.outputs)):
+        if role.kind == "gradient" and layout is not None and not layout.partial:
+            with local.graph.inserting_before(output):
+                values[i] = local.graph.call_function(aten.mul.Tensor, (value, 1 / axis.mesh.devices))
+            values[i].meta = {**value.meta}
+    output.args = (tuple(values),)
+    output.meta.pop("layouts", None)
+    for node in local.graph.nodes:
+        for key in ("global", "layout", "sharding"):
+            node.meta.pop(key, None)
+    local.meta.clear()
+    return local
+
+
+def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
+    """Raises MicroBatchError if micro-batches need graphs of their own: an op whose constants follow from where its samples stand."""
+    for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
+        if a.op not in ("output",) and (a.name, a.target, str(a.args), str(a.kwargs)) != (b.name, b.target, str(b.args), str(b.kwargs)):
+            raise MicroBatchError(
+                f"{a.name} needs to know which samples of the batch it has: {a.target}", node=describe(a),
+                source=a.meta.get("source") or None, fix=FIX,
+            )  # fmt: skip
