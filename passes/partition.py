@@ -46,7 +46,7 @@ def partition(local: fx.GraphModule) -> Parts:
 
     saved = _saved(local.graph, [n for n, _ in backward_pairs if isinstance(n, fx.Node)])
     mutated = {role.name for _, role in pairs if role is not None and role.kind == "mutation"}
-    forward = _extract(
+    forward = extract(
         local,
         [n for n in placeholders if n not in tangents],
         [n for n, _ in forward_pairs] + saved,
@@ -55,7 +55,7 @@ def partition(local: fx.GraphModule) -> Parts:
     )
     backward = None
     if backward_pairs:
-        backward = _extract(local, saved + tangents, [n for n, _ in backward_pairs], [r for _, r in backward_pairs])
+        backward = extract(local, saved + tangents, [n for n, _ in backward_pairs], [r for _, r in backward_pairs])
     return Parts(forward, backward, tuple(n.name for n in saved))
 
 
@@ -132,7 +132,7 @@ def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
     }
 
 
-def _extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequence, copied=()) -> fx.GraphModule:
+def extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequence, copied=()) -> fx.GraphModule:
     """The graph that computes `outputs` from `inputs`, with exactly those inputs."""
     graph, new = fx.Graph(), {}
     for node in inputs:

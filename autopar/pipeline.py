@@ -1,0 +1,97 @@
+"""From a joint graph and a plan with a pipeline to what one rank runs: the graphs of its stages, for one micro-batch.
+
+    micro_batch -> cut -> (for each of the rank's stages) the passes of autopar/lower.py -> split_backward
+
+Gradients of a stage add up over its micro-batches as its ops leave them and are reduced once, by a graph of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from . import debug
+from .capture import Captured
+from .graph import output_node
+from .lower import DeferredProgram, RankProgram, lower, lower_deferred
+from .passes.micro_batch import MicroBatched, micro_batch
+from .passes.split_backward import SplitBackward, split_backward
+from .passes.stages import Stage, cut
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One rank's graphs for one stage. `deferred` has the backward that leaves gradients unreduced, and their reduction."""
+
+    stage: Stage
+    captured: Captured
+    plan: Plan  # the decisions for this stage's graph
+    whole: RankProgram
+    deferred: DeferredProgram | None
+
+    @property
+    def forward(self) -> fx.GraphModule:
+        return self.whole.parts.forward
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        return self.deferred.backward if self.deferred else self.whole.parts.backward
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        return self.whole.parts.saved
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        return split_backward(self.backward)
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """As of a RankProgram, stage by stage."""
+        source = self.deferred or self.whole
+        found = [c for c in self.whole.collectives() if c[1].startswith("forward")] if self.deferred else []
+        return [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found + source.collectives()]
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """One rank's part of a pipeline: the stages that it runs, by their number, and what cuts a batch into micro-batches."""
+
+    rank: int
+    micro: MicroBatched
+    stages: dict[int, StageProgram]
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        return [c for program in self.stages.values() for c in program.collectives()]
+
+
+def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]]:
+    """The stages of a plan, of the graph of the whole batch. Raises MicroBatchError, StageError."""
+    micro = debug.run_pass("micro_batch", micro_batch, captured, plan.pipeline.micro_batches)
+    return micro, debug.run_pass("cut", cut, micro.captured.graph_module, plan.pipeline.cuts)
+
+
+def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> PipelineProgram:
+    """What a rank runs of a pipeline. Raises as `stages_of` and `lower` do."""
+    micro, stages = stages_of(captured, plan)
+    mine = plan.pipeline.stages_of(plan.mesh.coordinate(rank)[plan.pipeline.axis])
+    return PipelineProgram(rank, micro, {i: lower_stage(stages[i], micro, plan, rank, check) for i in mine})
+
+
+def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None) -> StageProgram:
+    """One rank's graphs for one stage."""
+    captured = replace(micro.captured, graph_module=stage.joint)
+    plan = replace(plan, sharding=stage.sharding(plan.sharding))
+    whole = lower(captured, plan, rank, check)
+    waits = micro.micro_batches > 1 and whole.parts.backward is not None
+    deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None
+    return StageProgram(stage, captured, plan, whole, deferred)
+
+
+def roles_of(graph: fx.GraphModule, inputs: bool = True) -> list:
+    """Roles of a graph's placeholders, None for saved values, or of its outputs."""
+    if not inputs:
+        return list(output_node(graph.graph).meta["roles"])
+    return [n.meta.get("role") for n in graph.graph.nodes if n.op == "placeholder"]
