@@ -145,6 +145,15 @@ class CollectiveTimeout(AutoparError):
         super().__init__(message, **fields)
 
 
+class ScheduleError(AutoparError):
+    """A pipeline schedule that cannot run: ranks that wait for each other, an action that is missing or there twice, or a file
+    that holds no schedule. `stuck`: the action at which each rank stands, as text, where there is a deadlock."""
+
+    def __init__(self, message: str, *, stuck: dict[int, str] | None = None, **fields):
+        self.stuck = dict(stuck or {})
+        super().__init__(message, **fields)
+
+
 class VerifyError(AutoparError):
     """A graph that breaks an invariant: autopar's own bug, caught before it could give a wrong number."""
 

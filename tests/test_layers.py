@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_model",
-     "autopar.hardware_profiles", "autopar.units"},
+     "autopar.hardware_profiles", "autopar.schedule", "autopar.units"},
     {"autopar._torch", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4", "autopar.ops_quant",
      "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state", "autopar.functions",
      "autopar.precision", "autopar.compact", "autopar.unroll", "autopar.quantized", "autopar.rules", "autopar.adapt"},
