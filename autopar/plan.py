@@ -19,8 +19,10 @@ from .graph import is_op, output_node, values_of
 from .hardware import Link
 from .layout import Layout
 from .mesh import Mesh
+from .pipeline_plan import Pipeline, StageCost, inside
 from .plan_check import check_decisions
 from .plan_file import MEMORY_KINDS, VERSION
+from .schedule.catalogue import make
 from .sharding import NodeSharding, Sharding
 
 
@@ -134,6 +136,7 @@ class Plan:
     samples: int = 0
     meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
     offloaded: Offloaded = Offloaded()
+    pipeline: Pipeline | None = None  # its sharding is then of one micro-batch, on the mesh without the pipeline's axis
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -176,6 +179,7 @@ class Plan:
         fields = {k: v for k, v in data.items() if k not in ("version", "hash", "signature")}
         try:
             mesh = Mesh.parse(fields["mesh"])
+            pipeline = _pipeline_from_json(fields["pipeline"], mesh)
             fields |= {
                 "mesh": mesh,
                 "collectives": tuple(Collective(**(c | {"axes": tuple(c["axes"])})) for c in fields["collectives"]),
@@ -187,8 +191,9 @@ class Plan:
                 "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
                 "offloaded": Offloaded(**fields["offloaded"]),
+                "pipeline": pipeline,
                 "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
-                "sharding": _sharding_from_json(fields["sharding"], mesh),
+                "sharding": _sharding_from_json(fields["sharding"], inside(mesh, pipeline.axis) if pipeline else mesh),
             }
         except (ValueError, IndexError, AutoparError) as error:
             reason = error.message if isinstance(error, AutoparError) else error
@@ -226,6 +231,17 @@ def fingerprint(graph: fx.Graph) -> str:
 def leaf_and_op_names(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
     leaves = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
     return leaves, [n for n in graph.nodes if is_op(n)], output_node(graph)
+
+
+def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
+    if data is None:
+        return None
+    costs = tuple(StageCost(**c) for c in data["costs"])
+    pipeline = Pipeline(**data | {"cuts": tuple(data["cuts"]), "costs": costs})
+    if mesh.size(pipeline.axis) != pipeline.ranks or len(costs) not in (0, len(pipeline.cuts) + 1):
+        raise ValueError("the pipeline does not match the mesh")
+    make(pipeline.schedule, pipeline.ranks, 1, pipeline.stages_per_rank)  # raises for one that there is not
+    return pipeline
 
 
 def _sharding_to_json(sharding: Sharding) -> dict:

@@ -17,7 +17,7 @@ from pathlib import Path
 from .errors import PlanFormatError, PlanTampered
 from .hardware import LOWERINGS
 
-VERSION = 5
+VERSION = 6
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -152,6 +152,11 @@ def count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
+def size(value: object) -> bool:
+    """an integer from 1 to 65536"""
+    return count(value) and 0 < value <= 2**16
+
+
 def flag(value: object) -> bool:
     """true or false"""
     return type(value) is bool
@@ -197,6 +202,14 @@ SCHEMA = {
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
     "micro_batches": count, "reduces_once": flag, "overlaps": flag, "samples": count,
+    "pipeline": Either({
+        "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],
+        "costs": [{
+            "forward_seconds": amount, "input_seconds": amount, "weight_seconds": amount, "transfer_seconds": amount,
+            "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount, "parameters": count,
+            "name": text,
+        }],
+    }),
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),
         "note": text,

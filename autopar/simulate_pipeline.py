@@ -1,0 +1,209 @@
+"""Run the stages of a pipeline in one process, on all ranks, in the order of its schedule.
+
+A stage's ranks run its graphs in lock step in a simulator of their own (autopar/simulate.py). What passes between stages is kept by
+its name and micro-batch until it is received; what is received before it was sent, or never, is an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from .capture import Captured
+from .errors import VerifyError
+from .graph import output_node
+from .layout import local_part
+from .passes.micro_batch import SAME, SUM, MicroBatched
+from .pipeline import StageProgram, lower_stage, stages_of
+from .plan import Plan
+from .schedule.play import play
+from .simulate import Simulator, assemble
+
+
+@dataclass
+class _Running:
+    """One stage on all its ranks. By micro-batch: what each rank saved for the backward, and what B left for W."""
+
+    programs: Sequence[StageProgram]
+    simulator: Simulator
+    saved: dict[int, list] = field(default_factory=dict)
+    stash: dict[int, list] = field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # by rank
+    most_in_flight: int = 0
+
+    def count(self) -> None:
+        self.most_in_flight = max(self.most_in_flight, len(self.saved) + len(self.stash))
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """One simulated step. Outputs by their position in the call and gradients by parameter are global. `in_flight`: by stage, the
+    most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values it sent. `bytes_sent`: by
+    stage and rank, of the collectives inside of it."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    in_flight: tuple[int, ...]
+    sends: Counter
+    bytes_sent: tuple[list[float], ...]
+
+
+def simulate_pipeline(captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True) -> PipelineStep:
+    """Forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph, tangents included
+    (see autopar/oracle.py). Raises VerifyError if the stages do not fit together."""
+    return _Simulation(captured, plan, values, check).step()
+
+
+class _Simulation:
+    def __init__(self, captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool):
+        self.plan, self.values, self.mesh = plan, values, plan.sharding.mesh
+        self.micro, stages = stages_of(captured, plan)
+        ranks = range(self.mesh.devices)
+        self.running = [
+            _Running([lower_stage(s, self.micro, plan, r, check) for r in ranks], Simulator(self.mesh), gradients=[{} for _ in ranks])
+            for s in stages
+        ]
+        self.parts = parts_of(self.micro, values)
+        self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
+        self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.sends: Counter = Counter()
+
+    def step(self) -> PipelineStep:
+        run = {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weight}
+        for _, action, _, _ in sorted(play(self.plan.pipeline.orders), key=lambda event: event[2]):
+            run[action.kind](action.stage, action.micro_batch)
+        if self.passing:
+            raise VerifyError(f"sent and never received: {', '.join(sorted(name for _, _, name in self.passing))}")
+        gradients: dict[str, Tensor] = {}
+        for stage in self.running:
+            for name, gradient in self._reduced(stage).items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        outputs = {name: join(list(parts.values()), self.micro.joins[name]) for name, parts in self.outputs.items()}
+        in_flight = tuple(stage.most_in_flight for stage in self.running)
+        return PipelineStep(outputs, gradients, in_flight, self.sends, tuple(s.simulator.bytes_sent for s in self.running))
+
+    def _forward(self, at: int, i: int) -> None:
+        stage = self.running[at]
+        arrived = self._arrived(at, i, stage.programs[0].stage.received)
+        inputs = [self._arguments(p.forward, i, rank, arrived) for rank, p in enumerate(stage.programs)]
+        results = stage.simulator.run([p.forward for p in stage.programs], inputs)
+        kept = len(results[0]) - len(stage.programs[0].saved)
+        for position, role in enumerate(output_node(stage.programs[0].forward.graph).meta["roles"][:kept]):
+            if role.kind == "activation":
+                self._send(at, at + 1, i, role.name, [r[position] for r in results])
+            elif role.kind == "output":
+                self.outputs.setdefault(role.name, {})[i] = self._whole(stage, "output", role.name, [r[position] for r in results])
+        stage.saved[i] = [r[kept:] for r in results]
+        stage.count()
+
+    def _backward(self, at: int, i: int) -> None:
+        stage = self.running[at]
+        graphs = [p.backward for p in stage.programs]
+        self._take(at, i, graphs[0], stage.simulator.run(graphs, self._backward_inputs(at, i)))
+
+    def _input(self, at: int, i: int) -> None:
+        stage, inputs = self.running[at], self._backward_inputs(at, i)
+        splits = [p.split for p in stage.programs]
+        results = stage.simulator.run([s.input for s in splits], inputs)
+        count = len(results[0]) - len(splits[0].stash)
+        self._take(at, i, splits[0].input, [r[:count] for r in results])
+        stage.stash[i] = [(*(x[k] for k in s.kept), *r[count:]) for x, r, s in zip(inputs, results, splits)]
+        stage.count()
+
+    def _weight(self, at: int, i: int) -> None:
+        stage = self.running[at]
+        graphs = [p.split.weight for p in stage.programs]
+        self._take(at, i, graphs[0], stage.simulator.run(graphs, stage.stash.pop(i)))
+
+    def _arguments(self, graph: fx.GraphModule, i: int, rank: int, arrived: Mapping[str, list[Tensor]]) -> list[Tensor]:
+        """What a rank's forward takes: its parts of the micro-batch, of parameters and buffers, and what came from other stages."""
+        coordinate, found = self.mesh.coordinate(rank), []
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                whole = self.parts[i].get(node.name, self.values.get(node.name))
+                is_sent = node.meta["role"].kind == "activation"
+                found.append(arrived[node.name][rank] if is_sent else local_part(whole, node.meta["layout"], self.mesh, coordinate))
+        return found
+
+    def _backward_inputs(self, at: int, i: int) -> list[tuple]:
+        stage = self.running[at]
+        arrived = self._arrived(at, i, stage.programs[0].stage.arriving)
+        inputs = []
+        for rank, saved in enumerate(stage.saved.pop(i)):
+            graph = stage.programs[rank].backward.graph
+            given = [n for n in graph.nodes if n.op == "placeholder"][len(saved) :]
+            coordinate = self.mesh.coordinate(rank)
+            tangents = [
+                arrived[n.name][rank] if n.name in arrived else local_part(self.values[n.name], n.meta["layout"], self.mesh, coordinate)
+                for n in given
+            ]
+            inputs.append((*saved, *tangents))
+        return inputs
+
+    def _take(self, at: int, i: int, graph: fx.GraphModule, results: Sequence[tuple]) -> None:
+        """Gradients of parameters add up; what the stage before reads goes there."""
+        roles = output_node(graph.graph).meta["roles"]
+        for position, role in enumerate(roles[: len(results[0])]):
+            if role.kind == "returned":
+                self._send(at, at - 1, i, role.name, [r[position] for r in results])
+            else:
+                for sums, result in zip(self.running[at].gradients, results):
+                    sums[role.name] = sums[role.name] + result[position] if role.name in sums else result[position]
+
+    def _send(self, here: int, to: int, i: int, name: str, values: list[Tensor]) -> None:
+        self.passing[to, i, name] = values
+        self.sends[here, "forward" if to > here else "backward"] += 1
+
+    def _arrived(self, at: int, i: int, names: Sequence[str]) -> dict[str, list[Tensor]]:
+        missing = [name for name in names if (at, i, name) not in self.passing]
+        if missing:
+            raise VerifyError(f"stage {at} waits for {', '.join(missing)} of micro-batch {i}, which nobody sent")
+        return {name: self.passing.pop((at, i, name)) for name in names}
+
+    def _reduced(self, stage: _Running) -> dict[str, Tensor]:
+        """Global gradients of a stage, reduced over its ranks."""
+        sums, names = stage.gradients, list(stage.gradients[0])
+        deferred = [p.deferred for p in stage.programs]
+        if deferred[0] is not None:
+            waiting = list(deferred[0].layouts)
+            results = stage.simulator.run([d.reduce for d in deferred], [[mine[n] for n in waiting] for mine in sums])
+            for mine, reduced in zip(sums, results):
+                mine |= dict(zip(waiting, reduced))
+        return {name: self._whole(stage, "gradient", name, [mine[name] for mine in sums]) for name in names}
+
+    def _whole(self, stage: _Running, kind: str, name: str, blocks: list[Tensor]) -> Tensor:
+        program = stage.programs[0]
+        output = output_node(program.stage.joint.graph)
+        at = next(k for k, r in enumerate(output.meta["roles"]) if (r.kind, r.name) == (kind, name))
+        return assemble(blocks, program.plan.sharding.outputs[at], self.mesh, output.args[0][at].meta["val"].shape)
+
+
+def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """For each micro-batch its global inputs by placeholder name, sums over the whole batch included."""
+    inputs = {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
+              if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
+    named = {name: values[leaf] for name, leaf in inputs.items()}
+    whole = {leaf: values[leaf] for name, leaf in inputs.items() if name not in micro.input_dims}
+    whole |= totals_of(micro, named)
+    cut = {inputs[name]: named[name].chunk(micro.micro_batches, d) for name, d in micro.input_dims.items() if name in inputs}
+    return [whole | {leaf: pieces[i] for leaf, pieces in cut.items()} for i in range(micro.micro_batches)]
+
+
+def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over the whole batch by placeholder name, from its inputs by their names in the call."""
+    if micro.totals is None:
+        return {}
+    results = micro.totals(*(inputs[name] for name in micro.total_inputs))
+    leaves = [n for n in micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "total"]
+    return {n.name: results[int(n.meta["role"].name)] for n in leaves}
+
+
+def join(parts: Sequence[Tensor], how: str | int) -> Tensor:
+    """One output of the call from those of its micro-batches."""
+    if how == SAME:
+        return parts[0]
+    return torch.stack(list(parts)).sum(0) if how == SUM else torch.cat(list(parts), how)
