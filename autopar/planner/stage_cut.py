@@ -32,6 +32,8 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
     Raises StrategyError where there are fewer places to cut than stages need, or for pieces of one kind with different levels, and
     MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where nothing fits.
     """
+    if timing.looped > 1:
+        raise StrategyError(f"{timing.name} has {timing.looped} stages a rank", fix="use cut_looped of stage_loops.py")
     check(pieces, stages, micro_batches, timing)
     levels, flight = Levels(pieces), np.array([timing.in_flight(stages, s, micro_batches) for s in range(stages)], dtype=float)
     total = float(levels.before[-1] @ levels.fastest()[0])
@@ -46,7 +48,8 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
         raise infeasible(spans, flight, limit_bytes, timing)
     found = tuple(spans.stage(x, flight[s], limit_bytes) for s, x in enumerate(path))
     apart = float(spans.shared_seconds[path].sum())
-    return StageCut(found, timing, micro_batches, timing.step_seconds([s.seconds for s in found], micro_batches) + apart, apart)
+    step = timing.step_seconds([stage.seconds for stage in found], micro_batches) + apart
+    return StageCut(found, timing, micro_batches, step, apart, step)
 
 
 def check(pieces: Sequence[Piece], stages: int, micro_batches: int, timing: Timing) -> None:
@@ -141,13 +144,10 @@ class Spans:
         """Span `x` as the stage that holds `flight` micro-batches."""
         frontier = self.levels.frontier(self.counts[self.kind[x]])
         point = int(np.searchsorted(frontier.bytes_, (limit - self.fixed_bytes[x]) / flight, side="right")) - 1
-        used = frontier.levels(point)
-        levels = {piece.kind: tuple(used[k, l] for l in range(len(piece.levels)))
-                  for k, piece in enumerate(self.levels.kinds) if self.counts[self.kind[x], k]}  # fmt: skip
         bytes_ = {name: float(values[x]) for name, values in self.fixed.items()}
-        seconds = float(frontier.seconds[point] + self.sends[x])
-        activations = flight * float(frontier.bytes_[point])
-        return Stage(int(self.first[x]), int(self.end[x]), seconds, float(flight), bytes_ | {"activations": activations}, levels)
+        bytes_["activations"] = float(flight * frontier.bytes_[point])
+        span, seconds = (int(self.first[x]), int(self.end[x])), float(frontier.seconds[point] + self.sends[x])
+        return Stage((span,), seconds, float(flight), bytes_, self.levels.counted(frontier, point))
 
 
 def fastest(spans: Spans, seconds: np.ndarray, micro_batches: int, bubble_factor: float) -> tuple[float, list[int]]:

@@ -37,14 +37,6 @@ class Frontier:
         kept = order[seconds[order] < before]
         return Frontier(bytes_[kept], seconds[kept], self, kind, *np.divmod(kept, len(piece.levels)))
 
-    def levels(self, point: int) -> Counter:
-        """How many pieces are at which level: (kind, level) -> count."""
-        found, frontier = Counter(), self
-        while frontier.fewer is not None:
-            found[frontier.kind, int(frontier.level[point])] += 1
-            frontier, point = frontier.fewer, int(frontier.came_from[point])
-        return found
-
 
 class Levels:
     """Frontiers of all counts that were asked for. `kinds`: one piece of each kind, the most frequent first, so that stages that
@@ -78,3 +70,11 @@ class Levels:
         for counts, last in reversed(missing):
             frontier = self.known[counts] = frontier.add(last, self.kinds[last])
         return frontier
+
+    def counted(self, frontier: Frontier, point: int) -> dict[str, tuple[int, ...]]:
+        """How many pieces of each kind are at each of its levels."""
+        found: dict[int, Counter] = {}
+        while frontier.fewer is not None:
+            found.setdefault(frontier.kind, Counter())[int(frontier.level[point])] += 1
+            frontier, point = frontier.fewer, int(frontier.came_from[point])
+        return {self.kinds[k].kind: tuple(found[k][l] for l in range(len(self.kinds[k].levels))) for k in sorted(found)}

@@ -12,7 +12,8 @@ arXiv:2006.09503). For stages that differ, with `forward`, `backward` of one sta
 * 1F1B takes at most step, and exactly step where the last stage is the slowest. Else the stages after the slowest one, s, may
   have finished while s works, so that it takes at least m t[s] + sum t[:s]: less than step by sum t[s+1:] at most.
 
-v looped stages a rank divide the bubble by v (Narayanan et al., arXiv:2104.04473). A zero-bubble schedule fills it with weight
+v looped stages a rank (stage i on rank i mod p) divide the bubble by v (Narayanan et al., arXiv:2104.04473); t[s] is then of a
+rank, and step is exact if all stages are equal, else a bound on neither side. A zero-bubble schedule fills the bubble with weight
 gradients: ZB-H1 leaves (F + B - W) / (F + B + W) of it, a third of it for equal parts, ZB-H2 none (Qi et al., arXiv:2401.10241).
 """
 
@@ -67,12 +68,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a schedule does to time and memory. `bubble_factor`: above. `in_flight`: micro-batches whose activations a stage holds
-    at most, of (stages, stage, micro-batches)."""
+    """What a schedule does to time and memory. `bubble_factor`: above. `in_flight`: micro-batches whose activations a rank holds at
+    most, of (ranks, rank, micro-batches). `looped`: stages of a rank."""
 
     name: str
     bubble_factor: float
     in_flight: Callable[[int, int, int], float]
+    looped: int = 1
 
     def step_seconds(self, times: Sequence[float], micro_batches: int) -> float:
         slowest = max(times)
@@ -89,13 +91,22 @@ ZB_H1 = Timing("zb-h1", 1 / 3, one_f_one_b)
 ZB_H2 = Timing("zb-h2", 0.0, lambda stages, stage, micro_batches: min(micro_batches, 2 * (stages - stage) - 1))
 
 
+def interleaved(looped: int) -> Timing:
+    """Megatron's schedule. A rank holds up to (looped - 1) ranks + 2 (ranks - rank - 1) + 1 outputs of its stages; they count as if
+    they were of all of its stages alike, which is exact for stages with equal activations."""
+
+    def in_flight(ranks: int, rank: int, micro_batches: int) -> float:
+        return min(micro_batches, ((looped - 1) * ranks + 2 * (ranks - rank - 1) + 1) / looped)
+
+    return Timing(f"interleaved-{looped}", 1 / looped, in_flight, looped)
+
+
 @dataclass(frozen=True)
 class Stage:
-    """Pieces `first` to `end` (without it), `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by
-    what they are."""
+    """What one rank runs: pieces `first` to `end` (without it) of each of its `spans`, one if nothing is looped, and
+    `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are."""
 
-    first: int
-    end: int
+    spans: tuple[tuple[int, int], ...]
     seconds: float
     in_flight: float
     bytes_: Mapping[str, float]
@@ -108,18 +119,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageCut:
-    """The fastest cut. `shared_seconds`: of the reductions of parameters on two stages, in `step_seconds`."""
+    """The fastest cut. `shared_seconds`: of the reductions of parameters on two stages, in `step_seconds`. `bound_seconds`: no cut
+    takes less."""
 
     stages: tuple[Stage, ...]
     timing: Timing
     micro_batches: int
     step_seconds: float
     shared_seconds: float
+    bound_seconds: float
 
     @property
     def cuts(self) -> tuple[int, ...]:
         """The piece where each stage begins."""
-        return tuple(stage.first for stage in self.stages)
+        return tuple(sorted(first for stage in self.stages for first, _ in stage.spans))
 
     @property
     def balance(self) -> float:

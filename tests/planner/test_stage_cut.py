@@ -67,16 +67,18 @@ def checked(pieces, stages, micro_batches, limit, timing, shared=()):
         cut = cut_stages(pieces, stages, micro_batches, limit, timing, shared)
     except MemoryInfeasibleError:
         return None
-    assert [s.first for s in cut.stages] == [0, *(s.end for s in cut.stages[:-1])] and cut.stages[-1].end == len(pieces)
-    assert all(pieces[s.end - 1].may_cut_after for s in cut.stages[:-1])
-    for s, stage in enumerate(cut.stages):
-        own, by_kind = pieces[stage.first : stage.end], {piece.kind: piece for piece in pieces}
+    spans = [span for stage in cut.stages for span in stage.spans]
+    assert list(cut.cuts) == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(pieces)
+    assert cut.bound_seconds == cut.step_seconds
+    assert all(pieces[first - 1].may_cut_after for first in cut.cuts[1:])
+    for s, (stage, (first, end)) in enumerate(zip(cut.stages, spans)):
+        own, by_kind = pieces[first:end], {piece.kind: piece for piece in pieces}
         counts = {kind: sum(piece.kind == kind for piece in own) for kind in {piece.kind for piece in own}}
         assert {kind: sum(levels) for kind, levels in stage.levels.items()} == counts
         runs = [(n, level) for kind, levels in stage.levels.items() for n, level in zip(levels, by_kind[kind].levels)]
         held = timing.in_flight(stages, s, micro_batches) * sum(n * level.activation_bytes for n, level in runs)
-        assert stage.total_bytes == held + fixed_bytes(pieces, shared, stage.first, stage.end) <= limit
-        seconds = sum(n * level.seconds for n, level in runs) + sends(pieces, stage.first, stage.end)
+        assert stage.total_bytes == held + fixed_bytes(pieces, shared, first, end) <= limit
+        seconds = sum(n * level.seconds for n, level in runs) + sends(pieces, first, end)
         assert stage.seconds == pytest.approx(seconds, rel=1e-12)
     step = timing.step_seconds([stage.seconds for stage in cut.stages], micro_batches) + cut.shared_seconds
     assert cut.step_seconds == pytest.approx(step, rel=1e-12)
@@ -180,7 +182,7 @@ def test_an_independent_program_agrees():
 @pytest.mark.parametrize("timing", [GPIPE, ONE_F_ONE_B], ids=lambda timing: timing.name)
 def test_equal_blocks_make_equal_stages(timing, stages):
     cut = checked([BLOCK] * 12, stages, 7, 10**9, timing)
-    assert {stage.end - stage.first for stage in cut.stages} == {12 // stages} and cut.balance == pytest.approx(1)
+    assert {end - first for stage in cut.stages for first, end in stage.spans} == {12 // stages} and cut.balance == pytest.approx(1)
     assert cut.step_seconds == pytest.approx((7 + stages - 1) * 12 // stages * 3.0)
     assert cut.bubble == pytest.approx((stages - 1) / (7 + stages - 1))
     assert all(stage.levels == {"block": (12 // stages, 0)} for stage in cut.stages)
@@ -197,7 +199,7 @@ def test_recomputation_goes_where_activations_are_held():
     """1F1B's first stages hold the most, so that only they compute again, and no more blocks than it takes."""
     cut = checked([BLOCK] * 12, 4, 8, 2000, ONE_F_ONE_B)
     again = [stage.levels["block"][1] for stage in cut.stages]
-    assert [stage.end - stage.first for stage in cut.stages] == [3] * 4 and again == sorted(again, reverse=True)
+    assert cut.cuts == (0, 3, 6, 9) and again == sorted(again, reverse=True)
     for stage, count in zip(cut.stages, again):
         free = 2000 - stage.total_bytes
         assert count == 0 or free < stage.in_flight * 90, "one block fewer would have fitted"
