@@ -5,8 +5,8 @@
 
 A stage is better the less seconds it takes, whatever T is, so its levels are chosen first and alone (stage_levels.py); what is
 left is a shortest path over cuts for each T. The sum falls as T rises: between two T that were tried, no T is better than the
-smaller T with the larger one's sum, and most are never tried. Stages of one kind are solved once, as in the stage search of Alpa
-(Zheng et al., arXiv:2201.12023), which enumerates T too but has neither levels nor the schedule's bubble.
+smaller T with the larger one's sum, and most are never tried. Stages with the same pieces are solved once. The path for each T is
+that of Alpa (Zheng et al., arXiv:2201.12023), whose stages also choose their devices, but not how much they compute again.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class Spans:
 
 def fastest(spans: Spans, seconds: np.ndarray, micro_batches: int, bubble_factor: float) -> tuple[float, list[int]]:
     """The shortest step and its path over `spans`: (inf, []) if there is none."""
-    weights = bubble_factor * seconds + spans.shared_seconds if bubble_factor else np.where(
-        np.isfinite(seconds), spans.shared_seconds, np.inf)  # fmt: skip
-    times = np.unique(seconds[np.isfinite(seconds)])  # all that T can be
+    fits = np.isfinite(seconds)
+    weights = bubble_factor * np.where(fits, seconds, 0.0) + spans.shared_seconds
+    times = np.unique(seconds[fits])  # all that T can be
     best: tuple[float, list[int]] = (math.inf, [])
 
     def solve(k: int) -> tuple[int, float]:

@@ -53,6 +53,7 @@ class Loops:
         self.spans = Spans(pieces, ranks * timing.looped, shared, self.levels, math.inf)
         self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
         self.places = sorted({0, *self.spans.end.tolist()})
+        self.number = {place: i for i, place in enumerate(self.places)}
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def starts(self) -> list[list[int]]:
@@ -65,28 +66,33 @@ class Loops:
 
     def descend(self, path: list[int]) -> tuple[float, float, list[int]]:
         """(bytes too many, step, path) of a cut that moving no single piece makes better."""
-        number = {place: i for i, place in enumerate(self.places)}
-        cuts = [0, *(number[int(self.spans.end[x])] for x in path)]
         costs = [self.cost(rank, path) for rank in range(self.ranks)]
-        best, moved = self.total(costs, path), True
-        while moved:
-            moved = False
-            for low in range(1, len(path)):
-                for high in range(low, len(path)):
-                    for way in (-1, 1):
-                        if cuts[high] + way == cuts[high + 1] or cuts[low] + way == cuts[low - 1]:
-                            continue
-                        tried = [cut + way * (low <= i <= high) for i, cut in enumerate(cuts)]
-                        around = slice(low - 1, high + 1)  # the stages that change
-                        ends = [self.places[cut] for cut in tried[low - 1 : high + 2]]
-                        path2 = path.copy()
-                        path2[around] = [self.span[pair] for pair in zip(ends, ends[1:])]
-                        changed = {stage % self.ranks for stage in range(low - 1, high + 1)}
-                        costs2 = [self.cost(r, path2) if r in changed else costs[r] for r in range(self.ranks)]
-                        total = self.total(costs2, path2)
-                        if total[0] < best[0] or total[0] == best[0] and total[1] < best[1] * (1 - SAME):
-                            best, cuts, path, costs, moved = total, tried, path2, costs2, True
+        best, moves = self.total(costs, path), self.moves(len(path))
+        last = 0  # moves since the last one that helped
+        while last < len(moves):
+            for low, high, way in moves:
+                last += 1
+                tried = self.moved(path, low, high, way)
+                if not tried:
+                    continue
+                changed = {stage % self.ranks for stage in range(low - 1, high + 1)}
+                new = [self.cost(rank, tried) if rank in changed else costs[rank] for rank in range(self.ranks)]
+                total = self.total(new, tried)
+                if total[0] < best[0] or total[0] == best[0] and total[1] < best[1] * (1 - SAME):
+                    best, path, costs, last = total, tried, new, 0
         return *best, path
+
+    def moves(self, stages: int) -> list[tuple[int, int, int]]:
+        """(first cut, last cut, places): all cuts from one to another go one place to the left or to the right."""
+        return [(low, high, way) for low in range(1, stages) for high in range(low, stages) for way in (-1, 1)]
+
+    def moved(self, path: list[int], low: int, high: int, way: int) -> list[int]:
+        """The path after a move, [] if a stage would be left empty."""
+        ends = [self.places[self.number[end] + way] for end in self.spans.end[path[low - 1 : high]].tolist()]
+        ends = [int(self.spans.first[path[low - 1]]), *ends, int(self.spans.end[path[high]])]
+        if ends[0] == ends[1] or ends[-2] == ends[-1]:
+            return []
+        return path[: low - 1] + [self.span[pair] for pair in zip(ends, ends[1:])] + path[high + 1 :]
 
     def total(self, costs: Sequence[tuple[float, float]], path: Sequence[int]) -> tuple[float, float]:
         step = self.timing.step_seconds([seconds for _, seconds in costs], self.micro_batches)
