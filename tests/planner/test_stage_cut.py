@@ -1,0 +1,312 @@
+"""The stage cut is the best there is: against brute force, an OR-tools model, closed forms, and pipelines played event by event."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from ortools.sat.python import cp_model
+
+from autopar.errors import MemoryInfeasibleError, StrategyError
+from autopar.planner.stage_cut import cut_stages
+from autopar.planner.stages import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Level, Piece, Shared, Timing
+
+from . import pipelines
+
+TIMINGS = (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2)
+BLOCK = Piece("block", (Level(1.0, 2.0, 100), Level(1.0, 3.0, 10)), state_bytes=300, transient_bytes=90, boundary_bytes=10)
+EMBED = Piece("embed", (Level(0.1, 0.2, 10),), state_bytes=500, transient_bytes=50, boundary_bytes=10)
+HEAD = Piece("head", (Level(0.8, 1.6, 40),), state_bytes=500, transient_bytes=200)
+
+
+def fixed_bytes(pieces, shared, first, end):
+    """All but activations, of pieces `first` to `end` as a stage."""
+    own = range(first, end)
+    state = sum(pieces[i].state_bytes for i in own) - sum(s.bytes_ for s in shared if s.first in own and s.second in own)
+    buffers = sum(pieces[i - 1].boundary_bytes for i in (first, end) if 0 < i < len(pieces))
+    return state + max(pieces[i].transient_bytes for i in own) + buffers
+
+
+def sends(pieces, first, end):
+    forward = pieces[end - 1].boundary_seconds[0] if end < len(pieces) else 0.0
+    return forward + (pieces[first - 1].boundary_seconds[1] if first else 0.0)
+
+
+def all_cuts(pieces, stages):
+    places = [i for i in range(1, len(pieces)) if pieces[i - 1].may_cut_after]
+    for inner in itertools.combinations(places, stages - 1):
+        yield list(itertools.pairwise((0, *inner, len(pieces))))
+
+
+def brute_force(pieces, stages, micro_batches, limit, timing, shared):
+    """The best step over all cuts and all levels of all pieces, inf if nothing fits."""
+    flight = [timing.in_flight(stages, s, micro_batches) for s in range(stages)]
+
+    def fewest_seconds(s, first, end):
+        room = limit - fixed_bytes(pieces, shared, first, end)
+        runs = itertools.product(*(pieces[i].levels for i in range(first, end)))
+        fits = (sum(l.seconds for l in run) for run in runs if flight[s] * sum(l.activation_bytes for l in run) <= room)
+        return min(fits, default=math.inf) + sends(pieces, first, end)
+
+    best, known = math.inf, {}
+    for spans in all_cuts(pieces, stages):
+        keys = [(s, *span) for s, span in enumerate(spans)]
+        times = [known[key] if key in known else known.setdefault(key, fewest_seconds(*key)) for key in keys]
+        apart = sum(o.seconds for o in shared if not any(a <= o.first < b and a <= o.second < b for a, b in spans))
+        if max(times) < math.inf:
+            best = min(best, micro_batches * max(times) + timing.bubble_factor * (sum(times) - max(times)) + apart)
+    return best
+
+
+def checked(pieces, stages, micro_batches, limit, timing, shared=()):
+    """The cut, after its numbers were counted again from what it says; None where nothing fits."""
+    try:
+        cut = cut_stages(pieces, stages, micro_batches, limit, timing, shared)
+    except MemoryInfeasibleError:
+        return None
+    spans = [span for stage in cut.stages for span in stage.spans]
+    assert list(cut.cuts) == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(pieces)
+    assert cut.bound_seconds == cut.step_seconds
+    assert all(pieces[first - 1].may_cut_after for first in cut.cuts[1:])
+    for s, (stage, (first, end)) in enumerate(zip(cut.stages, spans)):
+        own, by_kind = pieces[first:end], {piece.kind: piece for piece in pieces}
+        counts = {kind: sum(piece.kind == kind for piece in own) for kind in {piece.kind for piece in own}}
+        assert {kind: sum(levels) for kind, levels in stage.levels.items()} == counts
+        runs = [(n, level) for kind, levels in stage.levels.items() for n, level in zip(levels, by_kind[kind].levels)]
+        held = timing.in_flight(stages, s, micro_batches) * sum(n * level.activation_bytes for n, level in runs)
+        assert stage.total_bytes == held + fixed_bytes(pieces, shared, first, end) <= limit
+        seconds = sum(n * level.seconds for n, level in runs) + sends(pieces, first, end)
+        assert stage.seconds == pytest.approx(seconds, rel=1e-12)
+    step = timing.step_seconds([stage.seconds for stage in cut.stages], micro_batches) + cut.shared_seconds
+    assert cut.step_seconds == pytest.approx(step, rel=1e-12)
+    return cut
+
+
+def drawn(seed, most_pieces=8, integer=False):
+    """A random problem whose memory is short more often than not."""
+    rng = np.random.default_rng(seed)
+    pieces = pipelines.chain(rng, int(rng.integers(2, most_pieces + 1)), integer=integer)
+    places = 1 + sum(piece.may_cut_after for piece in pieces[:-1])
+    stages, micro_batches = int(rng.integers(1, places + 1)), int(rng.integers(1, 9))
+    timing, shared = TIMINGS[int(rng.integers(len(TIMINGS)))], pipelines.pairs(rng, pieces)
+    try:
+        cut_stages(pieces, stages, micro_batches, 0, timing, shared)
+        raise AssertionError("nothing fits 0 bytes")
+    except MemoryInfeasibleError as error:
+        least = error.missing_bytes
+    return pieces, stages, micro_batches, int(least * rng.uniform(0.95, 1.8)), timing, shared
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 300, 50)], ids=lambda seeds: f"from{seeds[0]}")
+def test_no_cut_and_no_levels_are_better(seeds):
+    fitting = 0
+    for seed in seeds:
+        problem = drawn(seed)
+        best, cut = brute_force(*problem), checked(*problem)
+        assert (cut is None) == (best == math.inf), f"seed {seed}"
+        if cut is not None:
+            assert cut.step_seconds == pytest.approx(best, rel=1e-9), f"seed {seed}: {cut}"
+            fitting += 1
+    assert fitting >= 25
+
+
+def cp_sat(pieces, stages, micro_batches, limit, timing, shared):
+    """The same problem as a program: a stage for each piece, a level for each piece and stage. Step in thirds of a second (the
+    bubble factors are thirds, seconds whole), None if nothing fits."""
+    model, last = cp_model.CpModel(), len(pieces) - 1
+    on = [[model.new_bool_var("") for _ in range(stages)] for _ in pieces]
+    run = [[[model.new_bool_var("") for _ in piece.levels] for _ in range(stages)] for piece in pieces]
+    number = [sum(s * x for s, x in enumerate(row)) for row in on]
+    for i in range(len(pieces)):
+        model.add_exactly_one(on[i])
+        for s in range(stages):
+            model.add(sum(run[i][s]) == on[i][s])
+        if i:
+            model.add(number[i] >= number[i - 1])
+            model.add(number[i] <= number[i - 1] + (1 if pieces[i - 1].may_cut_after else 0))
+    model.add(number[0] == 0)
+    model.add(number[last] == stages - 1)
+
+    def both(a, b):
+        x = model.new_bool_var("")
+        model.add_min_equality(x, [a, b])
+        return x
+
+    together = {(k, s): both(on[o.first][s], on[o.second][s]) for k, o in enumerate(shared) for s in range(stages)}
+    slowest, times = model.new_int_var(0, 10**6, ""), []
+    for s in range(stages):
+        flight, most = int(timing.in_flight(stages, s, micro_batches)), model.new_int_var(0, 10**6, "")
+        seconds = [int(l.seconds) * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])]
+        bytes_ = [flight * l.activation_bytes * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])]
+        for i, piece in enumerate(pieces):
+            model.add(most >= piece.transient_bytes * on[i][s])
+            bytes_.append(piece.state_bytes * on[i][s])
+            if i < last and s < stages - 1:  # a cut after piece i, between s and s + 1
+                cut = both(on[i][s], on[i + 1][s + 1])
+                seconds.append(int(piece.boundary_seconds[0]) * cut)
+                bytes_.append(piece.boundary_bytes * cut)
+            if i < last and s:
+                cut = both(on[i][s - 1], on[i + 1][s])
+                seconds.append(int(piece.boundary_seconds[1]) * cut)
+                bytes_.append(piece.boundary_bytes * cut)
+        bytes_ += [-o.bytes_ * together[k, s] for k, o in enumerate(shared)]
+        model.add(sum(bytes_) + most <= limit)
+        model.add(slowest >= sum(seconds))
+        times.append(sum(seconds))
+    bubble = round(3 * timing.bubble_factor)
+    apart = sum(3 * int(o.seconds) * (1 - sum(together[k, s] for s in range(stages))) for k, o in enumerate(shared))
+    model.minimize((3 * micro_batches - bubble) * slowest + bubble * sum(times) + apart)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    return solver.objective_value if status == cp_model.OPTIMAL else None
+
+
+def test_an_independent_program_agrees():
+    fitting = 0
+    for seed in range(1000, 1030):
+        problem = drawn(seed, most_pieces=10, integer=True)
+        step, cut = cp_sat(*problem), checked(*problem)
+        assert (cut is None) == (step is None), f"seed {seed}"
+        if cut is not None:
+            assert 3 * cut.step_seconds == pytest.approx(step, abs=1e-6), f"seed {seed}: {cut}"
+            fitting += 1
+    assert fitting >= 16
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("timing", [GPIPE, ONE_F_ONE_B], ids=lambda timing: timing.name)
+def test_equal_blocks_make_equal_stages(timing, stages):
+    cut = checked([BLOCK] * 12, stages, 7, 10**9, timing)
+    assert {end - first for stage in cut.stages for first, end in stage.spans} == {12 // stages} and cut.balance == pytest.approx(1)
+    assert cut.step_seconds == pytest.approx((7 + stages - 1) * 12 // stages * 3.0)
+    assert cut.bubble == pytest.approx((stages - 1) / (7 + stages - 1))
+    assert all(stage.levels == {"block": (12 // stages, 0)} for stage in cut.stages)
+
+
+def test_zero_bubble_schedules():
+    """ZB-H1 keeps a third of 1F1B's bubble and its memory, ZB-H2 none at up to twice the activations."""
+    h1, h2 = (checked([BLOCK] * 12, 4, 8, 10**9, timing) for timing in (ZB_H1, ZB_H2))
+    assert h1.step_seconds == pytest.approx((8 + 3 / 3) * 9.0) and h2.step_seconds == pytest.approx(8 * 9.0)
+    assert [stage.in_flight for stage in h1.stages] == [4, 3, 2, 1] and [stage.in_flight for stage in h2.stages] == [7, 5, 3, 1]
+
+
+def test_recomputation_goes_where_activations_are_held():
+    """1F1B's first stages hold the most, so that only they compute again, and no more blocks than it takes."""
+    cut = checked([BLOCK] * 12, 4, 8, 2000, ONE_F_ONE_B)
+    again = [stage.levels["block"][1] for stage in cut.stages]
+    assert cut.cuts == (0, 3, 6, 9) and again == sorted(again, reverse=True)
+    for stage, count in zip(cut.stages, again):
+        free = 2000 - stage.total_bytes
+        assert count == 0 or free < stage.in_flight * 90, "one block fewer would have fitted"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_memory_is_never_slower(seed):
+    pieces, stages, micro_batches, limit, timing, shared = drawn(seed, most_pieces=24)
+    steps = [checked(pieces, stages, micro_batches, limit * k / 10, timing, shared) for k in range(8, 31)]
+    steps = [math.inf if cut is None else cut.step_seconds for cut in steps]
+    assert all(more <= less * (1 + 1e-12) for less, more in itertools.pairwise(steps)), f"seed {seed}: {steps}"
+
+
+def test_tied_parameters():
+    """One copy on one stage, two copies and a reduction on two; and where the reduction is dear, the two pieces stay together."""
+    model, tied = [EMBED, *[BLOCK] * 6, HEAD], Shared(0, 7, 400, 0.5)
+    alone = checked(model, 1, 8, 10**9, ONE_F_ONE_B, [tied])
+    assert alone.stages[0].bytes_["state"] == 500 + 6 * 300 + 500 - 400 and alone.shared_seconds == 0
+    apart = checked(model, 2, 8, 10**9, ONE_F_ONE_B, [tied])
+    assert sum(stage.bytes_["state"] for stage in apart.stages) == 500 + 6 * 300 + 500 and apart.shared_seconds == 0.5
+    assert apart.step_seconds == checked(model, 2, 8, 10**9, ONE_F_ONE_B).step_seconds + 0.5
+    for seconds, cuts in ((0.5, {6}), (1000.0, {5, 9})):  # between the two, or beside both
+        cut = checked([BLOCK] * 12, 2, 8, 10**9, ONE_F_ONE_B, [Shared(5, 8, 100, seconds)])
+        assert cut.cuts[1] in cuts
+
+
+def u_net():
+    """Convolutions at five resolutions down and up: fewer pixels, more channels, skip connections held all along."""
+    down = [(f"down{k}", 4.0 / 1.5**k, 64 // 2**k) for k in range(5) for _ in range(2)]
+    up = [(f"up{k}", 6.0 / 1.4**k, 96 // 2**k) for k in reversed(range(5)) for _ in range(2)]
+    return [Piece(kind, (Level(t, 2 * t, b), Level(t, 3 * t, b // 4)), 10) for kind, t, b in (*down, *up)]
+
+
+def encoder_decoder():
+    """Short cheap encoder layers on a long sequence, dear decoder layers with cross-attention, a large head."""
+    parts = [("embed", 0.3, 1), ("encoder", 1.0, 12), ("bridge", 0.2, 1), ("decoder", 1.7, 12), ("head", 2.2, 1)]
+    return [Piece(kind, (Level(t, 2 * t, 50), Level(t, 3 * t, 5)), 10) for kind, t, n in parts for _ in range(n)]
+
+
+@pytest.mark.parametrize("model, stages, even", [(u_net, 2, True), (u_net, 4, True), (u_net, 8, False),
+                                                 (encoder_decoder, 2, True), (encoder_decoder, 4, True)])  # fmt: skip
+def test_stages_of_unequal_pieces_are_balanced(model, stages, even):
+    """With micro-batches that make the bubble small, the balance is the best of all cuts, which is within 1.10 for all but the
+    U-Net on 8 stages of 2 to 4 pieces."""
+    pieces = model()
+    before = np.cumsum([0, *(piece.levels[0].seconds for piece in pieces)])
+    best = min(max(before[b] - before[a] for a, b in spans) for spans in all_cuts(pieces, stages)) * stages / before[-1]
+    cut = checked(pieces, stages, 64, 10**9, ONE_F_ONE_B)
+    assert cut.balance == pytest.approx(best) and (best <= 1.10) == even, f"{cut.cuts}: {cut.balance}"
+
+
+def test_too_little_memory_is_refused_in_numbers():
+    """What is missing is exactly what is missing: with one byte less there is no cut, with it there is one."""
+    model = [EMBED, *[BLOCK] * 8, HEAD]
+    with pytest.raises(MemoryInfeasibleError, match=r"stage \d, pieces \d to \d, needs .* more than there are") as raised:
+        cut_stages(model, 4, 8, 500, ONE_F_ONE_B, [Shared(0, 9, 400, 0.5)])
+    need = 500 + raised.value.missing_bytes
+    assert sum(raised.value.breakdown.values()) == need and "fix:" in str(raised.value)
+    assert checked(model, 4, 8, need, ONE_F_ONE_B, [Shared(0, 9, 400, 0.5)]) is not None
+    assert checked(model, 4, 8, need - 1, ONE_F_ONE_B, [Shared(0, 9, 400, 0.5)]) is None
+
+
+def test_what_cannot_be_cut_is_refused():
+    whole = Piece("whole", BLOCK.levels, may_cut_after=False)
+    for pieces, stages in (([BLOCK] * 3, 4), ([whole] * 5, 2), ([], 1)):
+        with pytest.raises(StrategyError, match="too few") as raised:
+            cut_stages(pieces, stages, 8, 10**9, GPIPE)
+        assert "fix: use " in str(raised.value)
+    with pytest.raises(StrategyError, match="not the same"):
+        cut_stages([BLOCK, Piece("block", BLOCK.levels[:1])], 1, 8, 10**9, GPIPE)
+    for stages, micro_batches in ((0, 8), (2, 0)):
+        with pytest.raises(StrategyError, match="no pipeline"):
+            cut_stages([BLOCK] * 3, stages, micro_batches, 10**9, GPIPE)
+
+
+def test_the_step_against_pipelines_that_are_played():
+    """GPipe: never less than played, and by exactly what its docstring says; 1F1B: never less, and less than the stages after the
+    slowest one more; both exact for stages of equal seconds. Micro-batches in flight are those of the schedule."""
+    rng = np.random.default_rng(0)
+    for case in range(300):
+        stages, micro_batches, spread = int(rng.integers(1, 7)), int(rng.integers(1, 20)), rng.choice([0.0, 0.1, 1.0])
+        forward, backward = 1 + spread * rng.random(stages), 2 + 2 * spread * rng.random(stages)
+        times = forward + backward
+        for order, timing in ((pipelines.gpipe, GPIPE), (pipelines.one_f_one_b, ONE_F_ONE_B)):
+            played, held = pipelines.play([order(stages, s, micro_batches) for s in range(stages)], forward, backward)
+            assert held == [timing.in_flight(stages, s, micro_batches) for s in range(stages)]
+            step, slowest = timing.step_seconds(times, micro_batches), int(times.argmax())
+            if timing is GPIPE:
+                late = (micro_batches - 1) * (forward.max() + backward.max() - times.max())
+                assert played == pytest.approx(step + late) and late > -1e-9, f"case {case}"
+            else:
+                assert -1e-9 <= step - played <= times[slowest + 1 :].sum() + 1e-9, f"case {case}"
+            if not spread:
+                assert played == pytest.approx(step), f"case {case}"
+
+
+def test_any_schedule_can_be_described():
+    """Half a micro-batch in flight, no bubble: what is described is what is solved."""
+    odd = Timing("odd", 0.5, lambda stages, stage, micro_batches: 0.5 + stage)
+    cut = checked([BLOCK] * 6, 3, 4, 10**9, odd)
+    assert cut.step_seconds == pytest.approx(4 * 6.0 + 0.5 * 12.0) and cut.stages[1].bytes_["activations"] == 1.5 * 200
+
+
+@pytest.mark.parametrize("stages, seconds", [(16, 0.3), (64, 1.0)])
+def test_a_long_model_is_cut_in_no_time(stages, seconds):
+    model, limit = [EMBED, *[BLOCK] * 126, HEAD], 600 * 126 / stages + 3600
+    cut_stages(model, stages, 512, limit, ONE_F_ONE_B)
+    start = time.process_time()
+    cut = cut_stages(model, stages, 512, limit, ONE_F_ONE_B, [Shared(0, 127, 400, 0.5)])
+    assert time.process_time() - start < seconds and any(stage.levels.get("block", (0, 0))[1] for stage in cut.stages)
