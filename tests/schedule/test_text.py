@@ -13,7 +13,7 @@ from autopar.schedule.trace import trace_of
 @pytest.mark.parametrize("name", KINDS)
 def test_grid(name, golden):
     p = 2 if KINDS[name].chunks != 1 else 4
-    played = play(make(name, p, 1 if name == "naive" else 4))
+    played = play(make(name, p, {"naive": 1, "zb_h2": 8}.get(name, 4)))
     golden(f"{summary(played)}\n{grid(played)}\n")
 
 
@@ -21,7 +21,7 @@ def test_a_column_is_a_unit_of_time():
     played = play(make("1f1b", 2, 2), 1.0, 1.0, 1.0, 0.5)
     assert grid(played, 0.5).splitlines() == [
         "rank 0: F0 -  F1 -  .  .  .  .  .  .  B0 -  -  -  .  .  B1 -  -  -",
-        "rank 1: .  .  .  F0 -  B0 -  -  -  F1 -  B1 -  -  -",
+        "rank 1: .  .  .  F0 -  B0 -  -  -  F1 -  B1 -  -  -  .  .  .  .  .",
     ]
 
 

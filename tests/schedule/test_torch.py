@@ -39,8 +39,9 @@ def sizes(name):
     for p in (2, 3, 4, 8):
         for m in (1, p, p + 1, 2 * p, 3 * p, 3 * p + 2, 5 * p):
             for v in (2, 3) if name.startswith("interleaved") else (2,) if name in MULTI else (1,):
-                whole = m % max(1, m // p) == 0  # what torch accepts
-                if not (name.startswith("interleaved") and not whole or name == "dualpipev" and m < 2 * p):
+                whole = m % max(1, m // p) == 0
+                least = {"1f1b": p, "dualpipev": 2 * p}.get(name, 1)
+                if m >= least and (whole or not name.startswith("interleaved")):  # what torch accepts
                     yield p, m, v
 
 
