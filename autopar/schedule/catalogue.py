@@ -23,6 +23,7 @@ from ..errors import StrategyError, nearest
 from . import building_block as blocks
 from . import phases
 from .actions import Action, Schedule
+from .play import play
 from .weights import fill_weights
 
 Orders = list[list[Action]]
@@ -36,7 +37,7 @@ class Kind:
     orders: Callable[[list[tuple[int, ...]], int], Orders]  # from the stages of each rank and the number of micro-batches
     chunks: int | None = 1  # stages a rank; None: any number
     v_shaped: bool = False
-    in_flight: Callable[[int, int, int], int] | None = None  # the most a rank may hold, of (p, v, m), while W's are put in; None: no W
+    in_flight: Callable[[int, int, int], int] | None = None  # at most, of (p, v, m), while W's are put in; None: no W
 
 
 def _phased(make_phases: Phases) -> Callable[..., Orders]:
@@ -80,11 +81,12 @@ def canonical(name: str) -> str:
 
 
 def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None,
-         seconds: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Schedule:  # fmt: skip
+         seconds: tuple[float, float, float] | None = None) -> Schedule:  # fmt: skip
     """The schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no choice.
 
     Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer. `seconds`: of
-    F, I and W of a stage, by which the zero-bubble schedules decide where a W fits; only their ratios matter.
+    F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for these as well, and the
+    shorter order is taken.
     """
     name = canonical(name)
     kind = KINDS[name]
@@ -99,6 +101,9 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
     rank_of_stage = tuple(min(s, 2 * ranks - 1 - s) if kind.v_shaped else s % ranks for s in range(ranks * v))
     stages = [tuple(s for s, r in enumerate(rank_of_stage) if r == rank) for rank in range(ranks)]
     orders = kind.orders(stages, micro_batches)
-    if kind.in_flight is not None:
-        orders = fill_weights(orders, ranks * v, kind.in_flight(ranks, v, micro_batches), seconds)
-    return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
+    if kind.in_flight is None:
+        return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
+    limit, units = kind.in_flight(ranks, v, micro_batches), (1.0, 1.0, 1.0)
+    filled = [Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs))))
+              for costs in dict.fromkeys((units, seconds or units))]  # fmt: skip
+    return filled[0] if len(filled) == 1 else min(filled, key=lambda schedule: play(schedule, *seconds).seconds)

@@ -42,7 +42,7 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
     stages, rank_of = schedule.stages, schedule.rank_of_stage
     seconds = {kind: _per(what, stages) for kind, what in zip("FIW", (forward_seconds, input_seconds, weight_seconds))}
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
-    transfer = _per(transfer_seconds, stages - 1)
+    transfer = _per(transfer_seconds, max(0, stages - 1))
     transfer = [0.0 if rank_of[s] == rank_of[s + 1] else t for s, t in enumerate(transfer)]
 
     ended: dict[Action, float] = {}
