@@ -13,8 +13,8 @@ With p ranks, m micro-batches, v stages a rank, and F, I, W the seconds of all s
 | interleaved_zero_bubble | (p-1) (F+I-W) / v      | the same           | v p                           | as both              |
 | zbv                     | (p-1) F / 2            | 0                  | 2p                            | m >= 2p-1, F = I = W |
 | dualpipev               | (p-1) (F+I-W) / 2      | the same           | 2p+1                          | m >= 2p, F = I = W   |
-| v_half                  | (p-1) B / 2            | the same           | p+2, and p+1 for odd p        | at most, F = I = W   |
-| v_min                   | (p-1) B 2/3            | the same           | 2p/3+2, or the next even      | at most, F = I = W   |
+| v_half                  | (p-1) B / 2            | the same           | 2 floor(p/2) + 2              | at most, F = I = W   |
+| v_min                   | (p-1) B 2/3            | the same           | 2 ceil((p+2)/3)               | at most, F = I = W   |
 
 Idle time is counted in the whole makespan or in the rank's own window (played.py says what for). Memory is counted as `Played.peak`
 does, with 1 for each stage and micro-batch: divided by v it is in micro-batches of the whole rank. It is never more than v m.

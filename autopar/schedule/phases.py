@@ -59,8 +59,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward
 
     A round of p micro-batches goes through the first stage of the rank, then through the second, and so on. The paper asks for
     whole rounds; here, as in torch, the rounds are as many as fit and share the micro-batches, and a last short one is filled up.
-    Each rank does two forwards more before its first backward than the rank after it, so that none of them waits for that one; with
-    the backward in parts one more, as in torch, for W's fill that time.
+    Each rank does two forwards more before its first backward than the rank after it, so that none waits for that backward. With
+    the backward in two parts it is one more: the gradient of the input comes back sooner, and memory is the same on all ranks.
     """
     size = round_size(ranks, micro_batches)
     rounds = -(-micro_batches // size)
@@ -88,8 +88,6 @@ def dualpipev(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
     """
     ahead = ranks - rank - 1
     steady = max(micro_batches, 2 * ranks) - 2 * ranks + rank + 1
-    last = [*["B1", "B0"] * (rank + 1), *["I0"] * ahead]
-    last = [move if n <= rank else f"I{move[1]}" for n, move in enumerate(last)]  # its second half fills with what it puts off
-    end = 2 * (rank + 1)
+    last = " ".join(f"{'B' if n <= rank else 'I'}{(n + 1) % 2}" for n in range(2 * rank + 2))  # B1 B0 ..., from the middle on I
     return [(2 * ahead, "F0"), (rank + 1, "F0 F1"), (ahead, "I1 W F1"), (steady, "F0 B1 F1 B0"), (ahead, "B1 F1 B0"),
-            (1, " ".join(last[:end])), (ahead, "W I0"), (rank + 1, "W")]  # fmt: skip
+            (1, last), (ahead, "W I0"), (rank + 1, "W")]  # fmt: skip

@@ -48,7 +48,7 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
     ended: dict[Action, float] = {}
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
-    waiting: dict[Action, int] = {}  # the one rank that waits for an action
+    waiting: dict[Action, int] = {}  # the rank that waits for an action; a second one does so only in a deadlock
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
@@ -74,7 +74,9 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
             break
     stuck = {r: order[len(ends[r])] for r, order in enumerate(schedule.orders) if len(ends[r]) < len(order)}
     if stuck:
-        needed = {rank: need for need, rank in waiting.items()}
+        everything = {action for order in schedule.orders for action in order}
+        needed = {r: next(need for need in needs(a, stages) if need not in ended) for r, a in stuck.items()}
+        needed = {r: need if need in everything else need._replace(kind="B") for r, need in needed.items()}
         told = "; ".join(f"rank {r} stands at {a} and waits for {needed[r]}" for r, a in list(stuck.items())[:8])
         raise ScheduleError(f"schedule {schedule.name} deadlocks: {told}", stuck={r: str(a) for r, a in stuck.items()},
                             fix="put the actions of each rank into an order that the others' orders allow")  # fmt: skip

@@ -18,7 +18,7 @@ STYLE = """
 .pipeline .F { fill: var(--F); } .pipeline .B { fill: var(--B); } .pipeline .I { fill: var(--I); } .pipeline .W { fill: var(--W); }
 .pipeline .odd { fill-opacity: 0.6; }
 @media (prefers-color-scheme: dark) { .pipeline { --text: #e6e9ef; --idle: #232933; }
-  .pipeline .odd { fill-opacity: 1; filter: brightness(1.25); } }
+  .pipeline .odd { fill-opacity: 1; filter: brightness(1.18); } }
 """
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.schedule import KINDS, Action, Schedule, check, make, play
+from autopar.schedule import KINDS, Action, Schedule, check, formulas, make, play
 from autopar.schedule.play import crossings
 
 
@@ -27,6 +27,10 @@ def test_dependencies_hold(seed):
         assert s >= clock.get(rank, 0.0), told  # in order, one at a time
         clock[rank] = e
         start[action], end[action] = s, e
+    p, m = schedule.ranks, schedule.micro_batches
+    for rank, peak in enumerate(played.peaks):
+        assert peak <= formulas.in_flight(schedule.name, p, m, rank, schedule.stages_per_rank), told
+        assert played.peak(rank, until_input=True) <= peak, told
     last, rank_of = schedule.stages - 1, schedule.rank_of_stage
 
     def arrives(action, border):
@@ -98,7 +102,7 @@ def test_a_deadlock_names_where_each_rank_stands():
     with pytest.raises(ScheduleError, match="deadlocks") as error:
         check(swapped(make("1f1b", 2, 4), 1, "1F0", "1B0"))
     assert error.value.stuck == {0: "0B0", 1: "1B0"}
-    assert "rank 0 stands at 0B0 and waits for 1I0; rank 1 stands at 1B0 and waits for 1F0" in str(error.value)
+    assert "rank 0 stands at 0B0 and waits for 1B0; rank 1 stands at 1B0 and waits for 1F0" in str(error.value)
     assert error.value.fix
 
 
@@ -106,6 +110,12 @@ def test_a_deadlock_across_ranks():
     with pytest.raises(ScheduleError) as error:
         check(swapped(make("gpipe", 3, 2), 1, "1F1", "1B0"))
     assert error.value.stuck == {0: "0B0", 1: "1B0", 2: "2F1"}
+
+
+def test_two_ranks_that_wait_for_one_action():
+    with pytest.raises(ScheduleError) as error:
+        check(swapped(make("gpipe", 3, 2), 1, "1F0", "1B0"))
+    assert "rank 1 stands at 1B0 and waits for 1F0; rank 2 stands at 2F0 and waits for 1F0" in str(error.value)
 
 
 def test_another_order_without_deadlock_is_fine():
@@ -151,11 +161,10 @@ def test_an_empty_schedule():
 
 
 def test_messages_in_the_order_they_are_needed():
-    """Between two ranks all but the V-shaped schedules need messages in the order they were sent in."""
-    for name in ("gpipe", "1f1b", "zb_h1", "zb_h2"):
-        for p in (2, 3, 4):
-            assert crossings(make(name, p, 2 * p)) == []
-    assert crossings(make("zbv", 4, 8))
+    """All but two schedules need messages in the order in which they are sent (and one more with 2 ranks, where both neighbours of
+    a stage are on the other rank)."""
+    crossing = {(name, p) for name in KINDS for p in (2, 3, 4, 8) for m in (2 * p, 3 * p) if crossings(make(name, p, m))}
+    assert crossing == {("zbv", p) for p in (2, 3, 4, 8)} | {("dualpipev", p) for p in (3, 4, 8)} | {("interleaved_zero_bubble", 2)}
     assert crossings(swapped(make("gpipe", 3, 2), 1, "1B1", "1B0")) == [(1, 0), (2, 1)]
 
 
