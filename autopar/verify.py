@@ -17,7 +17,7 @@ from torch import fx
 
 from .codegen import is_collective
 from .errors import VerifyError
-from .graph import describe, is_op, output_node, tensor_arguments, values_of
+from .graph import OutputRole, describe, is_op, output_node, tensor_arguments, values_of
 from .layout import Layout, local_shape
 from .mesh import Mesh
 from .passes.partition import phase_of
@@ -66,8 +66,9 @@ def check_sharding(joint: fx.GraphModule, sharding: Sharding) -> None:
         outputs = [_without_single(l, mesh) for l in decision.outputs]
         for axis in mesh.names:
             _check_axis(node, axis, inputs, outputs)
-    for value, layout in zip(output_node(joint.graph).args[0], sharding.outputs):
-        if layout is not None and _without_single(layout, mesh).partial:
+    output = output_node(joint.graph)
+    for value, role, layout in zip(output.args[0], output.meta["roles"], sharding.outputs):
+        if layout is not None and not _stays_inside(role) and _without_single(layout, mesh).partial:
             raise _error(f"leaves the graph as {layout}: outputs must not be partial", value)
 
 
@@ -112,11 +113,16 @@ def check_local(local: fx.GraphModule, mesh: Mesh) -> None:
 
 
 def _check_outputs(output: fx.Node, mesh: Mesh) -> None:
-    """Saved values, which have no role, may be partial; what leaves the step may not."""
+    """What leaves the step must not be partial."""
     for value, role in zip(output.args[0], output.meta["roles"]):
-        layout = value.meta.get("layout") if isinstance(value, fx.Node) and role is not None else None
+        layout = value.meta.get("layout") if isinstance(value, fx.Node) and not _stays_inside(role) else None
         if layout is not None and _without_single(layout, mesh).partial:
             raise _error(f"leaves the graph as {layout}: outputs must not be partial", value)
+
+
+def _stays_inside(role: OutputRole | None) -> bool:
+    """Whether an output goes to another graph of the step: saved values, which have no role, and what stages hand on."""
+    return role is None or role.kind in ("activation", "returned")
 
 
 def check_ranks(graphs: Sequence[fx.GraphModule]) -> None:
