@@ -250,6 +250,13 @@ def set_group_timeout(group, seconds: float) -> None:
     _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def group_of(name: str):
+    """The process group of a name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
 def default_store():
     """The store that the ranks of the world met at: what they tell each other there needs no collective."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -271,3 +278,17 @@ def accumulates(node) -> bool:
 def is_in_backward() -> bool:
     """Whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+@functools.cache
+def pipelining():
+    """torch.distributed.pipelining's engine: (base class of stages, schedule that runs lists of actions, action, adds sends and
+    receives to lists of actions)."""
+    from torch.distributed.pipelining import schedules, stage
+
+    def actions(orders) -> dict:
+        """{rank: actions} from orders of (kind, stage, micro-batch), kinds written F, B, I and W."""
+        kinds = schedules._ComputationType
+        return {rank: [schedules._Action(s, kinds.from_str(kind), i) for kind, s, i in order] for rank, order in enumerate(orders)}
+
+    return stage._PipelineStageBase, schedules._PipelineScheduleRuntime, actions, schedules._add_send_recv

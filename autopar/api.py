@@ -44,6 +44,9 @@ from .planner.fixes import Request, with_fixes
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
 from .planner.tensor_plan import styles_of
+from .pipeline_plan import axis_of
+from .plan_pipeline import plan_pipeline
+from .same_stages import plan_same_stages, with_owners
 from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
 from .runtime.captures import Traced
@@ -218,8 +221,9 @@ def compile(
     loss_fn: Callable | None = None,
     weights=None,
     strict: bool = False,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     offload: str = "none",
+    schedule: str = "auto",
 ) -> nn.Module:
     """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global batch.
 
@@ -231,6 +235,11 @@ def compile(
     With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K times a
     step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. Any
     other number of calls gives right gradients too: K only decides what is fastest.
+
+    An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it into
+    `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a name of
+    autopar/schedule/catalogue.py, or "auto". It computes the gradients at once, `loss.backward()` hands them out. The loss is known on
+    every rank, other outputs where their stage is; elsewhere they are None. Each rank has the parameters of its stages.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
@@ -244,9 +253,9 @@ def compile(
     arguments = dict(
         inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
-        adapt=adaptations, micro_batches=micro_batches, offload=offload,
+        adapt=adaptations, micro_batches=micro_batches, offload=offload, schedule=schedule,
     )  # fmt: skip
-    passes.check(micro_batches)
+    passes.check(1 if micro_batches is None else micro_batches)
 
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)
@@ -284,6 +293,7 @@ class _Compiler:
                  adapt: Sequence[Adaptation] = ()):  # fmt: skip
         self.adapt = adapt
         self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
+        self.axis = axis_of(self.mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
 
@@ -315,7 +325,7 @@ class _Compiler:
         fixed = {name: known[r.kind][r.name] for r, name in leaves.items() if r.name in known.get(r.kind, ())}
 
         def make() -> dict:
-            options = self.options
+            options = dict(self.options)
             if first is not None:  # gradients and optimizer state stay in memory when a graph has no backward
                 trains = any(role.kind == "parameter" and role.trainable for role in leaves)
                 held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
@@ -326,10 +336,18 @@ class _Compiler:
             elif self.given is not None:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
-            options = _options(self.device_mesh, **options, fixed=fixed, baselines=compares)
+            schedule, micro_batches = options.pop("schedule"), options.pop("micro_batches")
+            count = 1 if self.axis is not None or micro_batches is None else micro_batches
+            options = _options(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
             options = replace(options, styles=styles_of(self.model))
+            name = type(self.model).__name__
+            if self.axis is not None and first is not None:
+                return plan_same_stages(traced.captured, first, options, name).to_json()
+            if self.axis is not None:
+                planned = plan_pipeline(traced.captured, self.mesh, options, name, schedule=schedule, micro_batches=micro_batches)
+                return with_owners(traced.captured, planned.plan).to_json()
             try:
-                return make_plan(traced.captured, self.mesh, options, type(self.model).__name__).to_json()
+                return make_plan(traced.captured, self.mesh, options, name).to_json()
             except MemoryInfeasibleError as error:
                 if first is not None:
                     raise

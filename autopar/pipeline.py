@@ -14,12 +14,13 @@ from torch import fx
 
 from . import debug
 from .capture import Captured
-from .graph import output_node
 from .lower import DeferredProgram, RankProgram, lower, lower_deferred
 from .passes.micro_batch import MicroBatched, micro_batch
 from .passes.split_backward import SplitBackward, split_backward
 from .passes.stages import Stage, cut
+from .pipeline_plan import rank_inside
 from .plan import Plan
+from .plan_check import check_decisions
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class PipelineProgram:
     rank: int
     micro: MicroBatched
     stages: dict[int, StageProgram]
+    leaves: tuple[frozenset[str], ...]  # by place along the axis: parameters and buffers that its stages read
+
+    def elsewhere(self, place: int) -> frozenset[str]:
+        """Parameters and buffers that only stages of other places read. What no stage reads is on all of them."""
+        return frozenset().union(*self.leaves) - self.leaves[place]
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         return [c for program in self.stages.values() for c in program.collectives()]
@@ -70,28 +76,25 @@ class PipelineProgram:
 def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]]:
     """The stages of a plan, of the graph of the whole batch. Raises MicroBatchError, StageError."""
     micro = debug.run_pass("micro_batch", micro_batch, captured, plan.pipeline.micro_batches)
+    check_decisions(micro.captured.graph, plan.sharding)
     return micro, debug.run_pass("cut", cut, micro.captured.graph_module, plan.pipeline.cuts)
 
 
 def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> PipelineProgram:
     """What a rank runs of a pipeline. Raises as `stages_of` and `lower` do."""
     micro, stages = stages_of(captured, plan)
-    mine = plan.pipeline.stages_of(plan.mesh.coordinate(rank)[plan.pipeline.axis])
-    return PipelineProgram(rank, micro, {i: lower_stage(stages[i], micro, plan, rank, check) for i in mine})
+    pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
+    here = rank_inside(plan.sharding.mesh, coordinate)
+    leaves = [frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)]
+    mine = pipeline.stages_of(coordinate[pipeline.axis])
+    return PipelineProgram(rank, micro, {i: lower_stage(stages[i], micro, plan, here, check) for i in mine}, tuple(leaves))
 
 
 def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None) -> StageProgram:
-    """One rank's graphs for one stage."""
+    """One rank's graphs for one stage. `rank`: in the stage's mesh."""
     captured = replace(micro.captured, graph_module=stage.joint)
-    plan = replace(plan, sharding=stage.sharding(plan.sharding))
+    plan = replace(plan, mesh=plan.sharding.mesh, sharding=stage.sharding(plan.sharding))
     whole = lower(captured, plan, rank, check)
     waits = micro.micro_batches > 1 and whole.parts.backward is not None
     deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None
     return StageProgram(stage, captured, plan, whole, deferred)
-
-
-def roles_of(graph: fx.GraphModule, inputs: bool = True) -> list:
-    """Roles of a graph's placeholders, None for saved values, or of its outputs."""
-    if not inputs:
-        return list(output_node(graph.graph).meta["roles"])
-    return [n.meta.get("role") for n in graph.graph.nodes if n.op == "placeholder"]

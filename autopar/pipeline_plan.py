@@ -5,6 +5,7 @@ A stage is a program on the mesh without the pipeline's axis; the plan's shardin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,8 +40,8 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. `costs`: by
-    stage."""
+    """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. By
+    stage: `costs`, and `owners`, the parameters that it reads."""
 
     axis: str
     ranks: int
@@ -49,6 +50,7 @@ class Pipeline:
     stages_per_rank: int
     cuts: tuple[str, ...]
     costs: tuple[StageCost, ...] = ()
+    owners: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self):
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
@@ -88,3 +90,11 @@ def inside(mesh: Mesh, axis: str = AXIS) -> Mesh:
     mesh.size(axis)
     left = [(n, s) for n, s in zip(mesh.names, mesh.sizes) if n != axis] or [(ALONE, 1)]
     return Mesh(*map(tuple, zip(*left)))
+
+
+def rank_inside(mesh: Mesh, coordinate: Mapping[str, int]) -> int:
+    """The rank in the mesh of a stage of a device at `coordinate` of the whole one."""
+    rank = 0
+    for name, size in zip(mesh.names, mesh.sizes):
+        rank = rank * size + coordinate.get(name, 0)
+    return rank

@@ -215,7 +215,8 @@ class Plan:
                 fix="plan again with this model and these example_inputs" if self.micro_batches == 1 else
                 f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or plan again",
             )
-        check_decisions(graph, self.sharding)
+        if self.pipeline is None:  # else they are about the graph of a micro-batch (see autopar/pipeline.py)
+            check_decisions(graph, self.sharding)
 
 
 def fingerprint(graph: fx.Graph) -> str:
@@ -237,8 +238,9 @@ def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
     if data is None:
         return None
     costs = tuple(StageCost(**c) for c in data["costs"])
-    pipeline = Pipeline(**data | {"cuts": tuple(data["cuts"]), "costs": costs})
-    if mesh.size(pipeline.axis) != pipeline.ranks or len(costs) not in (0, len(pipeline.cuts) + 1):
+    pipeline = Pipeline(**data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))})
+    counts = {len(costs), len(pipeline.owners)}
+    if mesh.size(pipeline.axis) != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
         raise ValueError("the pipeline does not match the mesh")
     make(pipeline.schedule, pipeline.ranks, 1, pipeline.stages_per_rank)  # raises for one that there is not
     return pipeline

@@ -209,6 +209,7 @@ SCHEMA = {
             "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount, "parameters": count,
             "name": text,
         }],
+        "owners": [[text]],
     }),
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),

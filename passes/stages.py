@@ -40,6 +40,12 @@ class Stage:
     tensors: Mapping[str, Tensor]  # which output of which op, by the name of what passes between stages
     outputs: tuple[int | str, ...]  # what each output of the graph is: the position of one of the whole graph's, or a name
 
+    @property
+    def leaves(self) -> frozenset[str]:
+        """Names of the parameters and buffers that the stage reads."""
+        roles = (n.meta["role"] for n in self.joint.graph.nodes if n.op == "placeholder")
+        return frozenset(role.name for role in roles if role.kind in ("parameter", "buffer"))
+
     def sharding(self, whole: Sharding) -> Sharding:
         """The decisions for this stage's graph, of those for the whole one."""
         graph = self.joint.graph
@@ -132,7 +138,7 @@ class _Builder:
     def _has_term(self, value: fx.Node) -> bool:
         if value in self.places.terms:
             return any(self._has_term(a) for a in value.all_input_nodes)
-        return self.places.stage.get(value) == self.index
+        return self.places.owner.get(value) == self.index
 
     def _term(self, value: fx.Node) -> fx.Node:
         """This stage's part of a gradient that is summed over several: the same sum without what other stages add."""

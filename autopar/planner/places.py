@@ -1,7 +1,7 @@
 """Which stage of a pipeline every op of a joint graph belongs to, by data flow.
 
 Forward ops belong to the stage in whose range of the graph's order they stand. What follows from inputs alone, or from parameters
-alone, is no activation: each stage that reads it computes it (`free`). A backward op runs where the values that it reads are: the
+alone (a cast or view of one that trains), is no activation: each stage that reads it computes it (`free`). A backward op runs where the values that it reads are: the
 gradients that it is given come down from later stages, the forward's values are where they were made or read, or are sent where a
 cut leaves no other way. Of the stages that could run it, it takes the one that sends less.
 
@@ -30,7 +30,8 @@ LINEAR_UNARY = {
 
 class Places:
     """`stage`: of every activation and gradient. `read_at`: the stages that read each value. `parameters`: the stages of each
-    parameter's placeholder. `terms`: op -> parameter, see above. Raises StageError for names that are no forward ops in order."""
+    parameter's placeholder. `terms`: op -> parameter, see above. `owner`: of gradients, the stage
+    that adds them to its parameter's. Raises StageError for names that are no forward ops in order."""
 
     def __init__(self, graph: fx.Graph, cuts: Sequence[str]):
         self.graph, self.count, self.all = graph, len(cuts) + 1, (1 << len(cuts) + 1) - 1
@@ -51,6 +52,9 @@ class Places:
         self._backward()
         self._sink()
         self._reads()
+        self.owner = self._owners()
+        for value, stage in self.owner.items():
+            self.read_at[value] = self.read_at.get(value, 0) | 1 << stage
 
     def _roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """What follows from inputs alone or from parameters alone -> the leaves that it follows from."""
@@ -64,9 +68,12 @@ class Places:
                 kinds[node] = frozenset([role.kind if differs else "input"])
             else:
                 kinds[node] = frozenset().union(*(kinds[a] for a in node.all_input_nodes))
-            if len(kinds[node]) <= 1 and "tangent" not in kinds[node]:
-                above = (roots[a] for a in node.all_input_nodes)
-                roots[node] = frozenset([node]) if node.op == "placeholder" else frozenset().union(*above)
+            if len(kinds[node]) <= 1 and "tangent" not in kinds[node] and all(a in roots for a in node.all_input_nodes):
+                above = frozenset().union(*(roots[a] for a in node.all_input_nodes))
+                trains = any(r.meta["role"].trainable for r in above)
+                if node.op == "placeholder" or not trains or node.target in LINEAR_UNARY:
+                    roots[node] = above | ({node} if node.op == "placeholder" else set())
+        self.of_parameters = [n for n in self.nodes if n not in roots and kinds[n] == {"parameter"}]
         return roots
 
     def _forward(self, cuts: Sequence[str]) -> None:
@@ -83,6 +90,9 @@ class Places:
                 if node not in self.free:
                     producer = tensor_of(node)[0]
                     self.stage[node] = stage if producer is node else self.stage[producer]
+        for node in reversed(self.of_parameters):  # a weight that is computed, where it is first read
+            if node in self.stage:
+                self.stage[node] = min((self.stage[u] for u in node.users if u in self.stage), default=self.stage[node])
 
     def _reads(self) -> None:
         """Which stages read each value, and each parameter, through what is computed wherever it is read."""
@@ -105,6 +115,19 @@ class Places:
                     terms[node] = leaf
                     stack.extend(a for a in node.all_input_nodes if is_op(a))
         return terms
+
+    def _owners(self) -> dict[fx.Node, int]:
+        """The stage that each gradient, or each part of one, goes to: the latest that has its parameter, not after where it is made."""
+        owner: dict[fx.Node, int] = {}
+        for value, role in self.pairs:
+            homes, stack = self.homes.get(value, 0), [value] if role is not None and role.kind == "gradient" else []
+            while stack:
+                node = stack.pop()
+                if node in self.terms:
+                    stack.extend(node.all_input_nodes)
+                elif node in self.stage:
+                    owner[node] = (homes & (2 << self.stage[node]) - 1).bit_length() - 1
+        return owner
 
     def available(self, node: fx.Node) -> int:
         """Stages that can read a value in the backward without anything else being sent."""

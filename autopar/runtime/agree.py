@@ -107,11 +107,12 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
             )
 
 
-def check_programs(plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh) -> None:
+def check_programs(plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True) -> None:
     """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program` as
-    RankProgram.collectives gives it. Only digests travel unless they differ."""
+    RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests travel unless they
+    differ."""
     groups = sorted({group for group, _, _ in program})
-    digests = {"": _digest([what for _, what, _ in program])}
+    digests = {"": _digest([what for _, what, _ in program])} if alike else {}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
     everyone = _gather((plan_hash, digests))
     for rank, (other_hash, theirs) in enumerate(everyone):
@@ -159,6 +160,11 @@ def check_batches(names: list[str], tensors: list[torch.Tensor]) -> None:
 
 def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def union(names: Sequence[str]) -> list[str]:
+    """What any rank says, in order."""
+    return sorted({name for theirs in _gather(list(names)) for name in theirs})
 
 
 def _gather(value: object) -> list:

@@ -30,12 +30,15 @@ from ..graph import output_node
 from ..layout import Layout, local_shape
 from ..lower import RankProgram, lower, lower_deferred
 from ..passes.defer import unreduced_layouts
+from ..pipeline import PipelineProgram, lower_pipeline
 from ..plan import Plan
 from . import agree
 from .accumulation import Accumulation
-from .inputs import Inputs
+from .inputs import Inputs, WholeInputs
 from .modes import Modes
+from .pipeline_step import PipelineStep
 from .process_groups import ProcessGroups
+from .stage_mesh import StageMesh
 from .step import Step
 
 LIMIT = 16  # captures of one module, if it is not told otherwise
@@ -85,11 +88,12 @@ class Captures:
     """The captures of `module`, and how it gets more. `layouts` are those of its parameters."""
 
     def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: str,
-                 mesh, device_mesh):  # fmt: skip
+                 mesh, device_mesh, stage: StageMesh):  # fmt: skip
+        self.stage = stage
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
         self.mesh, self.device_mesh = mesh, device_mesh
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
-        self.accumulation = Accumulation(module, layouts, mesh, mesh.coordinate(self.groups.rank))
+        self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
         trained = [name for name, p in module.named_parameters() if p.requires_grad]
         self.is_trained = bool(trained)
         self.trains_besides = any(name not in module.adapter_names for name in trained)  # while adapters are off
@@ -112,7 +116,8 @@ class Captures:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
-        inputs = Inputs(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
+        form = Inputs if plan.pipeline is None else WholeInputs
+        inputs = form(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
         call = f"{inputs.text()}; {self._modes_text(gradients)}"
         self.last = Capture(call, self.modes.now(), gradients, inputs, step, plan, traced)
         self.table.append(self.last)
@@ -172,8 +177,12 @@ class Captures:
             _log.info("capture %d of at most %d: %s: %s", len(self.table), self.module.capture_limit, call, how)
         return capture
 
-    def _step(self, traced: Traced, plan: Plan, program: RankProgram) -> Step:
-        step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
+    def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
+        if isinstance(program, PipelineProgram):
+            trains = any(p.backward is not None for p in program.stages.values())
+            step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, trains)
+        else:
+            step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:
@@ -195,6 +204,8 @@ class Captures:
     def unreduced_bytes(self) -> int:
         """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial then."""
         first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
+        if first.plan.pipeline is not None:  # which reduces in every call
+            return 0
         graph = first.traced.captured.graph
         shapes = {r.name: n.meta["val"] for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
                   if r.kind == "gradient"}  # fmt: skip
@@ -209,8 +220,12 @@ class Captures:
         return self.is_trained if self.modes.adapters else self.trains_besides
 
 
-def lower_together(traced: Traced, plan: Plan) -> RankProgram:
+def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
     """This rank's graphs, on all ranks. Raises DesyncError if they do not fit together."""
+    if plan.pipeline is not None:
+        program = agree.everywhere(lambda: lower_pipeline(traced.captured, plan, dist.get_rank()))
+        agree.check_programs(plan.hash, program.collectives(), plan.mesh, alike=False)
+        return program
     program = agree.everywhere(lambda: lower(traced.captured, plan, dist.get_rank()))
     agree.check_programs(plan.hash, program.collectives(), plan.mesh)
     return program

@@ -97,3 +97,15 @@ class Inputs:
         if kwargs:
             return {name: sharded(name, value) for name, value in kwargs.items()}
         return tuple(sharded(f"args[{i}]", value) for i, value in enumerate(args))
+
+
+class WholeInputs(Inputs):
+    """Under a pipeline a call's tensors stay whole until they are cut into micro-batches."""
+
+    def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self.is_local or isinstance(tensor, DTensor):
+            raise InputError(
+                f"{name} is a part of the batch, and a pipeline cuts the whole batch into micro-batches",
+                fix='pass the same global batch on every rank, and inputs="global"',
+            )
+        return tensor.to(self.device)

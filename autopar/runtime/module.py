@@ -26,6 +26,7 @@ from .captures import Captures, Compiler
 from .modes import Modes
 from .parameters import take_over
 from .random_state import RandomState
+from .stage_mesh import StageMesh
 
 
 class ParallelModule(nn.Module):
@@ -46,15 +47,14 @@ class ParallelModule(nn.Module):
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
-        coordinate = mesh.coordinate(torch.distributed.get_rank())
+        stage = StageMesh.of(self.plan, device_mesh)
+        elsewhere = agree.everywhere(lambda: program.elsewhere(stage.place)) if self.plan.pipeline else ()
         self.layouts = agree.everywhere(
-            lambda: take_over(
-                self, source, traced.captured, self.plan, coordinate, device_mesh, weights, self.adapter_names, replaced
-            )
+            lambda: take_over(self, source, traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere)
         )
-        translate_states(self, self.layouts, mesh, device_mesh)
+        translate_states(self, self.layouts, stage.mesh, stage.device_mesh)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
-        self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh)
+        self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh, stage)
         self._captures.add(traced, self.plan, program)
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False

@@ -15,6 +15,7 @@ from ..layout import Layout, local_part
 from ..plan import Plan
 from ..storage.weights import Weights
 from .dtensors import as_dtensor
+from .stage_mesh import StageMesh
 
 # What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
 _ANSWERS = frozenset(
@@ -77,21 +78,23 @@ def check_source(source: nn.Module, weights: bool = False) -> None:
 
 
 def take_over(
-    module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, coordinate, device_mesh, weights: Weights | None = None,
-    added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None,
+    module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, stage: StageMesh, weights: Weights | None = None,
+    added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None, elsewhere: Collection[str] = (),
 ) -> dict[str, Layout]:  # fmt: skip
     """Give `module` this rank's parts, on the device or where the plan puts them, under all names of the source, with the source's
     values or those that `weights` reads (which has none of the names in `added`). `replaced`: parameters that it does not get, and
     what is computed from them instead. Each source parameter is emptied as soon as its part is made, so that the two are never in
-    memory as a whole. Returns the layouts of the parameters by name."""
+    memory as a whole. Parameters and buffers `elsewhere` are of other stages of a pipeline: this rank gets none of them. Returns the
+    layouts of the parameters by name."""
+    mesh, device_mesh, coordinate = stage.mesh, stage.device_mesh, stage.coordinate
     device = torch.device(device_mesh.device_type)
     leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
 
     def part_of(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         if weights is not None and name not in added:
-            part = weights.part(name, tensor.dtype, layout, plan.mesh, coordinate)
+            part = weights.part(name, tensor.dtype, layout, mesh, coordinate)
         else:
-            part = local_part(tensor.detach(), layout, plan.mesh, coordinate)
+            part = local_part(tensor.detach(), layout, mesh, coordinate)
         if leaves.get(captured.ties.get(name, name)) not in plan.sharding.on_host:
             return part.to(device)
         return part.cpu().pin_memory() if device.type == "cuda" else part.cpu()  # pinned memory is copied at the link's speed
@@ -101,6 +104,8 @@ def take_over(
     persistent = set(source.state_dict())
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in source.named_buffers(remove_duplicate=False):
+        if captured.ties.get(name, name) in elsewhere:
+            continue
         if id(buffer) not in buffers:
             saved = name in persistent and weights is not None and name not in added
             replicated = Layout.replicated(buffer.dim())
@@ -117,19 +122,21 @@ def take_over(
     computed: dict[str, torch.Tensor] = {}  # this rank's parts of what replaces a parameter
     gone = {id(source.get_parameter(name)) for name in replaced or {}}
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
+        if captured.ties.get(name, name) in elsewhere:
+            continue
         if id(parameter) in gone:
             if name in replaced:
                 whole = part_of(name, parameter, Layout.replicated(parameter.dim()))
                 if not torch.isfinite(whole).all():
                     raise InputError(f"{name} has values that are not finite, and its blocks would be too", fix="mend the weights")
                 for new, value in zip(replaced[name].names, replaced[name].compute(whole)):
-                    computed[new] = local_part(value, layout_of(new, value.dim()), plan.mesh, coordinate)
+                    computed[new] = local_part(value, layout_of(new, value.dim()), mesh, coordinate)
                 _empty(parameter)
             continue
         layout = layouts[name] = layout_of(name, len(shapes[id(parameter)]))
         if id(parameter) not in made:
             local = computed.pop(name) if name in computed else part_of(name, parameter, layout)
-            dtensor = as_dtensor(local, shapes[id(parameter)], layout, plan.mesh, device_mesh)
+            dtensor = as_dtensor(local, shapes[id(parameter)], layout, mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
             _empty(parameter)
         _place(module, name, lambda owner, leaf, p=made[id(parameter)]: owner.register_parameter(leaf, p))

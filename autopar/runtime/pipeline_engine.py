@@ -1,0 +1,237 @@
+"""One rank's stages on the engine of torch.distributed.pipelining: it walks through the schedule, sends, receives and waits.
+
+torch's stages run a module under autograd; these run graphs that were split before. Of torch's stage only the place in the pipeline
+is used: what is received, sent and run is said here. A value between two stages of one rank is handed over as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch
+from ..graph import output_node
+from ..pipeline import StageProgram
+from ..schedule.actions import Action, Schedule
+from .loaded import LoadedGraph
+from .process_groups import ProcessGroups
+
+_Base, _Runtime, _actions, _with_sends = _torch.pipelining()
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Tensors that one stage hands to another: names, and local shapes and dtypes of this rank."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @staticmethod
+    def of(graph, names: Sequence[str]) -> Passing:
+        leaves = {n.name: n.meta["val"] for n in graph.nodes if n.op == "placeholder"} if graph is not None else {}
+        values = [leaves[name] for name in names]
+        return Passing(tuple(names), tuple(tuple(v.shape) for v in values), tuple(v.dtype for v in values))
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        return {n: torch.empty(s, dtype=d, device=device) for n, s, d in zip(self.names, self.shapes, self.dtypes)}
+
+
+class StageGraphs:
+    """A stage's graphs, loaded: what each takes and gives by role."""
+
+    def __init__(self, program: StageProgram, groups: ProcessGroups, device: torch.device, splits: bool):
+        stage = program.stage
+        what = f"stage {stage.index}"
+        self.index, self.saved = stage.index, len(program.saved)
+        self.received = Passing.of(program.forward.graph, stage.received)
+        self.arriving = Passing.of(program.backward.graph if program.backward else None, stage.arriving if program.backward else ())
+        self.takes = [n.meta["role"] for n in program.forward.graph.nodes if n.op == "placeholder"]
+        self.gives = [r for r in output_node(program.forward.graph).meta["roles"] if r is not None]
+        self.sent = tuple(r.name for r in self.gives if r.kind == "activation")
+        self.has_backward = program.backward is not None
+        self.forward = LoadedGraph(program.forward, groups, device, f"forward of {what}")
+        self.tangents, self.results, self.returned, self.split = (), (), (), None
+        if not self.has_backward:
+            return
+        self.tangents = [n for n in program.backward.graph.nodes if n.op == "placeholder"][self.saved :]
+        self.tangents = [(n.meta["role"], n.meta["val"]) for n in self.tangents]
+        self.results = list(output_node(program.backward.graph).meta["roles"])
+        self.returned = tuple(r.name for r in self.results if r.kind == "returned")
+        if splits:
+            split = program.split
+            self.split = split.kept, len(split.stash)
+            self.input = LoadedGraph(split.input, groups, device, f"input gradients of {what}")
+            self.weight = LoadedGraph(split.weight, groups, device, f"weight gradients of {what}")
+            self.input_results = [r for r in output_node(split.input.graph).meta["roles"] if r is not None]
+            self.weight_results = list(output_node(split.weight.graph).meta["roles"])
+        self.backward = LoadedGraph(program.backward, groups, device, f"backward of {what}")
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        for graph in (self.forward, *((self.backward,) if self.has_backward else ()), *((self.input, self.weight) if self.split else ())):
+            graph.compile(options)
+
+
+@dataclass
+class Batch:
+    """What one call gives the stages: `leaf(role, micro-batch)` finds an argument of a forward; `output(role, micro-batch, value)`
+    takes an output of the call or a buffer's new value. `gradients`: local sums by stage and parameter."""
+
+    leaf: Callable
+    output: Callable
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class EngineStage(_Base):
+    """A stage as torch's engine knows it. `group`: the process group along the pipeline's axis."""
+
+    def __init__(self, graphs: StageGraphs, count: int, device: torch.device, group):
+        super().__init__(torch.nn.Identity(), graphs.index, count, device, group)
+        self.graphs, self.batch = graphs, None
+        self.times: list[tuple[Action, float, float]] = []
+
+    def begin(self, batch: Batch) -> None:
+        self.batch = batch
+        self.inputs: dict[int, dict[str, Tensor]] = {}
+        self.gradient_inputs: dict[int, dict[str, Tensor]] = {}
+        self.outbox: dict[tuple[str, int], list[Tensor]] = {}
+        self.saved: dict[int, list] = {}
+        self.stash: dict[int, list] = {}
+        self.times = []
+        batch.gradients[self.graphs.index] = {}
+
+    def _prepare_forward_infra(self, *args, **kwargs):
+        return None
+
+    def _prepare_backward_infra(self, *args, **kwargs):
+        return None
+
+    def _create_grad_recv_info(self, *args, **kwargs):
+        return ()
+
+    # what travels --------------------------------------------------------------------------------------------------------
+
+    def _peer(self, stage: int) -> int:
+        return self.stage_index_to_group_rank[stage]
+
+    def _receive(self, box: dict[int, dict[str, Tensor]], passing: Passing, i: int, stage: int) -> list:
+        box[i] = passing.empty(self.device)
+        return [dist.P2POp(dist.irecv, t, group=self.group, group_peer=self._peer(stage)) for t in box[i].values()]
+
+    def _send(self, what: str, i: int, stage: int) -> list:
+        return [dist.P2POp(dist.isend, t, group=self.group, group_peer=self._peer(stage)) for t in self.outbox.pop((what, i), ())]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
+        return self._receive(self.inputs, self.graphs.received, fwd_chunk_id, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list:
+        return self._receive(self.gradient_inputs, self.graphs.arriving, bwd_chunk_id, self.stage_index + 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list:
+        return self._send("forward", fwd_chunk_id, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list:
+        return self._send("backward", bwd_chunk_id, self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs, mb_index: int) -> None:
+        self.inputs[mb_index] = dict(zip(self.graphs.received.names, prev_stage_outputs))
+
+    def get_local_bwd_output(self, mb_index: int):
+        return self.outbox.pop(("backward", mb_index), [])
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int) -> None:
+        self.gradient_inputs[mb_index] = dict(zip(self.graphs.arriving.names, next_stage_bwd_outputs))
+
+    # what runs -----------------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
+        start, i, graphs = time.perf_counter(), fwd_chunk_id, self.graphs
+        arrived = self.inputs.pop(i, {})
+        values = [arrived.pop(r.name) if r.kind == "activation" else self.batch.leaf(r, i) for r in graphs.takes]
+        results = list(graphs.forward.run(values))
+        sent = []
+        for role, value in zip(graphs.gives, results):
+            if role.kind == "activation":
+                sent.append(value)
+            else:
+                self.batch.output(role, i, value)
+        if graphs.has_backward:
+            self.saved[i] = results[len(graphs.gives) :]
+        del results
+        if not self._next_is_here():
+            self.outbox["forward", i] = [t.contiguous() for t in sent]
+        self.times.append((Action("F", graphs.index, i), start, time.perf_counter()))
+        return sent
+
+    def _next_is_here(self) -> bool:
+        last = self.stage_index + 1 == self.num_stages
+        return last or self._peer(self.stage_index + 1) == self.group_rank
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False) -> None:
+        start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
+        arrived = self.gradient_inputs.pop(i, {})
+        values = self.saved.pop(i)
+        values += [arrived.pop(r.name) if r.kind == "arriving" else torch.ones(v.shape, dtype=v.dtype, device=self.device)
+                   for r, v in graphs.tangents]  # fmt: skip
+        if full_backward:
+            self._take(i, graphs.results, graphs.backward.run(values))
+        else:
+            kept, count = graphs.split
+            stash = [values[k] for k in kept]
+            results = list(graphs.input.run(values))
+            self.stash[i] = stash + results[len(results) - count :]
+            self._take(i, graphs.input_results, results)
+        self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, time.perf_counter()))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
+        self._take(i, graphs.weight_results, graphs.weight.run(self.stash.pop(i)))
+        self.times.append((Action("W", graphs.index, i), start, time.perf_counter()))
+
+    def _take(self, i: int, roles: Sequence, results: Sequence[Tensor]) -> None:
+        """Adds up gradients of parameters; keeps what the stage before waits for."""
+        sums, returned, taken = self.batch.gradients[self.graphs.index], [], set()
+        for role, value in zip(roles, results):
+            if role.kind == "returned":
+                returned.append(value.contiguous())
+            elif role.name in sums:
+                sums[role.name] += value
+            else:
+                memory = value.untyped_storage()
+                is_own = memory.nbytes() == value.numel() * value.element_size() and memory.data_ptr() not in taken
+                sums[role.name] = value if is_own else value.clone()
+                taken.add(memory.data_ptr())
+        if returned:
+            self.outbox["backward", i] = returned
+
+
+class Engine(_Runtime):
+    """Runs a schedule's orders on this rank's stages."""
+
+    def __init__(self, stages: Sequence[EngineStage], schedule: Schedule):
+        super().__init__(list(stages), schedule.micro_batches, loss_fn=None, scale_grads=False)
+        self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of_stage))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        orders = [[(a.kind, a.stage, a.micro_batch) for a in order] for order in schedule.orders]
+        self.pipeline_order_with_comms = _with_sends(_actions(orders), lambda s: self.stage_index_to_group_rank[s], schedule.stages)
+
+    def _initialize_stages(self, *args, **kwargs) -> None:
+        """Shapes are known and nothing has to be met before the first step."""
+
+    def run(self, batch: Batch) -> None:
+        """All micro-batches of a call."""
+        for stage in self._stages:
+            stage.begin(batch)
+        nothing = [()] * self._n_microbatches
+        self._step_microbatches(nothing, [{}] * self._n_microbatches, return_outputs=False)
+
+    @property
+    def times(self) -> list[tuple[Action, float, float]]:
+        """When each action of the last run began and ended on this rank, in seconds of time.perf_counter."""
+        return sorted((t for stage in self._stages for t in stage.times), key=lambda t: t[1])

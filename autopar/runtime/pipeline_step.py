@@ -1,0 +1,300 @@
+"""One call of a model under a pipeline: all its micro-batches, forward and backward, as one differentiable function.
+
+The call runs the whole schedule and keeps the gradients; `loss.backward()` scales them and hands them to autograd. So the training loop
+is that of any module. The loss is known on every rank; another output is where its stage is, and None elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _torch
+from ..capture import Captured
+from ..errors import InputError, StageError
+from ..graph import output_node
+from ..layout import Layout, local_part
+from ..passes.micro_batch import SAME, SUM
+from ..pipeline import PipelineProgram
+from ..plan import Plan
+from ..schedule.actions import Action, Schedule
+from . import agree, watch
+from .dtensors import spec_of
+from .loaded import LoadedGraph
+from .parameters import table_of
+from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
+from .process_groups import ProcessGroups
+from .stage_mesh import StageMesh
+
+
+class PipelineStep:
+    """Runs the stages of `program` on the parameters and buffers of `module`. Raises StageError for a call that trains without a
+    scalar loss."""
+
+    backward = None  # gradients are reduced in every call: no_sync has nothing to put off
+
+    def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
+                 groups: ProcessGroups, trains: bool):  # fmt: skip
+        self.program, self.plan, self.micro, self.stage, self.groups = program, plan, program.micro, stage, groups
+        self.returns, self.random = captured.returns, module.random
+        self.trains = trains
+        if trains and captured.returns.loss is None:
+            raise StageError(
+                "a pipeline trains with a scalar loss of the model's own, and this call returns none",
+                fix="return a loss from the model (output.loss), or pass loss_fn= to autopar.compile",
+            )
+        self.device = torch.device(stage.device_mesh.device_type)
+        self._bind(module)
+        pipeline = plan.pipeline
+        groups.bind(agree.union([group for group, _, _ in program.collectives()]))  # on all ranks, whose stages need different ones
+        self.axis_group = _torch.group_of(groups.bind([pipeline.axis])[pipeline.axis])
+        schedule = pipeline.orders if trains else forwards(pipeline.orders)
+        self.graphs = [StageGraphs(p, groups, self.device, schedule.splits_backward) for p in program.stages.values()]
+        self.stages = [EngineStage(g, schedule.stages, self.device, self.axis_group) for g in self.graphs]
+        self.engine = Engine(self.stages, schedule)
+        self.reduce = {i: LoadedGraph(p.deferred.reduce, groups, self.device, f"reduction of stage {i}")
+                       for i, p in program.stages.items() if p.deferred and p.deferred.layouts}  # fmt: skip
+        self._tie()
+
+    def _bind(self, module: nn.Module) -> None:
+        """Looks up the parameters and buffers of this rank's stages, and what outputs become."""
+        leaves: dict[str, tuple[str, object]] = {}
+        self.layouts: dict[str, Layout] = {}
+        gradients: dict[str, Tensor] = {}
+        self.buffers = {}
+        for program in self.program.stages.values():
+            sharding = program.plan.sharding
+            for node in program.stage.joint.graph.nodes:
+                if node.op == "placeholder":
+                    role = node.meta["role"]
+                    self.layouts[node.name] = sharding.leaves.get(node.name, Layout.replicated(node.meta["val"].dim()))
+                    if role.kind == "parameter":
+                        leaves[role.name] = table_of(module, role.name, "_parameters")
+                    elif role.kind == "buffer":
+                        self.buffers[role.name] = table_of(module, role.name, "_buffers")
+            output = output_node(program.stage.joint.graph)
+            for value, role in zip(output.args[0], output.meta["roles"]):
+                if role.kind == "gradient":
+                    gradients[role.name] = value.meta["val"]
+        self.tables = leaves
+        self.names = [name for name in leaves if name in gradients]  # of what trains here
+        self.parameters = [leaves[name][0][leaves[name][1]] for name in self.names]
+        self.specs = [p._spec for p in self.parameters]
+        inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
+        self.input_leaves = {n.meta["role"].name: n.name for n in inputs}
+        self.input_layouts = {n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs}
+        self.output_specs = {}
+        output = output_node(self.micro.captured.graph)
+        for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
+            if role.kind == "output" and value.meta["val"].dim():
+                joined = self._joined_layout(layout, self.micro.joins[role.name])
+                shape = list(value.meta["val"].shape)
+                if isinstance(self.micro.joins[role.name], int):
+                    shape[self.micro.joins[role.name]] *= self.micro.micro_batches
+                self.output_specs[role.name] = spec_of(joined, shape, value.meta["val"].dtype, self.stage.mesh, self.stage.device_mesh)
+
+    def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
+        """Of the micro-batches' outputs one after the other: each is sharded for itself."""
+        if not isinstance(how, int):
+            return layout
+        parts = [n * (self.micro.micro_batches if d == how else 1) for d, n in enumerate(layout.parts)]
+        return Layout(layout.dims, layout.partial, tuple(parts))
+
+    def _tie(self) -> None:
+        """Parameters that several ranks along the axis train: each has a part of the gradient. Collective."""
+        everyone: list = [None] * dist.get_world_size(self.axis_group)
+        with watch.meeting("which stages share parameters"):
+            dist.all_gather_object(everyone, self.names, group=self.axis_group)
+        shared = sorted(name for name in {*sum(everyone, [])} if sum(name in names for names in everyone) > 1)
+        self.tied = [(name, [r for r, names in enumerate(everyone) if name in names]) for name in shared]
+        ranks = dist.get_process_group_ranks(self.axis_group)
+        self.tied_groups = {}
+        self.owned = {name: next(r for r, names in enumerate(everyone) if name in names) == self.stage.place for name in self.names}
+        for name, places in self.tied:
+            key = tuple(places)
+            if key not in self.tied_groups:
+                self.tied_groups[key] = self.axis_group if len(key) == len(ranks) else None
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        """All graphs through torch.compile, with these options of it."""
+        for graphs in self.graphs:
+            graphs.compile(options)
+        for graph in self.reduce.values():
+            graph.compile(options)
+
+    @property
+    def times(self) -> list[tuple[Action, float, float]]:
+        """When each action of the last call ran on this rank."""
+        return self.engine.times
+
+    def __call__(self, inputs: list[Tensor]):
+        """The model's output for a whole batch."""
+        if self.trains and torch.is_grad_enabled():
+            outputs = list(_PipelineLoss.apply(self, inputs, *self.parameters))
+        else:
+            outputs, _ = self.run(inputs)
+        return self.returns.rebuild(outputs)
+
+    def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+        """(outputs by position, gradients of the parameters `names` as DTensors)."""
+        call = _Call(self, inputs)
+        batch = Batch(call.leaf, call.output)
+        with torch.no_grad():
+            with watch.meeting("the pipeline's schedule"):
+                self.engine.run(batch)
+            call.write_buffers()
+            outputs = self._outputs(call.outputs)
+            gradients = self._gradients(batch.gradients) if self.trains else []
+        return outputs, gradients
+
+    def _outputs(self, parts: dict[str, dict[int, Tensor]]) -> list[Tensor | None]:
+        """Whole outputs: those of this rank's stages, and the loss."""
+        outputs: list[Tensor | None] = [None] * self.returns.count
+        for name, values in parts.items():
+            how, found = self.micro.joins[name], list(values.values())
+            whole = found[0] if how == SAME else torch.stack(found).sum(0) if how == SUM else torch.cat(found, how)
+            spec = self.output_specs.get(name)
+            outputs[int(name)] = whole if spec is None else _torch.as_dtensor(whole, spec)
+        if self.returns.loss is not None:
+            mine = outputs[self.returns.loss]
+            loss = mine if mine is not None else torch.empty((), dtype=self._loss_dtype(), device=self.device)
+            last = self.plan.pipeline.orders.rank_of_stage[-1]
+            with watch.meeting("the loss"):
+                dist.broadcast(loss, group=self.axis_group, group_src=last)
+            outputs[self.returns.loss] = loss
+        return outputs
+
+    def _loss_dtype(self) -> torch.dtype:
+        output = output_node(self.micro.captured.graph)
+        found = {r.name: v.meta["val"].dtype for v, r in zip(output.args[0], output.meta["roles"]) if r.kind == "output"}
+        return found[str(self.returns.loss)]
+
+    def _gradients(self, by_stage: dict[int, dict[str, Tensor]]) -> list[Tensor]:
+        """Reduced over the stage's ranks, summed over the stages that share a parameter."""
+        total: dict[str, Tensor] = {}
+        for i, sums in by_stage.items():
+            if i in self.reduce:
+                waiting = list(self.program.stages[i].deferred.layouts)
+                results = self.reduce[i].run([sums[name] for name in waiting])
+                sums |= dict(zip(waiting, results))
+            for name, gradient in sums.items():
+                total[name] = total[name] + gradient if name in total else gradient
+        for name, places in self.tied:
+            with watch.meeting(f"the gradient of {name}, which stages share"):
+                mine = total[name].contiguous() if self.stage.place in places else None
+                if self.tied_groups[tuple(places)] is not None:
+                    dist.all_reduce(mine, group=self.axis_group)
+                elif mine is not None:
+                    mine = self._exchange(mine, places)
+                if mine is not None:
+                    total[name] = mine
+        return [_torch.as_dtensor(total[name], spec) for name, spec in zip(self.names, self.specs)]
+
+    def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:
+        """The sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
+        others = [p for p in places if p != self.stage.place]
+        received = {p: torch.empty_like(mine) for p in others}
+        work = [dist.isend(mine, group=self.axis_group, group_dst=p) for p in others]
+        work += [dist.irecv(received[p], group=self.axis_group, group_src=p) for p in others]
+        for w in work:
+            w.wait()
+        parts = received | {self.stage.place: mine}
+        total = parts[places[0]].clone()
+        for p in places[1:]:
+            total += parts[p]
+        return total
+
+
+class _Call:
+    """The leaves and outputs of one call's micro-batches."""
+
+    def __init__(self, step: PipelineStep, inputs: list[Tensor]):
+        self.step, micro = step, step.micro
+        named = dict(zip(micro.captured.signature.tensor_names, inputs))
+        self.inputs = {step.input_leaves[name]: t for name, t in named.items() if name in step.input_leaves}
+        self.dims = {step.input_leaves[name]: d for name, d in (micro.input_dims or {}).items()}
+        self.totals: tuple[Tensor, ...] = ()
+        if micro.totals is not None:
+            with torch.no_grad():
+                self.totals = micro.totals(*(named[name] for name in micro.total_inputs))
+        self.names = {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
+                      if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
+        self.state = None
+        self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def leaf(self, role, i: int) -> Tensor:
+        step = self.step
+        if role.kind == "parameter":
+            table, leaf = step.tables[role.name]
+            return _torch.local_of(table[leaf])
+        if role.kind == "buffer":
+            table, leaf = step.buffers[role.name]
+            return table[leaf]
+        if role.kind == "total":
+            return self.totals[int(role.name)]
+        if role.kind == "random":
+            if self.state is None:
+                self.state = step.random.next()
+            return self.state
+        name = self.names[role.name]
+        whole = self.inputs[name]
+        if name in self.dims:
+            whole = whole.chunk(step.micro.micro_batches, self.dims[name])[i]
+        return local_part(whole, step.input_layouts[name], step.stage.mesh, step.stage.coordinate)
+
+    def output(self, role, i: int, value: Tensor) -> None:
+        if role.kind == "mutation":
+            self.buffers[role.name] = value
+        else:
+            self.outputs.setdefault(role.name, {})[i] = value
+
+    def write_buffers(self) -> None:
+        for name, value in self.buffers.items():
+            table, leaf = self.step.buffers[name]
+            table[leaf].copy_(value)
+
+
+class _PipelineLoss(torch.autograd.Function):
+    """The outputs of a call that has computed its gradients already. The loss is the only one that is differentiable."""
+
+    @staticmethod
+    def forward(ctx, step: PipelineStep, inputs: list[Tensor], *parameters):
+        outputs, ctx.gradients = step.run(inputs)
+        loss = step.returns.loss
+        ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at != loss and isinstance(o, Tensor)])
+        ctx.set_materialize_grads(False)
+        ctx.loss = loss
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *tangents):
+        if torch.is_grad_enabled():
+            raise InputError(
+                "the backward is to be differentiated itself (create_graph=True), and a compiled model has first derivatives only",
+                fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise InputError(
+                "a second backward through one call: under a pipeline the first one takes the gradients away",
+                fix="call the model again, or leave out retain_graph=True",
+            )
+        scale = tangents[ctx.loss]
+        if scale is None:
+            return None, None, *[None] * len(gradients)
+        local = [_torch.local_of(g) for g in gradients]
+        torch._foreach_mul_(local, scale.to(local[0].dtype) if local else scale)
+        return None, None, *gradients
+
+
+def forwards(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule alone, stage by stage on each rank, which ends for every placement."""
+    orders = tuple(
+        tuple(Action("F", s, i) for s in schedule.stages_of(rank) for i in range(schedule.micro_batches))
+        for rank in range(schedule.ranks)
+    )
+    return Schedule(f"{schedule.name}, forwards alone", schedule.ranks, schedule.micro_batches, schedule.rank_of_stage, orders)

@@ -1,0 +1,79 @@
+"""Plans for further calls of a model that a pipeline runs: other shapes, eval, no_grad. Parameters stay on the stages that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from .accumulate import samples_of
+from .capture import Captured
+from .errors import MicroBatchError, StageError
+from .graph import is_op
+from .passes.micro_batch import MicroBatched, micro_batch
+from .passes.stages import cut
+from .pipeline_plan import Pipeline
+from .plan import Plan, fingerprint
+from .planner.make import PlanOptions, search
+from .planner.places import Places
+
+
+def with_owners(captured: Captured, plan: Plan) -> Plan:
+    """A plan that says which parameters its stages read."""
+    micro = micro_batch(captured, plan.pipeline.micro_batches)
+    owners = tuple(stage.parameters for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
+    return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
+
+
+def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, model: str) -> Plan:
+    """A plan for another capture of the model of `first`, with its stages. `options` fix the parameters' layouts. Raises StageError
+    if the call reads parameters of a stage in an earlier one."""
+    pipeline = first.pipeline
+    micro = _micro_batched(captured, pipeline.micro_batches)
+    planned = search(micro.captured, first.sharding.mesh, replace(options, micro_batches=micro.micro_batches), model)
+    cuts = cuts_of(micro.captured.graph, pipeline.owners)
+    pipeline = Pipeline(pipeline.axis, pipeline.ranks, pipeline.schedule, micro.micro_batches, pipeline.stages_per_rank, cuts)
+    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline, micro_batches=1, reduces_once=False,
+                   fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))  # fmt: skip
+    plan = with_owners(captured, plan)
+    for stage, (theirs, mine) in enumerate(zip(first.pipeline.owners, plan.pipeline.owners)):
+        if moved := sorted({*mine} - {*theirs}):
+            raise StageError(
+                f"this call reads {', '.join(moved[:4])} in stage {stage}, which does not have them",
+                fix="compile with example_inputs of the call that reads most, or use a mesh without pp for this one",
+            )
+    return plan
+
+
+def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
+    """As many micro-batches as there were, or the most below that this batch can be cut into."""
+    samples = samples_of(captured.signature)
+    for count in range(min(wanted, samples), 1, -1):
+        if samples % count == 0:
+            try:
+                return micro_batch(captured, count)
+            except MicroBatchError:
+                break
+    return micro_batch(captured, 1)
+
+
+def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The first forward ops that read a parameter of each stage but the first, and of none before it."""
+    places = Places(graph, ())
+    earliest: dict[str, int] = {}
+    for stage, names in enumerate(owners):
+        for name in names:
+            earliest.setdefault(name, stage)
+    cuts: list[str] = []
+    for node in places.nodes:
+        if not is_op(node) or node.meta["phase"] != "forward" or node in places.free:
+            continue
+        roots = {root for a in node.all_input_nodes for root in places.roots.get(a, ())}
+        read = [earliest.get(r.meta["role"].name, 0) for r in roots if r.op == "placeholder" and r.meta["role"].kind == "parameter"]
+        while read and max(read) > len(cuts):
+            cuts.append(node.name)
+    if len(cuts) + 1 != len(owners) or len(set(cuts)) != len(cuts):
+        raise StageError(f"this call has no op for {len(owners) - len(set(cuts)) - 1} of the {len(owners)} stages",
+                         fix="compile with example_inputs of the call that does most")  # fmt: skip
+    return tuple(cuts)
