@@ -17,6 +17,7 @@ from .capture import Captured
 from .errors import VerifyError
 from .graph import output_node
 from .layout import local_part
+from .ops_random import of_micro_batch
 from .passes.micro_batch import SAME, SUM, MicroBatched
 from .pipeline import StageProgram, lower_stage, stages_of
 from .plan import Plan
@@ -103,11 +104,16 @@ class _Simulation:
     def _backward(self, at: int, i: int) -> None:
         stage = self.running[at]
         graphs = [p.backward for p in stage.programs]
+        if graphs[0] is None:  # nothing that the stage computes has a gradient
+            del stage.saved[i]
+            return
         self._take(at, i, graphs[0], stage.simulator.run(graphs, self._backward_inputs(at, i)))
 
     def _input(self, at: int, i: int) -> None:
-        stage, inputs = self.running[at], self._backward_inputs(at, i)
-        splits = [p.split for p in stage.programs]
+        stage = self.running[at]
+        if stage.programs[0].backward is None:
+            return
+        inputs, splits = self._backward_inputs(at, i), [p.split for p in stage.programs]
         results = stage.simulator.run([s.input for s in splits], inputs)
         count = len(results[0]) - len(splits[0].stash)
         self._take(at, i, splits[0].input, [r[:count] for r in results])
@@ -116,6 +122,9 @@ class _Simulation:
 
     def _weight(self, at: int, i: int) -> None:
         stage = self.running[at]
+        if stage.programs[0].backward is None:
+            del stage.saved[i]
+            return
         graphs = [p.split.weight for p in stage.programs]
         self._take(at, i, graphs[0], stage.simulator.run(graphs, stage.stash.pop(i)))
 
@@ -183,14 +192,19 @@ class _Simulation:
 
 
 def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """For each micro-batch its global inputs by placeholder name, sums over the whole batch included."""
-    inputs = {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
-              if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
-    named = {name: values[leaf] for name, leaf in inputs.items()}
-    whole = {leaf: values[leaf] for name, leaf in inputs.items() if name not in micro.input_dims}
-    whole |= totals_of(micro, named)
-    cut = {inputs[name]: named[name].chunk(micro.micro_batches, d) for name, d in micro.input_dims.items() if name in inputs}
-    return [whole | {leaf: pieces[i] for leaf, pieces in cut.items()} for i in range(micro.micro_batches)]
+    """For each micro-batch what it is given by placeholder name: global inputs, sums over the whole batch, its random state."""
+    leaves = {kind: {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
+                     if n.op == "placeholder" and n.meta["role"].kind == kind} for kind in ("input", "random")}  # fmt: skip
+    named = {name: values[leaf] for name, leaf in leaves["input"].items()}
+    whole = {leaf: values[leaf] for leaf in leaves["input"].values()} | totals_of(micro, named)
+    parts = [dict(whole) for _ in range(micro.micro_batches)]
+    for name, dim in (micro.input_dims or {}).items():
+        for part, piece in zip(parts, named[name].chunk(micro.micro_batches, dim)) if name in named else ():
+            part[leaves["input"][name]] = piece
+    for leaf in leaves["random"].values() if micro.micro_batches > 1 else ():
+        for i, part in enumerate(parts):
+            part[leaf] = of_micro_batch(values[leaf], i)
+    return parts
 
 
 def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..errors import MicroBatchError
-from ..graph import describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ..graph import OutputRole, describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules import Rule, rule_of, strategy_of
@@ -33,14 +33,16 @@ Tensor = tuple[fx.Node, int]
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """The layouts of one graph over the axis: of ops and leaves by name, and `totals`: sums over the batch that follow from inputs
-    alone and that other ops read whole."""
+    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from inputs alone
+    and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not depend on the batch and are
+    added to sums over it, so that each micro-batch adds its share of them alone."""
 
     mesh: Mesh
     nodes: dict[str, NodeSharding]
     leaves: dict[str, Layout]
-    outputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
     totals: tuple[fx.Node, ...]
+    shares: dict[fx.Node, frozenset[fx.Node]]
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
@@ -120,6 +122,12 @@ def _parts(entry: str | Inner) -> int:
     return entry.parts if isinstance(entry, Inner) else 1
 
 
+def partial_of(value: fx.Node) -> Layout:
+    """The layout of a sum over the batch."""
+    ndim = value.meta["val"].dim()
+    return Layout(((),) * ndim, ((AXIS, "sum"),), (1,) * ndim)
+
+
 def _mixes(node: fx.Node) -> MicroBatchError:
     return MicroBatchError(
         f"{node.name} computes with all samples of the batch at once, so that it cannot run one micro-batch at a time",
@@ -136,6 +144,7 @@ class _Layouts:
         self.layout: dict[Tensor, Layout] = {}
         self.of_inputs: set[fx.Node] = set()  # what follows from inputs and constants alone
         self.totals: dict[fx.Node, None] = {}
+        self.shares: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def found(self) -> BatchAxis:
         nodes, leaves = {}, {}
@@ -151,16 +160,22 @@ class _Layouts:
                 for i, layout in zip(output_indices(node), sharding.outputs):
                     self.layout[node, i] = layout
         output = output_node(self.graph)
-        outputs = []
-        for value, role in zip(output.args[0], output.meta["roles"]):
-            layout = self.layout[tensor_of(value)] if is_tensor(value) else None
-            if role.kind == "mutation" and layout is not None and not layout.is_replicated:
-                raise MicroBatchError(
-                    f"the buffer {role.name} follows the whole batch", node=describe(value), source=value.meta.get("source") or None,
-                    fix=FIX,
-                )  # fmt: skip
-            outputs.append(layout)
-        return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals))
+        outputs = [self._output(v, r) if is_tensor(v) else None for v, r in zip(output.args[0], output.meta["roles"])]
+        return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals), self.shares)
+
+    def _output(self, value: fx.Node, role: OutputRole | None) -> Layout:
+        layout = self.layout[tensor_of(value)]
+        if role is not None and role.kind == "mutation" and not layout.is_replicated:
+            raise MicroBatchError(
+                f"the buffer {role.name} follows the whole batch", node=describe(value), source=value.meta.get("source") or None,
+                fix=FIX,
+            )  # fmt: skip
+        if any(reduction != "sum" for _, reduction in layout.partial):
+            raise _mixes(value)
+        if role is not None and role.kind == "gradient" and layout.is_replicated:
+            self._share(output_node(self.graph), value)
+            return partial_of(value)
+        return layout
 
     def _leaf(self, node: fx.Node) -> Layout:
         value = node.meta.get("val")
@@ -180,21 +195,34 @@ class _Layouts:
         if rule is None:
             layouts = [self._whole(node, a) if l.partial else l for a, l in zip(arguments, layouts)]
             return NodeSharding(tuple(layouts), tuple(Layout.replicated(v.dim()) for v in values_of(node)))
-        partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
-        for known_before in (False, True):  # sums stay partial where the op is linear in them
-            if known_before:
-                partial -= frozenset(i for i, a in enumerate(arguments) if tensor_of(a)[0] in self.of_inputs)
-            if not partial or not factor and partial in rule.linear:
-                break
-        else:
-            partial = frozenset()
-        layouts = [self._whole(node, a) if l.partial and i not in partial else l
-                   for i, (a, l) in enumerate(zip(arguments, layouts))]  # fmt: skip
+        partial = self._partial(node, rule, layouts, bool(factor))
+        for i, argument in enumerate(arguments):
+            if layouts[i].partial and i not in partial:
+                layouts[i] = self._whole(node, argument)
+            elif i in partial and not layouts[i].partial:
+                layouts[i] = self._share(node, argument)
         label = factor or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
         chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
         if chosen is None or list(chosen.inputs) != layouts:
             raise _mixes(node)
         return NodeSharding(chosen.inputs, chosen.outputs, chosen.choice)
+
+    def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
+        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is linear in them;
+        else those of them that are not known before the step, with others that do not depend on the batch."""
+        partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
+        if has_samples or partial in rule.linear:
+            return frozenset() if has_samples else partial
+        unknown = frozenset(i for i in partial if tensor_of(tensor_arguments(node)[i])[0] not in self.of_inputs)
+        sums = [arguments for arguments in rule.linear if unknown and unknown <= arguments]
+        return min(sums, key=len, default=frozenset())
+
+    def _share(self, node: fx.Node, argument: fx.Node) -> Layout:
+        """A value that does not depend on the batch, as the sum of equal shares."""
+        if not argument.meta["val"].is_floating_point():
+            raise _mixes(node)
+        self.shares[node] = self.shares.get(node, frozenset()) | {argument}
+        return partial_of(argument)
 
     def _whole(self, node: fx.Node, argument: fx.Node) -> Layout:
         """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from inputs."""
