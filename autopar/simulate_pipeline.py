@@ -64,10 +64,8 @@ class _Simulation:
         self.plan, self.values, self.mesh = plan, values, plan.sharding.mesh
         self.micro, stages = stages_of(captured, plan)
         ranks = range(self.mesh.devices)
-        self.running = [
-            _Running([lower_stage(s, self.micro, plan, r, check) for r in ranks], Simulator(self.mesh), gradients=[{} for _ in ranks])
-            for s in stages
-        ]
+        programs = [[lower_stage(stage, self.micro, plan, rank, check) for rank in ranks] for stage in stages]
+        self.running = [_Running(p, Simulator(self.mesh), gradients=[{} for _ in ranks]) for p in programs]
         self.parts = parts_of(self.micro, values)
         self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
         self.outputs: dict[str, dict[int, Tensor]] = {}
@@ -90,7 +88,11 @@ class _Simulation:
     def _forward(self, at: int, i: int) -> None:
         stage = self.running[at]
         arrived = self._arrived(at, i, stage.programs[0].stage.received)
-        inputs = [self._arguments(p.forward, i, rank, arrived) for rank, p in enumerate(stage.programs)]
+        values = {**self.values, **self.parts[i]}
+        inputs = [
+            [self._given(n, values, rank, arrived) for n in p.forward.graph.nodes if n.op == "placeholder"]
+            for rank, p in enumerate(stage.programs)
+        ]
         results = stage.simulator.run([p.forward for p in stage.programs], inputs)
         kept = len(results[0]) - len(stage.programs[0].saved)
         for position, role in enumerate(output_node(stage.programs[0].forward.graph).meta["roles"][:kept]):
@@ -128,16 +130,6 @@ class _Simulation:
         graphs = [p.split.weight for p in stage.programs]
         self._take(at, i, graphs[0], stage.simulator.run(graphs, stage.stash.pop(i)))
 
-    def _arguments(self, graph: fx.GraphModule, i: int, rank: int, arrived: Mapping[str, list[Tensor]]) -> list[Tensor]:
-        """What a rank's forward takes: its parts of the micro-batch, of parameters and buffers, and what came from other stages."""
-        coordinate, found = self.mesh.coordinate(rank), []
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                whole = self.parts[i].get(node.name, self.values.get(node.name))
-                is_sent = node.meta["role"].kind == "activation"
-                found.append(arrived[node.name][rank] if is_sent else local_part(whole, node.meta["layout"], self.mesh, coordinate))
-        return found
-
     def _backward_inputs(self, at: int, i: int) -> list[tuple]:
         stage = self.running[at]
         arrived = self._arrived(at, i, stage.programs[0].stage.arriving)
@@ -145,13 +137,14 @@ class _Simulation:
         for rank, saved in enumerate(stage.saved.pop(i)):
             graph = stage.programs[rank].backward.graph
             given = [n for n in graph.nodes if n.op == "placeholder"][len(saved) :]
-            coordinate = self.mesh.coordinate(rank)
-            tangents = [
-                arrived[n.name][rank] if n.name in arrived else local_part(self.values[n.name], n.meta["layout"], self.mesh, coordinate)
-                for n in given
-            ]
-            inputs.append((*saved, *tangents))
+            inputs.append((*saved, *(self._given(n, self.values, rank, arrived) for n in given)))
         return inputs
+
+    def _given(self, node: fx.Node, values: Mapping[str, Tensor], rank: int, arrived: Mapping[str, list[Tensor]]) -> Tensor:
+        """What a placeholder takes on a rank: what came from another stage, or its part of a global value."""
+        if node.name in arrived:
+            return arrived[node.name][rank]
+        return local_part(values[node.name], node.meta["layout"], self.mesh, self.mesh.coordinate(rank))
 
     def _take(self, at: int, i: int, graph: fx.GraphModule, results: Sequence[tuple]) -> None:
         """Gradients of parameters add up; what the stage before reads goes there."""

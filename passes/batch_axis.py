@@ -33,9 +33,9 @@ Tensor = tuple[fx.Node, int]
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from inputs alone
-    and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not depend on the batch and are
-    added to sums over it, so that each micro-batch adds its share of them alone."""
+    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from inputs
+    alone and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not depend on the batch and
+    are added to sums over it, so that each micro-batch adds its share of them alone."""
 
     mesh: Mesh
     nodes: dict[str, NodeSharding]
@@ -208,8 +208,8 @@ class _Layouts:
         return NodeSharding(chosen.inputs, chosen.outputs, chosen.choice)
 
     def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
-        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is linear in them;
-        else those of them that are not known before the step, with others that do not depend on the batch."""
+        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is linear in
+        them; else those of them that are not known before the step, with others that do not depend on the batch."""
         partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
         if has_samples or partial in rule.linear:
             return frozenset() if has_samples else partial
@@ -229,8 +229,8 @@ class _Layouts:
         producer, _ = tensor_of(argument)
         if producer not in self.of_inputs:
             raise MicroBatchError(
-                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all micro-batches "
-                "have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all micro-batches"
+                " have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
         self.totals[argument] = None
         return Layout.replicated(argument.meta["val"].dim())

@@ -1,11 +1,11 @@
 """From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
 
 The graph is cut along the samples as for one more mesh axis (passes/batch_axis.py), so what it computes is what the whole batch
-computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that are sums over
-the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need before the last micro-batch
-has run (the number of valid tokens) follows from the inputs: a graph of its own computes it first, and micro-batches read it. What
-does not depend on the batch (the norm of a weight in the loss) is added in equal shares. Random ops draw the numbers of their samples:
-the random state of a micro-batch has its number.
+computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that are sums
+over the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need before the last
+micro-batch has run (the number of valid tokens) follows from the inputs: a graph of its own computes it first, and micro-batches
+read it. What does not depend on the batch (the norm of a weight in the loss) is added in equal shares. Random ops draw the numbers
+of their samples: the random state of a micro-batch has its number.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
 
 
 def _rewritten(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
-    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts of all its ops
+    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts of its ops
     and leaves."""
     graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
     for node in joint.graph.nodes:
@@ -136,10 +136,14 @@ def _forget_axis(local: fx.GraphModule) -> None:
 
 
 def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
-    """Raises MicroBatchError if micro-batches need graphs of their own: an op whose constants follow from where its samples stand."""
+    """Raises MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples stand."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
-        if a.op not in ("output",) and (a.name, a.target, str(a.args), str(a.kwargs)) != (b.name, b.target, str(b.args), str(b.kwargs)):
+        if a.op != "output" and _said(a) != _said(b):
             raise MicroBatchError(
                 f"{a.name} needs to know which samples of the batch it has: {a.target}", node=describe(a),
                 source=a.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
+
+
+def _said(node: fx.Node) -> tuple:
+    return node.name, node.target, str(node.args), str(node.kwargs)

@@ -1,7 +1,7 @@
 """Stages of a pipeline against one device: traced models in fp64, cuts at any ops, stages played one after the other.
 
-`Case.of` takes a model through its widened capture (autopar/oracle.py), so that sums in another order differ by 1e-15 and a mistake by
-much more, also in the models of transformers, which take their losses in fp32.
+`Case.of` takes a model through its widened capture (autopar/oracle.py), so that sums in another order differ by 1e-15 and a mistake
+by much more, also in the models of transformers, which take their losses in fp32.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def random_cuts(captured: Captured, stages: int, seed: int) -> tuple[str, ...]:
 
 
 def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor]) -> tuple[dict, dict]:
-    """(outputs, gradients): all micro-batches through all stages and back, without ranks. What passes goes by its name, one stage at
-    a time, and is taken by the stage it was sent to."""
+    """(outputs, gradients): all micro-batches through all stages and back, without ranks. What passes goes from a stage to the
+    next by its name, and all of it is taken there."""
     parts = [partition(stage.joint) for stage in stages]
     outputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, Tensor] = {}

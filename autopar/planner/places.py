@@ -114,7 +114,7 @@ class Places:
         return stages
 
     def reachable(self, node: fx.Node) -> int:
-        """Stages that a value can be sent to: gradients go to earlier ones only, and a parameter stays where the forward reads it."""
+        """Stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the forward reads it."""
         if node in self.stage and node.meta["phase"] != "forward":
             return (1 << self.stage[node] + 1) - 1
         stages = self.all
@@ -145,7 +145,8 @@ class Places:
                 near &= self.available(argument)
                 far &= self.reachable(argument)
             if not far:
-                raise StageError(f"no stage has all that {node.name} reads", node=describe(node), source=node.meta.get("source") or None)
+                source = node.meta.get("source") or None
+                raise StageError(f"no stage has all that {node.name} reads", node=describe(node), source=source)
             self.stage[node] = (near or far).bit_length() - 1
 
     def _sink(self) -> None:
