@@ -42,12 +42,13 @@ class _Running:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One simulated step. Outputs by their position in the call and gradients by parameter are global. `in_flight`: by stage, the
-    most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values it sent. `bytes_sent`: by
-    stage and rank, of the collectives inside of it."""
+    """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are global.
+    `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values
+    it sent. `bytes_sent`: by stage and rank, of the collectives inside of it."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     in_flight: tuple[int, ...]
     sends: Counter
     bytes_sent: tuple[list[float], ...]
@@ -69,6 +70,7 @@ class _Simulation:
         self.parts = parts_of(self.micro, values)
         self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
         self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.buffers: dict[str, Tensor] = {}
         self.sends: Counter = Counter()
 
     def step(self) -> PipelineStep:
@@ -81,9 +83,10 @@ class _Simulation:
         for stage in self.running:
             for name, gradient in self._reduced(stage).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        outputs = {name: join(list(parts.values()), self.micro.joins[name]) for name, parts in self.outputs.items()}
+        outputs = {name: join([parts[i] for i in sorted(parts)], self.micro.joins[name]) for name, parts in self.outputs.items()}
         in_flight = tuple(stage.most_in_flight for stage in self.running)
-        return PipelineStep(outputs, gradients, in_flight, self.sends, tuple(s.simulator.bytes_sent for s in self.running))
+        bytes_sent = tuple(stage.simulator.bytes_sent for stage in self.running)
+        return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent)
 
     def _forward(self, at: int, i: int) -> None:
         stage = self.running[at]
@@ -98,8 +101,12 @@ class _Simulation:
         for position, role in enumerate(output_node(stage.programs[0].forward.graph).meta["roles"][:kept]):
             if role.kind == "activation":
                 self._send(at, at + 1, i, role.name, [r[position] for r in results])
-            elif role.kind == "output":
-                self.outputs.setdefault(role.name, {})[i] = self._whole(stage, "output", role.name, [r[position] for r in results])
+            else:
+                whole = self._whole(stage, role.kind, role.name, [r[position] for r in results])
+                if role.kind == "output":
+                    self.outputs.setdefault(role.name, {})[i] = whole
+                else:  # every micro-batch reads the old value
+                    self.buffers[role.name] = whole
         stage.saved[i] = [r[kept:] for r in results]
         stage.count()
 

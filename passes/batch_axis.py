@@ -25,8 +25,11 @@ from ..rules.reading import input_shapes, output_indices, output_shapes
 from ..rules.rule import Inner, entries_of, name_of
 from ..sharding import NodeSharding
 
+aten = torch.ops.aten
 AXIS = "micro_batch"
 FIX = "use one micro-batch, or a mesh without pp"
+
+OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
 
 Tensor = tuple[fx.Node, int]
 
@@ -35,7 +38,8 @@ Tensor = tuple[fx.Node, int]
 class BatchAxis:
     """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from inputs
     alone and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not depend on the batch and
-    are added to sums over it, so that each micro-batch adds its share of them alone."""
+    are added to sums over it, so that each micro-batch adds its share of them alone; numbers that ops of OFFSET add where it is
+    empty."""
 
     mesh: Mesh
     nodes: dict[str, NodeSharding]
@@ -85,6 +89,11 @@ class _Samples:
             self.waiting.append(producer)
         elif producer.meta["role"].kind != "input":
             role = producer.meta["role"]
+            if role.kind == "tangent":
+                raise MicroBatchError(
+                    f"output {role.name} has a gradient of its own for every sample of the batch", node=describe(producer),
+                    fix="return one loss, as the field or key loss if there are other outputs, or give a loss_fn",
+                )  # fmt: skip
             raise MicroBatchError(
                 f"the {role.kind} {role.name} has a value for every sample of the batch", node=describe(producer), fix=FIX
             )
@@ -195,6 +204,9 @@ class _Layouts:
         if rule is None:
             layouts = [self._whole(node, a) if l.partial else l for a, l in zip(arguments, layouts)]
             return NodeSharding(tuple(layouts), tuple(Layout.replicated(v.dim()) for v in values_of(node)))
+        if node.target in OFFSET and len(layouts) == 1 and layouts[0] == partial_of(arguments[0]):
+            self.shares[node] = frozenset()
+            return NodeSharding((layouts[0],), (layouts[0],))
         partial = self._partial(node, rule, layouts, bool(factor))
         for i, argument in enumerate(arguments):
             if layouts[i].partial and i not in partial:

@@ -24,7 +24,7 @@ from ..graph import OutputRole, Role, describe, leaf_name, output_node
 from ..layout import Layout
 from ..ops_random import STREAM, stream_of
 from ..sharding import NodeSharding, Sharding
-from .batch_axis import AXIS, FIX, BatchAxis, batch_axis, partial_of
+from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, batch_axis, partial_of
 from .localize import localize
 
 aten = torch.ops.aten
@@ -91,6 +91,8 @@ def _rewritten(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, 
                 share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
                 nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
             new[node] = graph.node_copy(node, given.__getitem__)
+            if node.target in OFFSET and axis.shares.get(node) == frozenset():
+                new[node].update_arg(1, node.args[1] / axis.mesh.devices)
     graph.eliminate_dead_code()
     return graph_module(joint, graph, "MicroBatch"), nodes, leaves
 

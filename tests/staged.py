@@ -19,7 +19,7 @@ from autopar.capture import Captured
 from autopar.graph import is_op, output_node
 from autopar.hardware import load
 from autopar.mesh import Mesh
-from autopar.oracle import OneDevice, global_values, norm, one_device_step, widened_capture, widened_value
+from autopar.oracle import OneDevice, global_values, norm, one_device_step, relative_error, widened_capture, widened_value
 from autopar.passes.micro_batch import MicroBatched
 from autopar.passes.partition import partition
 from autopar.passes.stages import Stage
@@ -27,7 +27,7 @@ from autopar.pipeline_plan import Pipeline, inside
 from autopar.plan import Plan
 from autopar.planner.make import PlanOptions, search
 from autopar.schedule import KINDS
-from autopar.simulate_pipeline import PipelineStep, parts_of
+from autopar.simulate_pipeline import join, parts_of
 
 from .families import FAMILIES
 
@@ -53,18 +53,20 @@ class Case:
         samples = next(shape[0] for shape in captured.signature.shapes if shape)
         return cls(captured, values, one_device_step(captured, values), samples)
 
-    def errors(self, outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor], share: float = 1e-4) -> dict[str, float]:
-        """Relative errors of all outputs and of every gradient, those of a tiny norm relative to `share` of the largest."""
+    def errors(self, step, share: float = 1e-4) -> dict[str, float]:
+        """Relative errors of all outputs, every gradient and every new value of a buffer; those of a gradient with a tiny norm
+        relative to `share` of the largest."""
         floor = share * max(map(norm, self.wanted.gradients.values()), default=0.0)
-        found = {f"output {i}": (outputs[str(i)], value, 0.0) for i, value in enumerate(self.wanted.outputs)}
-        found |= {name: (gradients[name], value, floor) for name, value in self.wanted.gradients.items()}
-        assert set(gradients) == set(self.wanted.gradients)
+        found = {f"output {i}": (step.outputs[str(i)], value, 0.0) for i, value in enumerate(self.wanted.outputs)}
+        found |= {name: (step.gradients[name], value, floor) for name, value in self.wanted.gradients.items()}
+        found |= {name: (step.buffers[name], value, 0.0) for name, value in self.wanted.buffers.items()}
+        assert set(step.gradients) == set(self.wanted.gradients) and set(step.buffers) == set(self.wanted.buffers)
         for name, (mine, value, _) in found.items():
             assert mine.shape == value.shape and mine.dtype == value.dtype, name
-        return {name: norm(mine - value) / max(norm(value), least, 1e-30) for name, (mine, value, least) in found.items()}
+        return {name: relative_error(mine, value, least) for name, (mine, value, least) in found.items()}
 
-    def check(self, outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor], note: object, tolerance: float = EXACT) -> None:
-        wrong = {name: error for name, error in self.errors(outputs, gradients).items() if not error <= tolerance}
+    def check(self, step, note: object, tolerance: float = EXACT) -> None:
+        wrong = {name: error for name, error in self.errors(step).items() if not error <= tolerance}
         assert not wrong, f"{note}: {wrong}"
 
 
@@ -109,12 +111,22 @@ def random_cuts(captured: Captured, stages: int, seed: int) -> tuple[str, ...]:
     return tuple(ops[i] for i in sorted(random.Random(seed).sample(range(1, len(ops)), stages - 1)))
 
 
-def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor]) -> tuple[dict, dict]:
-    """(outputs, gradients): all micro-batches through all stages and back, without ranks. What passes goes from a stage to the
+@dataclass(frozen=True)
+class Step:
+    """Of all micro-batches together; a simulated step (PipelineStep) has these fields too."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor]) -> Step:
+    """All micro-batches through all stages and back, without ranks. What passes goes from a stage to the
     next by its name, and all of it is taken there."""
     parts = [partition(stage.joint) for stage in stages]
     outputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for of_batch in parts_of(micro, values):
         given, passing, saved = {**values, **of_batch}, {}, []
         for stage, part in zip(stages, parts):
@@ -125,6 +137,8 @@ def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[st
             for role, value in results.items():
                 if _kind(role) == "output":
                     outputs.setdefault(role.name, []).append(value)
+                elif _kind(role) == "mutation":
+                    buffers[role.name] = value
         assert not passing
         for stage, part, kept in reversed(list(zip(stages, parts, saved))):
             assert set(passing) == set(stage.arriving)
@@ -134,7 +148,7 @@ def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[st
                 if role.kind == "gradient":
                     gradients[role.name] = gradients[role.name] + value if role.name in gradients else value
         assert not passing
-    return outputs, gradients
+    return Step({name: join(parts, micro.joins[name]) for name, parts in outputs.items()}, gradients, buffers)
 
 
 def _run(graph, saved, given):
@@ -170,7 +184,3 @@ def plan_of(micro: MicroBatched, mesh: str, schedule: str, cuts: Sequence[str] |
     cuts = even_cuts(micro.captured, p * v) if cuts is None else tuple(cuts)
     plan = _sharded(id(micro.captured), whole, strategy, precision, recompute)
     return replace(plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts))
-
-
-def sums(step: PipelineStep) -> tuple[dict, dict]:
-    return step.outputs, step.gradients

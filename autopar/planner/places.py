@@ -87,10 +87,11 @@ class Places:
     def _reads(self) -> None:
         """Which stages read each value, and each parameter, through what is computed wherever it is read."""
         self.read_at: dict[fx.Node, int] = {}
-        for node, stage in self.stage.items():
-            for argument in node.all_input_nodes:
-                for read in self.roots.get(argument, (argument,)):
-                    self.read_at[read] = self.read_at.get(read, 0) | 1 << stage
+        reads = [(argument, stage) for node, stage in self.stage.items() for argument in node.all_input_nodes]
+        reads += [(v, self.count - 1) for v, r in self.pairs if v in self.free and r is not None and r.is_forward]
+        for value, stage in reads:
+            for read in self.roots.get(value, (value,)):
+                self.read_at[read] = self.read_at.get(read, 0) | 1 << stage
         self.parameters = {n: self.read_at.get(n, 0) for n in self.nodes
                            if n.op == "placeholder" and n.meta["role"].kind == "parameter"}  # fmt: skip
 
