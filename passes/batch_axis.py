@@ -29,6 +29,7 @@ aten = torch.ops.aten
 AXIS = "micro_batch"
 FIX = "use one micro-batch, or a mesh without pp"
 
+MADE = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)  # whatever is in their input
 OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
 
 Tensor = tuple[fx.Node, int]
@@ -100,9 +101,9 @@ class _Samples:
 
     def _spread(self, node: fx.Node) -> None:
         """From the tensors of an op whose place is known to its others."""
-        rule = self.rules[node]
-        known = [(t, dims) for t, dims in self._tensors(node) if t in self.place]
-        factors = {self._factor_at(node, dims, self.place[t]) for t, dims in known}
+        factors = {self._factor_at(dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
+        if not factors:
+            return
         if len(factors) != 1 or None in factors:
             raise _mixes(node)
         (factor,) = factors
@@ -113,16 +114,17 @@ class _Samples:
                 raise _mixes(node)
             if place is not None and tensor not in self.place:
                 self._put(tensor, place)
-        assert rule is not None
 
     def _tensors(self, node: fx.Node) -> list[tuple[Tensor, tuple]]:
         rule = self.rules[node]
         if rule is None:
             raise _mixes(node)
         inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs)
+        if node.target in MADE:
+            inputs = [(tensor, dims) for tensor, dims in inputs if any(dims)]
         return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
 
-    def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> str | None:
+    def _factor_at(self, dims: tuple, place: tuple[int, int]) -> str | None:
         dim, parts = place
         return next((name_of(e) for e in entries_of(dims[dim]) if _parts(e) == parts), None)
 
@@ -215,9 +217,9 @@ class _Layouts:
                 layouts[i] = self._share(node, argument)
         label = factor or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
         chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
-        if chosen is None or list(chosen.inputs) != layouts:
+        if chosen is None or list(chosen.inputs) != layouts and node.target not in MADE:
             raise _mixes(node)
-        return NodeSharding(chosen.inputs, chosen.outputs, chosen.choice)
+        return NodeSharding(tuple(layouts), chosen.outputs, chosen.choice)
 
     def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
         """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is linear in

@@ -183,7 +183,7 @@ def is_sum(node: fx.Node) -> bool:
     """Whether the op is linear in each of its arguments alone: a sum of two tensors, or a view or cast of one."""
     if node.target is aten.add.Tensor:
         return not node.kwargs and all(is_tensor(a) and a.meta["val"].shape == node.meta["val"].shape for a in node.args)
-    return node.target in LINEAR_UNARY
+    return node.target in LINEAR_UNARY and node.meta["val"].is_floating_point()
 
 
 def first_of(mask: int, default: int) -> int:
