@@ -9,7 +9,9 @@ Generator: Squares (Widynski, "Squares: a fast counter-based RNG", arXiv 2004.06
 every device has as int64 (they wrap around), a fifth of the work of Philox 4x32-10.
 
 `state` is int64 (2,) on the CPU, seed and offset. The element at local place (i, j, ..) has the global index
-start + i * strides[0] + j * strides[1] + ...; globally start is 0 and strides are those of a contiguous tensor.
+start + i * strides[0] + j * strides[1] + ...; globally start is 0 and strides are those of a contiguous tensor. In the graph of one
+micro-batch (passes/micro_batch.py) `state` has the number of the micro-batch too, and it starts `micro_batch_step` further than the
+one before.
 """
 
 from __future__ import annotations
@@ -105,33 +107,38 @@ def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torc
 
 
 @custom_op("autopar::dropout", mutates_args=())
-def dropout(x: Tensor, state: Tensor, p: float, stream: int, start: int, strides: Sequence[int]) -> Tensor:
+def dropout(
+    x: Tensor, state: Tensor, p: float, stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0
+) -> Tensor:
     """Elements of x (...) are zero with probability p, else divided by 1 - p. p counts in multiples of 2**-16."""
     dropped = round(p * 2**16)
     if dropped == 2**16:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out, dims = torch.empty(x.shape, dtype=x.dtype, device=x.device), _merged(x.shape, strides)
     source, target = (t.reshape(-1, dims[-1][0]) for t in (x, out))
-    for place, word in _short_words(dims, start, key_of(*state.tolist(), stream), x.device):
+    key, start = _place(state, stream, start, micro_batch_step)
+    for place, word in _short_words(dims, start, key, x.device):
         torch.mul(source[place], word >= dropped - 2**15, out=target[place])
     return out.mul_(2**16 / (2**16 - dropped))
 
 
 @custom_op("autopar::uniform", mutates_args=())
 def uniform(
-    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
+    dtype: torch.dtype, device: torch.device,
 ) -> Tensor:
     """Numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
-        state, size, stream, start, strides, dtype, device,
+        _place(state, stream, start, micro_batch_step), size, strides, dtype, device,
         lambda word: (word >> (64 - bits)).bitwise_and_(2**bits - 1).to(torch.float64).mul_(2.0**-bits),
     )  # fmt: skip
 
 
 @custom_op("autopar::normal", mutates_args=())
 def normal(
-    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
+    dtype: torch.dtype, device: torch.device,
 ) -> Tensor:
     """Standard normal numbers of shape `size`: Box and Muller, Annals of Mathematical Statistics 29, 1958, each from 64 bits."""
 
@@ -139,22 +146,26 @@ def normal(
         radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         return word.bitwise_and_(LOW_32).to(torch.float64).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
 
-    return _filled(state, size, stream, start, strides, dtype, device, normal_of)
+    return _filled(_place(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
 
 
-def _filled(state, size, stream, start, strides, dtype, device, number_of) -> Tensor:
-    out, dims, key = torch.empty(size, dtype=dtype, device=device), _merged(size, strides), key_of(*state.tolist(), stream)
+def _place(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
+    """The key of an op's numbers, and the global index of its first."""
+    seed, offset, *micro_batch = state.tolist()
+    return key_of(seed, offset, stream), start + micro_batch_step * sum(micro_batch)
+
+
+def _filled(key_and_start, size, strides, dtype, device, number_of) -> Tensor:
+    (key, start), out, dims = key_and_start, torch.empty(size, dtype=dtype, device=device), _merged(size, strides)
     target = out.reshape(-1, dims[-1][0])
     for place, index in _blocks(dims, start, device):
         target[place] = number_of(squares64(index, key))
     return out
 
 
-dropout.register_fake(lambda x, state, p, stream, start, strides: x.new_empty(x.shape))
+dropout.register_fake(lambda x, *constants: x.new_empty(x.shape))
 for op in (uniform, normal):
-    op.register_fake(
-        lambda state, size, stream, start, strides, *, dtype, device: torch.empty(size, dtype=dtype, device=device)
-    )
+    op.register_fake(lambda state, size, *constants, dtype, device: torch.empty(size, dtype=dtype, device=device))
 
 
 def _dropout_setup(ctx, inputs, output):
@@ -163,13 +174,18 @@ def _dropout_setup(ctx, inputs, output):
 
 
 def _dropout_backward(ctx, grad):
-    return dropout(grad, ctx.saved_tensors[0], *ctx.constants), None, None, None, None, None
+    return dropout(grad, ctx.saved_tensors[0], *ctx.constants), *[None] * (1 + len(ctx.constants))
 
 
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
 _autopar = torch.ops.autopar
 STREAM = {_autopar.dropout.default: 3, _autopar.uniform.default: 2, _autopar.normal.default: 2}  # its place in the arguments
+
+
+def of_micro_batch(state: Tensor, number: int) -> Tensor:
+    """The state that one micro-batch of a forward takes: int64 (3,)."""
+    return torch.cat([state, state.new_tensor([number])])
 
 
 def stream_of(node) -> int | None:

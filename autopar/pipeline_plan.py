@@ -22,9 +22,9 @@ ALONE = "device"  # the axis of a stage that is one device
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage, of one device: seconds of a micro-batch's forward, of the gradients of its input and of its parameters, and of what
-    it sends to the next stage and back; bytes of its parameters with gradients and optimizer state, of what a micro-batch saves for
-    its backward, and at the peak of the step."""
+    """One stage, of one device: seconds of a micro-batch's forward, of the gradients of its input and of its parameters, and of
+    what it sends to the next stage and back; bytes of its parameters with gradients and optimizer state, of what a micro-batch
+    saves for its backward, and at the peak of the step."""
 
     forward_seconds: float
     input_seconds: float

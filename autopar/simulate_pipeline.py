@@ -17,6 +17,7 @@ from .capture import Captured
 from .errors import VerifyError
 from .graph import output_node
 from .layout import local_part
+from .ops_random import of_micro_batch
 from .passes.micro_batch import SAME, SUM, MicroBatched
 from .pipeline import StageProgram, lower_stage, stages_of
 from .plan import Plan
@@ -41,12 +42,13 @@ class _Running:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One simulated step. Outputs by their position in the call and gradients by parameter are global. `in_flight`: by stage, the
-    most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values it sent. `bytes_sent`: by
-    stage and rank, of the collectives inside of it."""
+    """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are global.
+    `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values
+    it sent. `bytes_sent`: by stage and rank, of the collectives inside of it."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
     in_flight: tuple[int, ...]
     sends: Counter
     bytes_sent: tuple[list[float], ...]
@@ -63,13 +65,12 @@ class _Simulation:
         self.plan, self.values, self.mesh = plan, values, plan.sharding.mesh
         self.micro, stages = stages_of(captured, plan)
         ranks = range(self.mesh.devices)
-        self.running = [
-            _Running([lower_stage(s, self.micro, plan, r, check) for r in ranks], Simulator(self.mesh), gradients=[{} for _ in ranks])
-            for s in stages
-        ]
+        programs = [[lower_stage(stage, self.micro, plan, rank, check) for rank in ranks] for stage in stages]
+        self.running = [_Running(p, Simulator(self.mesh), gradients=[{} for _ in ranks]) for p in programs]
         self.parts = parts_of(self.micro, values)
         self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
         self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.buffers: dict[str, Tensor] = {}
         self.sends: Counter = Counter()
 
     def step(self) -> PipelineStep:
@@ -82,32 +83,46 @@ class _Simulation:
         for stage in self.running:
             for name, gradient in self._reduced(stage).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        outputs = {name: join(list(parts.values()), self.micro.joins[name]) for name, parts in self.outputs.items()}
+        outputs = {name: join([parts[i] for i in sorted(parts)], self.micro.joins[name]) for name, parts in self.outputs.items()}
         in_flight = tuple(stage.most_in_flight for stage in self.running)
-        return PipelineStep(outputs, gradients, in_flight, self.sends, tuple(s.simulator.bytes_sent for s in self.running))
+        bytes_sent = tuple(stage.simulator.bytes_sent for stage in self.running)
+        return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent)
 
     def _forward(self, at: int, i: int) -> None:
         stage = self.running[at]
         arrived = self._arrived(at, i, stage.programs[0].stage.received)
-        inputs = [self._arguments(p.forward, i, rank, arrived) for rank, p in enumerate(stage.programs)]
+        values = {**self.values, **self.parts[i]}
+        inputs = [
+            [self._given(n, values, rank, arrived) for n in p.forward.graph.nodes if n.op == "placeholder"]
+            for rank, p in enumerate(stage.programs)
+        ]
         results = stage.simulator.run([p.forward for p in stage.programs], inputs)
         kept = len(results[0]) - len(stage.programs[0].saved)
         for position, role in enumerate(output_node(stage.programs[0].forward.graph).meta["roles"][:kept]):
             if role.kind == "activation":
                 self._send(at, at + 1, i, role.name, [r[position] for r in results])
-            elif role.kind == "output":
-                self.outputs.setdefault(role.name, {})[i] = self._whole(stage, "output", role.name, [r[position] for r in results])
+            else:
+                whole = self._whole(stage, role.kind, role.name, [r[position] for r in results])
+                if role.kind == "output":
+                    self.outputs.setdefault(role.name, {})[i] = whole
+                else:  # every micro-batch reads the old value
+                    self.buffers[role.name] = whole
         stage.saved[i] = [r[kept:] for r in results]
         stage.count()
 
     def _backward(self, at: int, i: int) -> None:
         stage = self.running[at]
         graphs = [p.backward for p in stage.programs]
+        if graphs[0] is None:  # nothing that the stage computes has a gradient
+            del stage.saved[i]
+            return
         self._take(at, i, graphs[0], stage.simulator.run(graphs, self._backward_inputs(at, i)))
 
     def _input(self, at: int, i: int) -> None:
-        stage, inputs = self.running[at], self._backward_inputs(at, i)
-        splits = [p.split for p in stage.programs]
+        stage = self.running[at]
+        if stage.programs[0].backward is None:
+            return
+        inputs, splits = self._backward_inputs(at, i), [p.split for p in stage.programs]
         results = stage.simulator.run([s.input for s in splits], inputs)
         count = len(results[0]) - len(splits[0].stash)
         self._take(at, i, splits[0].input, [r[:count] for r in results])
@@ -116,18 +131,11 @@ class _Simulation:
 
     def _weight(self, at: int, i: int) -> None:
         stage = self.running[at]
+        if stage.programs[0].backward is None:
+            del stage.saved[i]
+            return
         graphs = [p.split.weight for p in stage.programs]
         self._take(at, i, graphs[0], stage.simulator.run(graphs, stage.stash.pop(i)))
-
-    def _arguments(self, graph: fx.GraphModule, i: int, rank: int, arrived: Mapping[str, list[Tensor]]) -> list[Tensor]:
-        """What a rank's forward takes: its parts of the micro-batch, of parameters and buffers, and what came from other stages."""
-        coordinate, found = self.mesh.coordinate(rank), []
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                whole = self.parts[i].get(node.name, self.values.get(node.name))
-                is_sent = node.meta["role"].kind == "activation"
-                found.append(arrived[node.name][rank] if is_sent else local_part(whole, node.meta["layout"], self.mesh, coordinate))
-        return found
 
     def _backward_inputs(self, at: int, i: int) -> list[tuple]:
         stage = self.running[at]
@@ -136,13 +144,14 @@ class _Simulation:
         for rank, saved in enumerate(stage.saved.pop(i)):
             graph = stage.programs[rank].backward.graph
             given = [n for n in graph.nodes if n.op == "placeholder"][len(saved) :]
-            coordinate = self.mesh.coordinate(rank)
-            tangents = [
-                arrived[n.name][rank] if n.name in arrived else local_part(self.values[n.name], n.meta["layout"], self.mesh, coordinate)
-                for n in given
-            ]
-            inputs.append((*saved, *tangents))
+            inputs.append((*saved, *(self._given(n, self.values, rank, arrived) for n in given)))
         return inputs
+
+    def _given(self, node: fx.Node, values: Mapping[str, Tensor], rank: int, arrived: Mapping[str, list[Tensor]]) -> Tensor:
+        """What a placeholder takes on a rank: what came from another stage, or its part of a global value."""
+        if node.name in arrived:
+            return arrived[node.name][rank]
+        return local_part(values[node.name], node.meta["layout"], self.mesh, self.mesh.coordinate(rank))
 
     def _take(self, at: int, i: int, graph: fx.GraphModule, results: Sequence[tuple]) -> None:
         """Gradients of parameters add up; what the stage before reads goes there."""
@@ -183,14 +192,19 @@ class _Simulation:
 
 
 def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """For each micro-batch its global inputs by placeholder name, sums over the whole batch included."""
-    inputs = {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
-              if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
-    named = {name: values[leaf] for name, leaf in inputs.items()}
-    whole = {leaf: values[leaf] for name, leaf in inputs.items() if name not in micro.input_dims}
-    whole |= totals_of(micro, named)
-    cut = {inputs[name]: named[name].chunk(micro.micro_batches, d) for name, d in micro.input_dims.items() if name in inputs}
-    return [whole | {leaf: pieces[i] for leaf, pieces in cut.items()} for i in range(micro.micro_batches)]
+    """For each micro-batch what it is given by placeholder name: global inputs, sums over the whole batch, its random state."""
+    leaves = {kind: {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
+                     if n.op == "placeholder" and n.meta["role"].kind == kind} for kind in ("input", "random")}  # fmt: skip
+    named = {name: values[leaf] for name, leaf in leaves["input"].items()}
+    whole = {leaf: values[leaf] for leaf in leaves["input"].values()} | totals_of(micro, named)
+    parts = [dict(whole) for _ in range(micro.micro_batches)]
+    for name, dim in (micro.input_dims or {}).items():
+        for part, piece in zip(parts, named[name].chunk(micro.micro_batches, dim)) if name in named else ():
+            part[leaves["input"][name]] = piece
+    for leaf in leaves["random"].values() if micro.micro_batches > 1 else ():
+        for i, part in enumerate(parts):
+            part[leaf] = of_micro_batch(values[leaf], i)
+    return parts
 
 
 def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

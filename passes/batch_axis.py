@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..errors import MicroBatchError
-from ..graph import describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ..graph import OutputRole, describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules import Rule, rule_of, strategy_of
@@ -25,22 +25,29 @@ from ..rules.reading import input_shapes, output_indices, output_shapes
 from ..rules.rule import Inner, entries_of, name_of
 from ..sharding import NodeSharding
 
+aten = torch.ops.aten
 AXIS = "micro_batch"
 FIX = "use one micro-batch, or a mesh without pp"
+
+MADE = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)  # whatever is in their input
+OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
 
 Tensor = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """The layouts of one graph over the axis: of ops and leaves by name, and `totals`: sums over the batch that follow from inputs
-    alone and that other ops read whole."""
+    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from inputs
+    alone and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not depend on the batch and
+    are added to sums over it, so that each micro-batch adds its share of them alone; numbers that ops of OFFSET add where it is
+    empty."""
 
     mesh: Mesh
     nodes: dict[str, NodeSharding]
     leaves: dict[str, Layout]
-    outputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
     totals: tuple[fx.Node, ...]
+    shares: dict[fx.Node, frozenset[fx.Node]]
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
@@ -83,15 +90,20 @@ class _Samples:
             self.waiting.append(producer)
         elif producer.meta["role"].kind != "input":
             role = producer.meta["role"]
+            if role.kind == "tangent":
+                raise MicroBatchError(
+                    f"output {role.name} has a gradient of its own for every sample of the batch", node=describe(producer),
+                    fix="return one loss, as the field or key loss if there are other outputs, or give a loss_fn",
+                )  # fmt: skip
             raise MicroBatchError(
                 f"the {role.kind} {role.name} has a value for every sample of the batch", node=describe(producer), fix=FIX
             )
 
     def _spread(self, node: fx.Node) -> None:
         """From the tensors of an op whose place is known to its others."""
-        rule = self.rules[node]
-        known = [(t, dims) for t, dims in self._tensors(node) if t in self.place]
-        factors = {self._factor_at(node, dims, self.place[t]) for t, dims in known}
+        factors = {self._factor_at(dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
+        if not factors:
+            return
         if len(factors) != 1 or None in factors:
             raise _mixes(node)
         (factor,) = factors
@@ -102,22 +114,29 @@ class _Samples:
                 raise _mixes(node)
             if place is not None and tensor not in self.place:
                 self._put(tensor, place)
-        assert rule is not None
 
     def _tensors(self, node: fx.Node) -> list[tuple[Tensor, tuple]]:
         rule = self.rules[node]
         if rule is None:
             raise _mixes(node)
         inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs)
+        if node.target in MADE:
+            inputs = [(tensor, dims) for tensor, dims in inputs if any(dims)]
         return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
 
-    def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> str | None:
+    def _factor_at(self, dims: tuple, place: tuple[int, int]) -> str | None:
         dim, parts = place
         return next((name_of(e) for e in entries_of(dims[dim]) if _parts(e) == parts), None)
 
 
 def _parts(entry: str | Inner) -> int:
     return entry.parts if isinstance(entry, Inner) else 1
+
+
+def partial_of(value: fx.Node) -> Layout:
+    """The layout of a sum over the batch."""
+    ndim = value.meta["val"].dim()
+    return Layout(((),) * ndim, ((AXIS, "sum"),), (1,) * ndim)
 
 
 def _mixes(node: fx.Node) -> MicroBatchError:
@@ -136,6 +155,7 @@ class _Layouts:
         self.layout: dict[Tensor, Layout] = {}
         self.of_inputs: set[fx.Node] = set()  # what follows from inputs and constants alone
         self.totals: dict[fx.Node, None] = {}
+        self.shares: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def found(self) -> BatchAxis:
         nodes, leaves = {}, {}
@@ -151,16 +171,22 @@ class _Layouts:
                 for i, layout in zip(output_indices(node), sharding.outputs):
                     self.layout[node, i] = layout
         output = output_node(self.graph)
-        outputs = []
-        for value, role in zip(output.args[0], output.meta["roles"]):
-            layout = self.layout[tensor_of(value)] if is_tensor(value) else None
-            if role.kind == "mutation" and layout is not None and not layout.is_replicated:
-                raise MicroBatchError(
-                    f"the buffer {role.name} follows the whole batch", node=describe(value), source=value.meta.get("source") or None,
-                    fix=FIX,
-                )  # fmt: skip
-            outputs.append(layout)
-        return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals))
+        outputs = [self._output(v, r) if is_tensor(v) else None for v, r in zip(output.args[0], output.meta["roles"])]
+        return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals), self.shares)
+
+    def _output(self, value: fx.Node, role: OutputRole | None) -> Layout:
+        layout = self.layout[tensor_of(value)]
+        if role is not None and role.kind == "mutation" and not layout.is_replicated:
+            raise MicroBatchError(
+                f"the buffer {role.name} follows the whole batch", node=describe(value), source=value.meta.get("source") or None,
+                fix=FIX,
+            )  # fmt: skip
+        if any(reduction != "sum" for _, reduction in layout.partial):
+            raise _mixes(value)
+        if role is not None and role.kind == "gradient" and layout.is_replicated:
+            self._share(output_node(self.graph), value)
+            return partial_of(value)
+        return layout
 
     def _leaf(self, node: fx.Node) -> Layout:
         value = node.meta.get("val")
@@ -180,29 +206,45 @@ class _Layouts:
         if rule is None:
             layouts = [self._whole(node, a) if l.partial else l for a, l in zip(arguments, layouts)]
             return NodeSharding(tuple(layouts), tuple(Layout.replicated(v.dim()) for v in values_of(node)))
-        partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
-        for known_before in (False, True):  # sums stay partial where the op is linear in them
-            if known_before:
-                partial -= frozenset(i for i, a in enumerate(arguments) if tensor_of(a)[0] in self.of_inputs)
-            if not partial or not factor and partial in rule.linear:
-                break
-        else:
-            partial = frozenset()
-        layouts = [self._whole(node, a) if l.partial and i not in partial else l
-                   for i, (a, l) in enumerate(zip(arguments, layouts))]  # fmt: skip
+        if node.target in OFFSET and len(layouts) == 1 and layouts[0] == partial_of(arguments[0]):
+            self.shares[node] = frozenset()
+            return NodeSharding((layouts[0],), (layouts[0],))
+        partial = self._partial(node, rule, layouts, bool(factor))
+        for i, argument in enumerate(arguments):
+            if layouts[i].partial and i not in partial:
+                layouts[i] = self._whole(node, argument)
+            elif i in partial and not layouts[i].partial:
+                layouts[i] = self._share(node, argument)
         label = factor or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
         chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
-        if chosen is None or list(chosen.inputs) != layouts:
+        if chosen is None or list(chosen.inputs) != layouts and node.target not in MADE:
             raise _mixes(node)
-        return NodeSharding(chosen.inputs, chosen.outputs, chosen.choice)
+        return NodeSharding(tuple(layouts), chosen.outputs, chosen.choice)
+
+    def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
+        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is linear in
+        them; else those of them that are not known before the step, with others that do not depend on the batch."""
+        partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
+        if has_samples or partial in rule.linear:
+            return frozenset() if has_samples else partial
+        unknown = frozenset(i for i in partial if tensor_of(tensor_arguments(node)[i])[0] not in self.of_inputs)
+        sums = [arguments for arguments in rule.linear if unknown and unknown <= arguments]
+        return min(sums, key=len, default=frozenset())
+
+    def _share(self, node: fx.Node, argument: fx.Node) -> Layout:
+        """A value that does not depend on the batch, as the sum of equal shares."""
+        if not argument.meta["val"].is_floating_point():
+            raise _mixes(node)
+        self.shares[node] = self.shares.get(node, frozenset()) | {argument}
+        return partial_of(argument)
 
     def _whole(self, node: fx.Node, argument: fx.Node) -> Layout:
         """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from inputs."""
         producer, _ = tensor_of(argument)
         if producer not in self.of_inputs:
             raise MicroBatchError(
-                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all micro-batches "
-                "have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all micro-batches"
+                " have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
         self.totals[argument] = None
         return Layout.replicated(argument.meta["val"].dim())

@@ -1,9 +1,11 @@
 """From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
 
 The graph is cut along the samples as for one more mesh axis (passes/batch_axis.py), so what it computes is what the whole batch
-computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that are sums over
-the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need before its last micro-batch
-has run (the number of valid tokens) follows from the inputs: a graph of its own computes it first, and micro-batches read it.
+computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that are sums
+over the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need before the last
+micro-batch has run (the number of valid tokens) follows from the inputs: a graph of its own computes it first, and micro-batches
+read it. What does not depend on the batch (the norm of a weight in the loss) is added in equal shares. Random ops draw the numbers
+of their samples: the random state of a micro-batch has its number.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from ..capture import Captured
 from ..cost.redistribute import Link
 from ..errors import MicroBatchError
 from ..graph import OutputRole, Role, describe, leaf_name, output_node
-from ..sharding import Sharding
-from .batch_axis import AXIS, FIX, BatchAxis, batch_axis
+from ..layout import Layout
+from ..ops_random import STREAM, stream_of
+from ..sharding import NodeSharding, Sharding
+from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, batch_axis, partial_of
 from .localize import localize
 
 aten = torch.ops.aten
@@ -49,10 +53,12 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
         return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={})
     samples = next((shape[0] for shape in captured.signature.shapes if shape), 1)
     axis = batch_axis(graph, micro_batches, samples)
-    joint, leaves = _reading_totals(captured.graph_module, axis)
-    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, axis.nodes, leaves, axis.outputs)
-    local = _plain(localize(joint, sharding, 0), axis)
-    _check_alike(local, localize(joint, sharding, micro_batches - 1))
+    joint, nodes, leaves = _rewritten(captured.graph_module, axis)
+    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
+    local, last = (localize(joint, sharding, i) for i in (0, micro_batches - 1))
+    _draw_by_number(local, last, micro_batches)
+    _check_alike(local, last)
+    _forget_axis(local)
     joins = {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
@@ -65,9 +71,10 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     return MicroBatched(replace(captured, graph_module=local, compact=None), micro_batches, joins, totals, inputs, dims)
 
 
-def _reading_totals(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, dict]:
-    """A copy of the joint graph that takes the totals as inputs, and the layouts of all its leaves."""
-    graph, new, leaves = fx.Graph(), {}, dict(axis.leaves)
+def _rewritten(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
+    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts of its ops
+    and leaves."""
+    graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             new[node] = graph.node_copy(node)
@@ -75,18 +82,19 @@ def _reading_totals(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphMod
         role = Role("total", str(i))
         new[node] = graph.placeholder(leaf_name(role))
         new[node].meta = {**node.meta, "role": role, "phase": "forward"}
-        leaves[new[node].name] = axis.mesh and _replicated(node)
+        leaves[new[node].name] = Layout.replicated(node.meta["val"].dim())
     for node in joint.graph.nodes:
         if node not in new:
-            new[node] = graph.node_copy(node, new.__getitem__)
+            given = dict(new)
+            for value in axis.shares.get(node, ()):
+                given[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / axis.mesh.devices))
+                share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
+                nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
+            new[node] = graph.node_copy(node, given.__getitem__)
+            if node.target in OFFSET and axis.shares.get(node) == frozenset():
+                new[node].update_arg(1, node.args[1] / axis.mesh.devices)
     graph.eliminate_dead_code()
-    return graph_module(joint, graph, "MicroBatch"), leaves
-
-
-def _replicated(node: fx.Node):
-    from ..layout import Layout
-
-    return Layout.replicated(node.meta["val"].dim())
+    return graph_module(joint, graph, "MicroBatch"), nodes, leaves
 
 
 def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphModule, tuple[str, ...]]:
@@ -107,30 +115,37 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
     return graph_module(joint, graph, "Totals"), tuple(inputs)
 
 
-def _plain(local: fx.GraphModule, axis: BatchAxis) -> fx.GraphModule:
-    """The local graph as the joint graph of one micro-batch; a gradient that does not depend on the batch counts once, not in every
-    micro-batch."""
-    output = output_node(local.graph)
-    values = list(output.args[0])
-    for i, (value, role, layout) in enumerate(zip(values, output.meta["roles"], axis.outputs)):
-        if role.kind == "gradient" and layout is not None and not layout.partial:
-            with local.graph.inserting_before(output):
-                values[i] = local.graph.call_function(aten.mul.Tensor, (value, 1 / axis.mesh.devices))
-            values[i].meta = {**value.meta}
-    output.args = (tuple(values),)
-    output.meta.pop("layouts", None)
+def _draw_by_number(first: fx.GraphModule, last: fx.GraphModule, micro_batches: int) -> None:
+    """Random ops whose micro-batches start in other places get the step from one to the next, in both graphs; they read the number
+    from the random state."""
+    for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
+        if a.op == "placeholder" and a.meta["role"].kind == "random":
+            a.meta["val"] = a.meta["val"].new_empty(3)
+        elif stream_of(a) is not None:
+            start = STREAM[a.target] + 1
+            step = (b.args[start] - a.args[start]) // (micro_batches - 1)
+            b.update_arg(start, a.args[start])
+            a.args, b.args = (*a.args, step), (*b.args, step)
+
+
+def _forget_axis(local: fx.GraphModule) -> None:
+    """Makes the local graph a joint graph like others."""
+    output_node(local.graph).meta.pop("layouts", None)
     for node in local.graph.nodes:
         for key in ("global", "layout", "sharding"):
             node.meta.pop(key, None)
     local.meta.clear()
-    return local
 
 
 def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
-    """Raises MicroBatchError if micro-batches need graphs of their own: an op whose constants follow from where its samples stand."""
+    """Raises MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples stand."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
-        if a.op not in ("output",) and (a.name, a.target, str(a.args), str(a.kwargs)) != (b.name, b.target, str(b.args), str(b.kwargs)):
+        if a.op != "output" and _said(a) != _said(b):
             raise MicroBatchError(
                 f"{a.name} needs to know which samples of the batch it has: {a.target}", node=describe(a),
                 source=a.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
+
+
+def _said(node: fx.Node) -> tuple:
+    return node.name, node.target, str(node.args), str(node.kwargs)

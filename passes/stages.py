@@ -1,8 +1,8 @@
 """Cut a joint graph into the stages of a pipeline: one joint graph each, with the tensors that pass between them.
 
-autopar/planner/places.py says which op belongs to which stage. A value that a later stage reads goes there with the forward, one that
-an earlier stage reads comes down with the backward, and stages in between hand it on. The gradient of a parameter on several stages is
-a sum over its uses: each stage computes its own part, and the parts are added up over the stages once a step.
+autopar/planner/places.py says which op belongs to which stage. A value that a later stage reads goes there with the forward, one
+that an earlier stage reads comes down with the backward, and stages in between hand it on. The gradient of a parameter on several
+stages is a sum over its uses: each stage computes its own part, and the parts are added up over the stages once a step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Stage:
 
     def sharding(self, whole: Sharding) -> Sharding:
         """The decisions for this stage's graph, of those for the whole one."""
-        graph = self.joint.graph
-        names = {n.name for n in graph.nodes}
-        leaves = {n.name: whole.leaves[n.name] for n in graph.nodes if n.op in ("placeholder", "get_attr") and n.name in whole.leaves}
+        names = {n.name for n in self.joint.graph.nodes}
+        leaves = {name: layout for name, layout in whole.leaves.items() if name in names}
         leaves |= {name: self._layout(name, whole) for name in (*self.received, *self.arriving)}
         copies = {(producer, item): name for name, (producer, item, _, _) in self.tensors.items() if name in self.received}
         kept = {(copies[k[:2]], 0, k[2]) if k[:2] in copies else k for k in whole.kept}
@@ -67,8 +66,8 @@ class Stage:
 
 
 def cut(joint: fx.GraphModule, cuts: Sequence[str]) -> list[Stage]:
-    """Stages that begin at the forward ops `cuts`, and before the first of them. Raises StageError for names that are no forward ops
-    of the graph, in its order."""
+    """Stages that begin at the forward ops `cuts`, and before the first of them. Raises StageError for names that are no forward
+    ops of the graph, in its order."""
     places = Places(joint.graph, cuts)
     return [_Builder(joint, places, index).stage() for index in range(len(cuts) + 1)]
 

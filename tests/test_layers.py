@@ -12,11 +12,18 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar._torch", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4", "autopar.ops_quant",
      "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.fake_state", "autopar.functions",
      "autopar.precision", "autopar.compact", "autopar.unroll", "autopar.quantized", "autopar.rules", "autopar.adapt"},
-    {"autopar.cost", "autopar.pipeline_plan", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file", "autopar.planner"},
+    {"autopar.cost", "autopar.pipeline_plan", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file",
+     "autopar.planner"},
     {"autopar.passes"},
+<<<<<<< HEAD
     {"autopar.debug", "autopar.codegen", "autopar.pipeline", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime",
      "autopar.storage"},
     {"autopar.api", "autopar.accumulate", "autopar.same_stages", "autopar.plan_pipeline", "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.oracle",
+=======
+    {"autopar.debug", "autopar.codegen", "autopar.pipeline", "autopar.verify", "autopar.simulate", "autopar.lower",
+     "autopar.runtime", "autopar.storage"},
+    {"autopar.api", "autopar.accumulate", "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.oracle",
+>>>>>>> bd005506e37dc55df3bc534dfa7d52cc07c3bac8
      "autopar.calibrate", "autopar.compare", "autopar.cli", "autopar.commands", "autopar"},
 ]
 MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary

@@ -97,10 +97,11 @@ class Places:
     def _reads(self) -> None:
         """Which stages read each value, and each parameter, through what is computed wherever it is read."""
         self.read_at: dict[fx.Node, int] = {}
-        for node, stage in self.stage.items():
-            for argument in node.all_input_nodes:
-                for read in self.roots.get(argument, (argument,)):
-                    self.read_at[read] = self.read_at.get(read, 0) | 1 << stage
+        reads = [(argument, stage) for node, stage in self.stage.items() for argument in node.all_input_nodes]
+        reads += [(v, self.count - 1) for v, r in self.pairs if v in self.free and r is not None and r.is_forward]
+        for value, stage in reads:
+            for read in self.roots.get(value, (value,)):
+                self.read_at[read] = self.read_at.get(read, 0) | 1 << stage
         self.parameters = {n: self.read_at.get(n, 0) for n in self.nodes
                            if n.op == "placeholder" and n.meta["role"].kind == "parameter"}  # fmt: skip
 
@@ -137,7 +138,7 @@ class Places:
         return stages
 
     def reachable(self, node: fx.Node) -> int:
-        """Stages that a value can be sent to: gradients go to earlier ones only, and a parameter stays where the forward reads it."""
+        """Stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the forward reads it."""
         if node in self.stage and node.meta["phase"] != "forward":
             return (1 << self.stage[node] + 1) - 1
         stages = self.all
@@ -168,7 +169,8 @@ class Places:
                 near &= self.available(argument)
                 far &= self.reachable(argument)
             if not far:
-                raise StageError(f"no stage has all that {node.name} reads", node=describe(node), source=node.meta.get("source") or None)
+                source = node.meta.get("source") or None
+                raise StageError(f"no stage has all that {node.name} reads", node=describe(node), source=source)
             self.stage[node] = (near or far).bit_length() - 1
 
     def _sink(self) -> None:
@@ -204,7 +206,7 @@ def is_sum(node: fx.Node) -> bool:
     """Whether the op is linear in each of its arguments alone: a sum of two tensors, or a view or cast of one."""
     if node.target is aten.add.Tensor:
         return not node.kwargs and all(is_tensor(a) and a.meta["val"].shape == node.meta["val"].shape for a in node.args)
-    return node.target in LINEAR_UNARY
+    return node.target in LINEAR_UNARY and node.meta["val"].is_floating_point()
 
 
 def first_of(mask: int, default: int) -> int:
