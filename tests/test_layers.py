@@ -15,15 +15,10 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.cost", "autopar.pipeline_plan", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file",
      "autopar.planner"},
     {"autopar.passes"},
-<<<<<<< HEAD
-    {"autopar.debug", "autopar.codegen", "autopar.pipeline", "autopar.verify", "autopar.simulate", "autopar.lower", "autopar.runtime",
-     "autopar.storage"},
-    {"autopar.api", "autopar.accumulate", "autopar.same_stages", "autopar.plan_pipeline", "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.oracle",
-=======
     {"autopar.debug", "autopar.codegen", "autopar.pipeline", "autopar.verify", "autopar.simulate", "autopar.lower",
      "autopar.runtime", "autopar.storage"},
-    {"autopar.api", "autopar.accumulate", "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.oracle",
->>>>>>> bd005506e37dc55df3bc534dfa7d52cc07c3bac8
+    {"autopar.api", "autopar.accumulate", "autopar.same_stages", "autopar.plan_pipeline", "autopar.estimate", "autopar.view",
+     "autopar.simulated", "autopar.simulate_pipeline", "autopar.oracle",
      "autopar.calibrate", "autopar.compare", "autopar.cli", "autopar.commands", "autopar"},
 ]
 MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary

@@ -93,6 +93,9 @@ class Places:
         for node in reversed(self.of_parameters):  # a weight that is computed, where it is first read
             if node in self.stage:
                 self.stage[node] = min((self.stage[u] for u in node.users if u in self.stage), default=self.stage[node])
+        for node in self.of_parameters:
+            if node in self.stage:
+                self.stage[node] = self.stage[tensor_of(node)[0]]
 
     def _reads(self) -> None:
         """Which stages read each value, and each parameter, through what is computed wherever it is read."""

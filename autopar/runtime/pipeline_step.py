@@ -17,6 +17,7 @@ from ..capture import Captured
 from ..errors import InputError, StageError
 from ..graph import output_node
 from ..layout import Layout, local_part
+from ..ops_random import of_micro_batch
 from ..passes.micro_batch import SAME, SUM
 from ..pipeline import PipelineProgram
 from ..plan import Plan
@@ -239,7 +240,7 @@ class _Call:
         if role.kind == "random":
             if self.state is None:
                 self.state = step.random.next()
-            return self.state
+            return self.state if step.micro.micro_batches == 1 else of_micro_batch(self.state, i)
         name = self.names[role.name]
         whole = self.inputs[name]
         if name in self.dims:
