@@ -39,25 +39,20 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zb
 COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for
 MOST_LIMITS = 5  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
-WHOLE_WORK = 0.02  # less idle time than this is not worth a warning
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PipelinePlanned:
-    """A finished search: the plan, that of a micro-batch on the mesh of a stage, and all that was tried."""
+    """A finished search of a captured graph: the plan, that of a micro-batch on the mesh of a stage, and all that was tried."""
 
+    captured: Captured
     plan: Plan
     inner: Planned
     micro: MicroBatched
     judged: Judged
     tried: tuple[Judged, ...]
-
-    @property
-    def captured(self) -> Captured:
-        """The graph of one micro-batch."""
-        return self.micro.captured
 
 
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
@@ -229,8 +224,7 @@ def _counts(captured: Captured, batch: int, mesh: Mesh, strategy: str | None,
         return [micro_batch(captured, k) for k in sorted(wanted)], []
     except MicroBatchError as error:
         where = f" at {error.source}" if error.source else ""
-        told = f"one micro-batch, so that one stage works at a time: {error.message}{where}"
-        return [micro_batch(captured, 1)], [told]
+        return [micro_batch(captured, 1)], [f"{error.message}{where}"]
 
 
 def _refusal(closest: _Tried, limit: float) -> MemoryInfeasibleError:
@@ -257,8 +251,8 @@ def _described(best: _Tried, tried: list[_Tried], captured: Captured, mesh: Mesh
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
     step, rank = judged.step_seconds, judged.fullest
     if m < ranks:
-        many = f"{m} micro-batches are fewer than {ranks} ranks"
-        warnings = [*warnings, f"{many}: a rank waits {percent(judged.waiting_share, 1.0)} of the step"]
+        many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {percent(judged.waiting_share, 1.0)} of the step"
+        warnings = ["; ".join([many, *warnings])]
     others = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
     alternatives = tuple(
         Alternative(label, t.judged.step_seconds, t.judged.communication_seconds, t.judged.peak_bytes, t.fits)
@@ -273,7 +267,7 @@ def _described(best: _Tried, tried: list[_Tried], captured: Captured, mesh: Mesh
         memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=alternatives, warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({id(t.inner): t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
-    return PipelinePlanned(plan, best.inner, best.micro, judged, tuple(t.judged for t in tried))
+    return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried))
 
 
 def _exposed(judged: Judged) -> float:

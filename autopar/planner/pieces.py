@@ -1,8 +1,9 @@
 """From a plan of one micro-batch to the chain of pieces that the stage solver cuts: where a cut is cheap, and what lies between.
 
 A place to cut is looked for between each two ops that have FLOPs: where the fewest bytes of a device pass. Of those places the ones
-stay that have none near them with far fewer bytes: block borders and the place between attention and mlp, not the middle of either;
-in a U-Net, whose skips pass every cut, all those that are about as good as their neighbours.
+stay that are no worse than the one before and the one after: block borders and the place between attention and mlp, not the middle
+of either; a cut through a decoder passes what it reads of the encoder as well, and is still one of these. In a U-Net, where ever
+more skips pass, those stay too that have none near them with far fewer bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     starts = places_to_cut(problem, e, pricer, stages)
     found = Parts(problem, e, pricer, starts)
     shared = [
-        Shared(a, b, int(tied.state_bytes), 2 * send(tied.gradient_bytes)) for tied in found.tied for a, b in zip(tied.parts, tied.parts[1:])
-    ]
+        Shared(a, b, int(tied.state_bytes), 2 * send(tied.gradient_bytes))
+        for tied in found.tied for a, b in zip(tied.parts, tied.parts[1:])
+    ]  # fmt: skip
     parts = found.found
     more = [0.0] * len(parts)  # each part but the first has a tied parameter as well
     for tied in found.tied:
@@ -82,9 +84,12 @@ def places_to_cut(problem: Problem, e: Evaluation, pricer: Pricer, stages: int) 
         raise StageError(f"a model of {len(heavy)} ops with FLOPs cannot be cut into {stages} stages",
                          fix=f"use {max(1, len(best) + 1)} stages or less: fewer ranks along pp, or stages_per_rank=1")  # fmt: skip
     bytes_, at = np.array([crossing[i] for i in best]), np.array([ends[i - 1] for i in best])
+    padded = np.concatenate([[np.inf], bytes_, [np.inf]])
+    is_least = (bytes_ <= padded[:-2]) & (bytes_ <= padded[2:])
     near = NEAR * (ends[-1] if len(ends) else 0.0) / stages
     while True:
-        kept = [i for i, b, t in zip(best, bytes_, at) if b <= FAR_FEWER * bytes_[np.abs(at - t) <= near].min()]
+        is_good = [least or b <= FAR_FEWER * bytes_[np.abs(at - t) <= near].min() for b, t, least in zip(bytes_, at, is_least)]
+        kept = [i for i, good in zip(best, is_good) if good]
         if len(kept) + 1 >= stages:
             return tuple(order[i].name for i in kept)
         near /= 2  # every place is the best one if none is near
