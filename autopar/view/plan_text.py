@@ -41,7 +41,7 @@ def _result(plan: Plan) -> list[str]:
 
 def _bound(plan: Plan) -> str:
     if plan.pipeline:
-        return f"spread evenly over the ranks, none waiting, its micro-batches take {ms(plan.bound)} or more"
+        return f"an even split without waiting takes {ms(plan.bound)} or more"
     return f"no plan takes less than {ms(plan.bound)}"
 
 
