@@ -68,7 +68,8 @@ class Estimate:
                    "exposed_seconds")  # fmt: skip
         return {
             **{name: getattr(p, name) for name in kept}, "mesh": str(p.mesh), "devices": p.mesh.devices,
-            "recompute": self.recompute, "pipeline": asdict(p.pipeline) if p.pipeline else None, **{name: getattr(p, name) for name in seconds},
+            "recompute": self.recompute, "pipeline": asdict(p.pipeline) if p.pipeline else None,
+            **{name: getattr(p, name) for name in seconds},
             "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
             "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),

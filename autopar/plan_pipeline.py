@@ -6,9 +6,9 @@
                 the best cut into stages                                  (planner/pieces.py, stage_cut.py, stage_loops.py)
                 played with its own seconds and bytes                     (planner/stage_judge.py)
 
-The fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch takes less than the search's bound,
-so no pipeline with as many of them takes less than that, divided over the ranks with nobody waiting. The gap to that bound is mostly
-the bubble; that no other combination is faster is not proven.
+The fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch takes less than the search's
+bound, so no pipeline with as many of them takes less than that, divided over the ranks with nobody waiting. The gap to that bound
+is mostly the bubble; that no other combination is faster is not proven.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class PipelinePlanned:
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
                   micro_batches: int | None = None, stages_per_rank: int | None = None,
                   report: Report = lambda text: None) -> PipelinePlanned:  # fmt: skip
-    """The best pipeline found for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those of the rest of
-    the mesh. None and "auto" leave a choice to the search. Raises PipelineError, MicroBatchError, StageError, StrategyError, and
+    """The best pipeline found for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those of the rest
+    of the mesh. None and "auto" leave a choice to the search. Raises PipelineError, MicroBatchError, StageError, StrategyError, and
     MemoryInfeasibleError with the fullest rank of what came closest."""
     axis = axis_of(mesh)
     if axis is None:
@@ -163,14 +163,15 @@ class _Search:
         problem, e = inner.whole
         room = self.limit - problem.reserve_bytes
         first: Judged | None = None
-        for attempt in range(MOST_CUTS):
+        for _ in range(MOST_CUTS):
             try:
                 cuts = self.cut(pieces, kind, v, room)
             except MemoryInfeasibleError:
                 if first is not None:
                     break
                 cuts, room = self.cut(pieces, kind, v, math.inf), -math.inf
-            judged = judge(problem, e, inner.pricer, Pipeline(self.axis, self.ranks, kind, self.micro.micro_batches, v, cuts), self.send)
+            pipeline = Pipeline(self.axis, self.ranks, kind, self.micro.micro_batches, v, cuts)
+            judged = judge(problem, e, inner.pricer, pipeline, self.send)
             if first is None or judged.peak_bytes < first.peak_bytes:
                 first = judged
             excess = judged.peak_bytes - self.limit
@@ -203,14 +204,14 @@ def _check_options(options: PlanOptions, axis: str) -> None:
     for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
         for text in texts:
             if f"{axis}:" in text.replace(" ", ""):
-                raise StrategyError(f"the {what} {text!r} shards over {axis}, which carries stages", fix=f"name the other axes, or call "
-                                    f"{axis} something else")  # fmt: skip
+                raise StrategyError(f"the {what} {text!r} shards over {axis}, which carries stages",
+                                    fix=f"name the other axes, or call {axis} something else")  # fmt: skip
 
 
 def _counts(captured: Captured, batch: int, mesh: Mesh, strategy: str | None,
             micro_batches: int | None) -> tuple[list[MicroBatched], list[str]]:  # fmt: skip
-    """The graphs of micro-batches to try, and what is to be said of them. Raises PipelineError or MicroBatchError for a number that
-    was asked for and cannot be."""
+    """The graphs of micro-batches to try, and what is to be said of them. Raises PipelineError or MicroBatchError for a number
+    that was asked for and cannot be."""
     ranks = mesh.size(axis_of(mesh))
     if micro_batches is not None:
         if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
@@ -233,10 +234,12 @@ def _refusal(closest: _Tried, limit: float) -> MemoryInfeasibleError:
     missing = judged.peak_bytes - limit
     stages = ", ".join(f"{s} ({pipeline.costs[s].name})" for s in pipeline.stages_of(rank))
     several = "s" if pipeline.stages_per_rank > 1 else ""
+    label = _label(judged)
     return MemoryInfeasibleError(
-        f"no pipeline was found that fits {size(limit)} a device: in the smallest ({_label(judged)}) rank {rank} with stage{several} {stages} "
-        f"needs {size(judged.peak_bytes)}, {size(missing)} more", missing_bytes=math.ceil(missing), breakdown=judged.memory[rank],
-        mesh=closest.inner.options.within, fix="use more ranks along pp, more devices on its other axes, more micro-batches, or --recompute full",
+        f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with stage{several} "
+        f"{stages} needs {size(judged.peak_bytes)}, {size(missing)} more", missing_bytes=math.ceil(missing),
+        breakdown=judged.memory[rank], mesh=closest.inner.options.within,
+        fix="use more ranks along pp, more devices on its other axes, or more micro-batches",
     )  # fmt: skip
 
 
@@ -246,12 +249,14 @@ def _label(judged: Judged) -> str:
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def _described(best: _Tried, tried: list[_Tried], captured: Captured, mesh: Mesh, warnings: list[str], batch: int) -> PipelinePlanned:
+def _described(best: _Tried, tried: list[_Tried], captured: Captured, mesh: Mesh, warnings: list[str],
+               batch: int) -> PipelinePlanned:  # fmt: skip
     judged, pipeline = best.judged, best.judged.pipeline
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
     step, rank = judged.step_seconds, judged.fullest
     if m < ranks:
-        many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {percent(judged.waiting_share, 1.0)} of the step"
+        share = percent(judged.waiting_share, 1.0)
+        many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {share} of the step"
         warnings = ["; ".join([many, *warnings])]
     others = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
     alternatives = tuple(
@@ -260,8 +265,9 @@ def _described(best: _Tried, tried: list[_Tried], captured: Captured, mesh: Mesh
     )  # fmt: skip
     bound = min(best.bound, step)
     plan = replace(
-        inner, mesh=mesh, pipeline=pipeline, micro_batches=1, reduces_once=False, samples=batch, fingerprint=fingerprint(captured.graph),
-        memory_limit_bytes=best.limit, step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
+        inner, mesh=mesh, pipeline=pipeline, micro_batches=1, reduces_once=False, samples=batch,
+        fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
+        step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds / ranks, recompute_seconds=inner.recompute_seconds / ranks,
         communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged), peak_bytes=judged.peak_bytes,
         memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=alternatives, warnings=(*warnings, *inner.warnings),

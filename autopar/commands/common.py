@@ -89,7 +89,8 @@ def add_pipeline(parser) -> None:
     """--schedule and --stages-per-rank."""
     schedule = "order of the stages of a mesh with pp: gpipe, 1f1b, zb_h1, zbv, ... (default: the fastest of some)"
     parser.add_argument("--schedule", metavar="NAME", help=schedule)
-    parser.add_argument("--stages-per-rank", type=count, metavar="V", help="of a schedule that may have several, such as interleaved_1f1b")
+    several = "of a schedule that may have several, such as interleaved_1f1b"
+    parser.add_argument("--stages-per-rank", type=count, metavar="V", help=several)
 
 
 def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
@@ -158,8 +159,8 @@ def has_pipeline(args: argparse.Namespace) -> bool:
 
 
 def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
-    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch is that of one
-    call, of which micro-batches are parts."""
+    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch is that of
+    one call, of which micro-batches are parts."""
     from .. import accumulate, api, models
     from ..adapt import order
     from ..fake_state import forms_of
@@ -176,8 +177,8 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
     adapt = adaptations(args)
     found = planning(args)
     name = found.pop("name")
-    options = api._options(mesh, **found, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={}, baselines=False)
-    options = replace(options, recompute=args.recompute, refuses=refuses)
+    found |= dict(optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={}, baselines=False)
+    options = replace(api._options(mesh, **found), recompute=args.recompute, refuses=refuses)
     options.check(inside(mesh))
     report("tracing the model")
     with order.attached(model, adapt):

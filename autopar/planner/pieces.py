@@ -21,7 +21,7 @@ from .problem import Problem
 from .stage_parts import Part, Parts, crossing_bytes
 from .stages import Level, Piece, Shared
 
-NEAR = 0.5  # of a stage's mean seconds, in which a better place is looked for
+NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
 FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
 DIGITS = 9  # that the seconds of two equal pieces share
 

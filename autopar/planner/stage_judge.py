@@ -1,7 +1,7 @@
 """What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
 
-The solver of the cut (autopar/planner/stage_cut.py) knows formulas of schedules; here the schedule itself is played with the seconds
-of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action:
+The solver of the cut (autopar/planner/stage_cut.py) knows formulas of schedules; here the schedule itself is played with the
+seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action:
 
     step = max over ranks (end of the last action + reductions of its stages)
 
@@ -68,8 +68,8 @@ class Judged:
 
 
 def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send) -> Judged:
-    """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so many bytes of a
-    device from one stage to the next. Raises StageError as Places does."""
+    """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so many bytes
+    of a device from one stage to the next. Raises StageError as Places does."""
     found = Parts(problem, e, pricer, pipeline.cuts, repeated=True)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
@@ -88,8 +88,8 @@ def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, s
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
     costs = tuple(
-        StageCost(p.forward_seconds, p.input_seconds, p.weight_seconds, t, sum(p.sent) + sum(p.returned), p.state_bytes, p.saved_bytes,
-                  peaks[rank_of[s]], p.parameters, p.name)
+        StageCost(p.forward_seconds, p.input_seconds, p.weight_seconds, t, sum(p.sent) + sum(p.returned), p.state_bytes,
+                  p.saved_bytes, peaks[rank_of[s]], p.parameters, p.name)
         for s, (p, t) in enumerate(zip(parts, transfers))
     )  # fmt: skip
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
@@ -110,8 +110,8 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
 
 
 def timing_of(schedule: str, ranks: int, stages_per_rank: int) -> Timing:
-    """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage were alone, with
-    as much in flight as two of them share."""
+    """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage were alone,
+    with as much in flight as two of them share."""
     v, kind = stages_per_rank, KINDS[schedule]
     if kind.v_shaped:
         def shared(stages: int, stage: int, micro_batches: int) -> float:

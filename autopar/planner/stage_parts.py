@@ -1,8 +1,9 @@
 """What the parts of a cut model cost under one plan of the whole of it: seconds, bytes, and what passes from part to part.
 
-A plan decides how every op of one micro-batch is sharded; autopar/planner/places.py says in which part each op runs. So a part's cost
-is a sum over its ops, the transfers for them and what they hold. What several parts need (a mask that each computes, a copy that each
-gathers) is counted in the first of them, so that parts add up to the plan, or, `repeated`, in each of them, as stages run it.
+A plan decides how every op of one micro-batch is sharded; autopar/planner/places.py says in which part each op runs. So a part's
+cost is a sum over its ops, the transfers for them and what they hold. What several parts need (a mask that each computes, a copy
+that each gathers) is counted in the first of them, so that parts add up to the plan, or, `repeated`, in each of them, as stages run
+it.
 
 W, the part of the backward that may wait, is what only one parameter's gradient follows from (passes/split_backward.py).
 """
@@ -29,7 +30,7 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 
 @dataclass
 class Work:
-    """Seconds of a micro-batch: of compute (and of it what is computed again), of transfers, and of those that may hide behind it."""
+    """Seconds of a micro-batch: of compute and of what is computed again, of transfers that wait, and of those that may hide."""
 
     compute: float = 0.0
     again: float = 0.0
@@ -47,12 +48,12 @@ class Work:
 
 @dataclass
 class Part:
-    """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches together (gradients reduced,
-    parameters on the host). `saved_bytes`: what a micro-batch holds from its forward to its backward; `staying`: parameters, optimizer
-    state and buffers, by kind; `computing_bytes`: copies of parameters in the type that computes; `gradient_bytes`: shards of
-    gradients, and `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that comes and
-    goes while an op of the part runs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the forward, and of
-    each that comes back from there. `names`: modules, in order. All bytes are a device's."""
+    """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients reduced,
+    parameters on the host). `saved_bytes`: what a micro-batch holds from its forward to its backward; `staying`: parameters,
+    optimizer state and buffers, by kind; `computing_bytes`: copies of parameters in the type that computes; `gradient_bytes`:
+    shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that
+    comes and goes while an op of the part runs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the
+    forward, and of each that comes back from there. `modules`: of its forward ops, in order. All bytes are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
     overlap: float = 0.0
@@ -102,7 +103,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter of several parts, in order: bytes that each of them holds for it, by kind, and of the gradient that they add up."""
+    """A parameter of several parts, in order: bytes that each holds for it, by kind, and of the gradient that they add up."""
 
     parts: tuple[int, ...]
     kinds: dict[str, float]

@@ -13,11 +13,13 @@ def estimate_text(e: Estimate) -> str:
     p = e.plan
     how = "once a step" if p.reduces_once else "every pass"
     many = "" if p.micro_batches == 1 else "es"
+    passes = f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (f", gradients reduced {how}" if many else "")
+    simulated = "" if p.pipeline else f"; simulated with overlap {ms(p.simulated_seconds)}"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision}, {p.optimizer}, "
         f"strategy {p.strategy}, recomputation {e.recompute}",
-        pipeline_line(p) if p.pipeline else f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (f", gradients reduced {how}" if many else ""),
-        f"step {ms(p.step_seconds)} = {parts_of(p)}" + ("" if p.pipeline else f"; simulated with overlap {ms(p.simulated_seconds)}"),
+        pipeline_line(p) if p.pipeline else passes,
+        f"step {ms(p.step_seconds)} = {parts_of(p)}{simulated}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of {size(p.memory_limit_bytes)}"
         + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),

@@ -15,7 +15,8 @@ def pipeline_line(plan: Plan) -> str:
     p = plan.pipeline
     batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {plan.samples // p.micro_batches} samples"
     stages = f"{p.ranks} ranks along {p.axis}" + (f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else "")
-    return f"{p.schedule}: {stages}, {batches}, bubble {percent(p.played().bubble, 1.0)}, slowest stage {balance(plan):.2f} times the mean"
+    bubble = percent(p.played().bubble, 1.0)
+    return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {balance(plan):.2f} times the mean"
 
 
 def balance(plan: Plan) -> float:
@@ -30,14 +31,16 @@ def pipeline_lines(plan: Plan) -> list[str]:
     if p is None or not p.costs:
         return []
     rank_of = p.orders.rank_of_stage
-    times = column([s * 1e3 for c in p.costs for s in (c.forward_seconds, c.input_seconds + c.weight_seconds, c.weight_seconds)])
+    seconds = [(c.forward_seconds, c.input_seconds + c.weight_seconds, c.weight_seconds) for c in p.costs]
+    times = column([s * 1e3 for three in seconds for s in three])
     unit, sent = byte_column([c.sent_bytes for c in p.costs])
     peak_unit, peaks = byte_column([c.peak_bytes for c in p.costs])
     rows = zip(
-        [str(i) for i in range(len(p.costs))], [c.name for c in p.costs], [str(r) for r in rank_of], [f"{c.parameters:,}" for c in p.costs],
-        times[::3], times[1::3], times[2::3], sent, peaks,
+        [str(i) for i in range(len(p.costs))], [c.name for c in p.costs], [str(r) for r in rank_of],
+        [f"{c.parameters:,}" for c in p.costs], times[::3], times[1::3], times[2::3], sent, peaks,
     )  # fmt: skip
-    header = ["stage", "holds", "rank", "parameters", "forward ms", "backward ms", "of it weights", f"{unit} sent", f"peak {peak_unit}"]
+    backward = ["backward ms", "of it weights"]
+    header = ["stage", "holds", "rank", "parameters", "forward ms", *backward, f"{unit} sent", f"peak {peak_unit}"]
     lines = table(header, list(rows), left=2)
     if p.ranks <= MOST_RANKS and p.micro_batches <= MOST_MICRO_BATCHES:
         played = p.played()

@@ -15,7 +15,8 @@ MOST_KINDS = 6  # that a line names
 def plan_text(plan: Plan) -> str:
     """All of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload, alternatives, meshes,
     warnings."""
-    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines, _alternatives, _meshes, _warnings)
+    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines, _alternatives, _meshes,
+                _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -130,7 +131,8 @@ def _collectives(plan: Plan) -> list[str]:
         sent,
         column([c.seconds * 1e3 for c in plan.collectives]),
     )
-    return table(["collectives of all stages" if plan.pipeline else "collectives", "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+    what = "collectives of all stages" if plan.pipeline else "collectives"
+    return table([what, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
 
 
 def _memory(plan: Plan) -> list[str]:
