@@ -65,6 +65,10 @@ class StageError(AutoparError):
     """A model that cannot be cut into the stages of a pipeline as asked."""
 
 
+class PipelineError(AutoparError):
+    """A number of micro-batches or stages that no pipeline has."""
+
+
 class AdaptError(AutoparError):
     """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not its own."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -25,6 +25,7 @@ from . import api
 from .cost.compute import ATTENTION, DTYPE_NAMES, flops_of
 from .graph import is_op, tensor_arguments, values_of
 from .plan import Plan
+from .plan_pipeline import PipelinePlanned
 from .planner.evaluate import Evaluation
 from .planner.make import Planned
 from .planner.problem import Problem
@@ -67,7 +68,8 @@ class Estimate:
                    "exposed_seconds")  # fmt: skip
         return {
             **{name: getattr(p, name) for name in kept}, "mesh": str(p.mesh), "devices": p.mesh.devices,
-            "recompute": self.recompute, **{name: getattr(p, name) for name in seconds},
+            "recompute": self.recompute, "pipeline": asdict(p.pipeline) if p.pipeline else None,
+            **{name: getattr(p, name) for name in seconds},
             "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
             "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),
@@ -107,6 +109,11 @@ def of_search(planned: Planned) -> Estimate:
     (dtype, _), *_ = by_dtype.most_common(1)
     peaks = options.hardware.flops_per_second
     return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again), dtype, peaks)
+
+
+def of_pipeline(found: PipelinePlanned) -> Estimate:
+    """The same of a pipeline."""
+    return replace(of_search(found.inner), plan=found.plan)
 
 
 def model_flops(node: fx.Node) -> float:

@@ -10,12 +10,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import MemoryInfeasibleError, StrategyError
+from ..errors import MemoryInfeasibleError, PipelineError, StrategyError
 
 if TYPE_CHECKING:
+    from ..plan_pipeline import PipelinePlanned
     from ..planner.make import Planned
     from ..planner.timeline import Timeline
 
@@ -83,6 +85,14 @@ def add_passes(parser) -> None:
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
 
 
+def add_pipeline(parser) -> None:
+    """--schedule and --stages-per-rank."""
+    schedule = "order of the stages of a mesh with pp: gpipe, 1f1b, zb_h1, zbv, ... (default: the fastest of some)"
+    parser.add_argument("--schedule", metavar="NAME", help=schedule)
+    several = "of a schedule that may have several, such as interleaved_1f1b"
+    parser.add_argument("--stages-per-rank", type=count, metavar="V", help=several)
+
+
 def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
     """The arguments of a search, --slowdown and --out: a plan that is played through and written to a file."""
     add_search(parser, baselines)
@@ -104,9 +114,13 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     come on top."""
     from .. import accumulate, api, models
     from ..mesh import Mesh
+    from ..pipeline_plan import axis_of
 
     quiet()
     mesh = Mesh.parse(args.mesh) if args.mesh else None
+    if mesh is not None and (axis := axis_of(mesh)):
+        raise PipelineError(f"axis {axis} of mesh {mesh} is a pipeline, which this command knows nothing of", mesh=mesh,
+                            fix="use autopar plan or estimate, or another mesh")  # fmt: skip
 
     def planned(passes: int, **more) -> Planned:
         report("building the model")
@@ -129,6 +143,48 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
         except MemoryInfeasibleError:
             return planned(tried[-1])
     return planned(accumulate.passes_of(args.batch, mesh, args.strategy, args.micro_batches, args.micro_batch))
+
+
+def has_pipeline(args: argparse.Namespace) -> bool:
+    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none."""
+    from ..mesh import Mesh
+    from ..pipeline_plan import axis_of
+
+    if args.mesh is not None and axis_of(Mesh.parse(args.mesh)):
+        return True
+    for name in ("schedule", "stages_per_rank"):
+        if getattr(args, name) is not None:
+            raise PipelineError(f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4")
+    return False
+
+
+def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
+    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch is that of
+    one call, of which micro-batches are parts."""
+    from .. import accumulate, api, models
+    from ..adapt import order
+    from ..fake_state import forms_of
+    from ..mesh import Mesh
+    from ..pipeline_plan import inside
+    from ..plan_pipeline import plan_pipeline
+
+    quiet()
+    mesh, many = Mesh.parse(args.mesh), None
+    if args.micro_batch is not None or args.micro_batches not in (None, accumulate.AUTO):
+        many = accumulate.passes_of(args.batch, inside(mesh), args.strategy, args.micro_batches, args.micro_batch)
+    report("building the model")
+    model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
+    adapt = adaptations(args)
+    found = planning(args)
+    name = found.pop("name")
+    found |= dict(optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={}, baselines=False)
+    options = replace(api._options(mesh, **found), recompute=args.recompute, refuses=refuses)
+    options.check(inside(mesh))
+    report("tracing the model")
+    with order.attached(model, adapt):
+        captured = api.trace_to_plan(model, inputs, None, forms_of(model), args.precision, adapt)
+    return plan_pipeline(captured, mesh, options, name, schedule=args.schedule or "auto", micro_batches=many,
+                         stages_per_rank=args.stages_per_rank, report=report)  # fmt: skip
 
 
 def add_adapting(parser) -> None:
@@ -202,10 +258,12 @@ def check(args: argparse.Namespace) -> None:
     """Raises the errors of a mesh, profile, strategy, pin or folder to write to before a model is built."""
     from .. import hardware
     from ..mesh import Mesh
+    from ..pipeline_plan import axis_of, inside
     from ..planner.restrict import Restriction
 
     if args.mesh is not None:
-        Restriction.of(args.strategy, Mesh.parse(args.mesh))
+        mesh = Mesh.parse(args.mesh)
+        Restriction.of(args.strategy, inside(mesh) if axis_of(mesh) else mesh)
     hardware.load(args.hardware)
     pins(args)
     if hasattr(args, "forbid"):

@@ -15,6 +15,7 @@ EXAMPLE = "autopar estimate --model gpt2 --mesh dp=4,tp=2 --batch 64 --seq 1024 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "estimate", "cost a configuration that you choose", EXAMPLE, run)
     common.add_search(parser)
+    common.add_pipeline(parser)
     zero = "shard optimizer state (1), gradients (2) and parameters (3) over the data axes of a tensor-parallel strategy"
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=zero)
     parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON; - for stdout instead of the text")
@@ -24,10 +25,13 @@ def run(args: argparse.Namespace) -> int:
     if args.zero:
         args.strategy = _with_zero(args.strategy, args.zero)
     common.check(args)
-    from ..estimate import of_search
+    from ..estimate import of_pipeline, of_search
 
     with common.progress() as report:
-        found = of_search(common.search(args, report, refuses=False))
+        if common.has_pipeline(args):
+            found = of_pipeline(common.search_pipeline(args, report, refuses=False))
+        else:
+            found = of_search(common.search(args, report, refuses=False))
     text = json.dumps(found.to_json(), indent=1, sort_keys=True, allow_nan=False)
     if args.json == "-":
         print(text)

@@ -15,6 +15,7 @@ EXAMPLE = "autopar plan --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --hard
 def add(subparsers) -> None:
     parser = common.command(subparsers, "plan", "plan a model for a mesh, offline", EXAMPLE, run)
     common.add_search(parser, baselines=True)
+    common.add_pipeline(parser)
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for stdout instead of the text")
     parser.add_argument("--emit", metavar="FILE", help="write the code that rank 0 would run")
 
@@ -22,7 +23,7 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     common.check(args)
     with common.progress() as report:
-        planned = common.search(args, report)
+        planned = common.search_pipeline(args, report) if common.has_pipeline(args) else common.search(args, report)
     plan = planned.plan
     if args.json == "-":
         print(json.dumps(plan.to_json(), indent=1, sort_keys=True, allow_nan=False))
@@ -38,8 +39,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rank_code(captured, plan, rank: int = 0) -> str:
-    """Forward and backward of one rank as Python."""
+    """Forward and backward of one rank as Python, stage by stage."""
     from .. import debug
     from ..lower import lower
+    from ..pipeline import lower_pipeline
 
+    if plan.pipeline:
+        stages = lower_pipeline(captured, plan, rank).stages
+        return "\n".join(f"# stage {i}\n\n{debug.stage_text(program.whole.parts)}" for i, program in stages.items())
     return debug.stage_text(lower(captured, plan, rank).parts)

@@ -222,11 +222,11 @@ def evaluate(
         _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses)
         if pricer.reduces_once:
             made = problem.choices(producer).strategies[choice[producer]].outputs[output]
-            result.whole_gradient_bytes += _unreduced_bytes(problem, choice, pricer, uses, made)
+            result.whole_gradient_bytes += unreduced_bytes(problem, choice, pricer, uses, made)
     return result
 
 
-def _unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
+def unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
     """Bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
     consumer = problem.vertices[uses[0].consumer]
     if consumer.kind != "parameter" or not any(u.slot == STATE for u in uses):

@@ -74,18 +74,22 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
     """Bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(STAYING, 0.0)
     for v in problem.vertices:
-        options, k = problem.choices(v.index), e.choice[v.index]
-        resident = float(options.resident_bytes[k]) * v.copies
-        if options.strategies[k].on_host:
-            result["parameters"] += resident
-        elif v.kind == "parameter":
-            trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
-            elements = resident / state.resident(trainable)
-            result["parameters"] += elements * state.master  # the copy that computes comes and goes
-            result["optimizer"] += elements * state.optimizer if trainable else 0.0
-        else:
-            result["buffers"] += resident
+        for kind, bytes_ in staying_of(problem, e, v).items():
+            result[kind] += bytes_
     return result
+
+
+def staying_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
+    """The same of one vertex."""
+    options, k = problem.choices(v.index), e.choice[v.index]
+    resident = float(options.resident_bytes[k]) * v.copies
+    if options.strategies[k].on_host:
+        return {PARAMETERS: resident}
+    if v.kind != "parameter":
+        return {"buffers": resident}
+    trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
+    elements = resident / state.resident(trainable)  # the copy that computes comes and goes
+    return {PARAMETERS: elements * state.master, "optimizer": elements * state.optimizer if trainable else 0.0}
 
 
 def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:

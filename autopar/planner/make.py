@@ -41,7 +41,8 @@ class PlanOptions:
     may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one of them.
     `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway).
     `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already.
-    `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines."""
+    `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the whole mesh, where the
+    planned one is a stage's of a pipeline: links are those of the whole mesh, and gradients are reduced once a step."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -61,6 +62,11 @@ class PlanOptions:
     on_host: frozenset[str] = frozenset()
     styles: Mapping[str, str] = field(default_factory=dict)
     search: Search = Search()
+    within: Mesh | None = None
+
+    def around(self, mesh: Mesh) -> Mesh:
+        """The mesh on which the distances between the devices of a planned mesh are measured."""
+        return self.within if self.within is not None and set(mesh.names) <= set(self.within.names) else mesh
 
     def check(self, mesh: Mesh) -> None:
         """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
@@ -160,8 +166,9 @@ def solvers_of(
     captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None
 ) -> list[Solver]:
     """One for each way to reduce gradients, all of the same problem."""
-    hardware = options.hardware
-    redistribute = Redistributor(mesh, hardware.links_for(mesh), hardware.reached_memory_bytes_per_second)
+    hardware, around = options.hardware, options.around(mesh)
+    links, tiers = hardware.links_for(around), hardware.tiers_for(around)
+    redistribute = Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second)
     report("building the problem")
     cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
     problem = build(
@@ -169,12 +176,15 @@ def solvers_of(
         fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
         offload.Offload(options.offload, cost, options.on_host),
     )  # fmt: skip
-    bucket_bytes = max(tier.bucket_bytes for tier in hardware.tiers_for(mesh).values())
+    bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    collectives, gain = CollectiveCost(hardware, mesh), hardware.overlap_gain
+    collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain
+    ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
+    if options.within is not None and options.micro_batches > 1:
+        ways = (True,)
     pricers = [
         Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once)
-        for once in passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
+        for once in ways
     ]
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 

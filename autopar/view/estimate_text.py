@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..estimate import Estimate
 from ..units import byte_column, ms, number, percent, size, table
+from .pipeline_text import pipeline_line, pipeline_lines
 from .plan_text import in_order, parts_of
 
 
@@ -12,11 +13,13 @@ def estimate_text(e: Estimate) -> str:
     p = e.plan
     how = "once a step" if p.reduces_once else "every pass"
     many = "" if p.micro_batches == 1 else "es"
+    passes = f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (f", gradients reduced {how}" if many else "")
+    simulated = "" if p.pipeline else f"; simulated with overlap {ms(p.simulated_seconds)}"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision}, {p.optimizer}, "
         f"strategy {p.strategy}, recomputation {e.recompute}",
-        f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (f", gradients reduced {how}" if many else ""),
-        f"step {ms(p.step_seconds)} = {parts_of(p)}; simulated with overlap {ms(p.simulated_seconds)}",
+        pipeline_line(p) if p.pipeline else passes,
+        f"step {ms(p.step_seconds)} = {parts_of(p)}{simulated}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of {size(p.memory_limit_bytes)}"
         + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),
@@ -25,7 +28,8 @@ def estimate_text(e: Estimate) -> str:
     kinds = {**in_order(p.at_peak), "in all": p.peak_bytes}
     unit, cells = byte_column(list(kinds.values()))
     rows = [[kind, cell, percent(v, p.memory_limit_bytes)] for (kind, v), cell in zip(kinds.items(), cells)]
-    return "\n".join([*lines, *table(["memory of a device", unit, "of the limit"], rows)]) + "\n"
+    stages = [*pipeline_lines(p), ""] if p.pipeline else []
+    return "\n".join([*lines, *stages, *table(["memory of a device", unit, "of the limit"], rows)]) + "\n"
 
 
 def _rates(e: Estimate) -> str:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from ..plan import Alternative, Plan, Region
 from ..plan_file import MEMORY_KINDS
 from ..units import byte_column, byte_unit, column, ms, percent, size, table
+from .pipeline_text import pipeline_line, pipeline_lines
 
 MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, modules, collectives, memory, recomputation, offload, alternatives, meshes, warnings."""
-    sections = (_result, _modules, _collectives, _memory, recomputed_lines, offloaded_lines, _alternatives, _meshes, _warnings)
+    """All of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload, alternatives, meshes,
+    warnings."""
+    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines, _alternatives, _meshes,
+                _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -27,13 +30,20 @@ def _result(plan: Plan) -> list[str]:
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
         f"strategy {plan.strategy}",
-        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})",
+        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {_bound(plan)} (gap {plan.gap:.2%})",
+        pipeline_line(plan) if plan.pipeline else
         f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *pass_lines(plan),
         *_trained(plan),
     ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.pipeline:
+        return f"an even split without waiting takes {ms(plan.bound)} or more"
+    return f"no plan takes less than {ms(plan.bound)}"
 
 
 def pass_lines(plan: Plan) -> list[str]:
@@ -60,7 +70,14 @@ def _parts(plan: Plan) -> dict[str, float]:
         "communication": plan.communication_seconds,
         "recomputation": plan.recompute_seconds,
         "offload": plan.offloaded.seconds,
+        "waiting": waiting_seconds(plan),
     }
+
+
+def waiting_seconds(plan: Plan) -> float:
+    """What the mean rank of a pipeline waits in a step."""
+    busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
+    return max(0.0, plan.step_seconds - busy) if plan.pipeline else 0.0
 
 
 def _trained(plan: Plan) -> list[str]:
@@ -114,12 +131,13 @@ def _collectives(plan: Plan) -> list[str]:
         sent,
         column([c.seconds * 1e3 for c in plan.collectives]),
     )
-    return table(["collectives", "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+    what = "collectives of all stages" if plan.pipeline else "collectives"
+    return table([what, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
 
 
 def _memory(plan: Plan) -> list[str]:
     header, rows = memory_table(plan)
-    return table(["memory of a device", *header], rows)
+    return table(["memory of the fullest device" if plan.pipeline else "memory of a device", *header], rows)
 
 
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
