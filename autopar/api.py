@@ -36,7 +36,9 @@ from .passes.fake_quant import fake_quant
 from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
+from .pipeline_plan import axis_of, inside
 from .plan import Plan, fingerprint
+from .plan_pipeline import PipelinePlanned, plan_pipeline
 from .planner import meshes
 from .planner import micro_batches as passes
 from .planner.explain import Explanation, explain_plan
@@ -44,9 +46,6 @@ from .planner.fixes import Request, with_fixes
 from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
 from .planner.tensor_plan import styles_of
-from .pipeline_plan import axis_of
-from .plan_pipeline import plan_pipeline
-from .same_stages import plan_same_stages, with_owners
 from .precision import compute_dtype
 from .runtime import agree, process_groups, watch
 from .runtime.captures import Traced
@@ -54,6 +53,7 @@ from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
 from .runtime.parameters import check_model, check_source
+from .same_stages import plan_same_stages, with_owners
 from .storage.weights import Weights
 from .unroll import tower_of, unroll
 
@@ -124,7 +124,8 @@ def plan(
     loss_fn: Callable | None = None,
     strict: bool = False,
     baselines: bool = True,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
+    schedule: str = "auto",
     recompute: str = "auto",
     offload: str = "none",
     fixes: bool = True,
@@ -139,7 +140,9 @@ def plan(
     not take, or several. `strategy`: a recipe, or two for two axes, "megatron_sp+zero1". `precision`: "fp32", the model in its own
     types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with
     the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
-    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. `recompute`:
+    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a mesh with an axis
+    pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a `schedule` of
+    autopar/schedule/catalogue.py ("auto": the best). `recompute`:
     "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
     their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). Raises subclasses of
     AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes
@@ -147,23 +150,25 @@ def plan(
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
         pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
-        recompute=recompute, offload=offload, fixes=fixes, name=name, report=report,
+        schedule=schedule, recompute=recompute, offload=offload, fixes=fixes, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
-    pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=1, recompute="auto", refuses=True,
-    offload="none", fixes=True, name=None, report=lambda text: None,
-) -> Planned:  # fmt: skip
+    pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=None, schedule="auto",
+    recompute="auto", refuses=True, offload="none", fixes=True, name=None, report=lambda text: None,
+) -> Planned | PipelinePlanned:  # fmt: skip
     """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
-    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, micro_batches)
+    has_stages = devices is None and axis_of(checked) is not None
+    passes_ = 1 if has_stages or micro_batches is None else micro_batches
+    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_)
     options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model))
     if devices is None:
-        options.check(checked)
+        options.check(inside(checked) if has_stages else checked)
     adaptations, name = order.checked(adapt), name or type(model).__name__
 
     def traced(example, more: Sequence[Adaptation] = ()) -> Captured:
@@ -175,9 +180,11 @@ def search(
     try:
         if devices is not None:
             return meshes.search(captured, devices, options, name, report)
+        if has_stages:
+            return plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches, report=report)
         return search_plan(captured, checked, options, name, report)
     except MemoryInfeasibleError as error:
-        if not fixes:
+        if not fixes or has_stages:
             raise
         raise _with_fixes(error, captured, options, adaptations, traced, report) from None
 
@@ -238,8 +245,8 @@ def compile(
 
     An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it into
     `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a name of
-    autopar/schedule/catalogue.py, or "auto". It computes the gradients at once, `loss.backward()` hands them out. The loss is known on
-    every rank, other outputs where their stage is; elsewhere they are None. Each rank has the parameters of its stages.
+    autopar/schedule/catalogue.py, or "auto". It computes the gradients at once, `loss.backward()` hands them out. The loss is known
+    on every rank, other outputs where their stage is; elsewhere they are None. Each rank has the parameters of its stages.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
