@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .accumulate import data_ways, samples_of
 from .capture import Captured
+from .cost.collectives import CollectiveCost
 from .errors import MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
 from .mesh import Mesh
 from .passes.micro_batch import MicroBatched, micro_batch
 from .pipeline_plan import Pipeline, axis_of, inside
 from .plan import Alternative, Plan, fingerprint
-from .planner.forced import AUTO
+from .planner.forced import AUTO, at_level
+from .planner.live_bytes import SAVED
 from .planner.make import Planned, PlanOptions, search, solvers_of
 from .planner.pieces import Chain, chain
+from .planner.remake import FULL, SELECTIVE
 from .planner.solve import Solver
 from .planner.stage_cut import cut_stages
 from .planner.stage_judge import Judged, judge, timing_of
@@ -37,7 +40,8 @@ from .units import percent, size
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zbv")  # that are tried if none is asked for
 COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for
-MOST_LIMITS = 5  # on the memory of a micro-batch's plan that are tried, until its stages fit
+LESS = 0.95  # of what a next attempt may hold, so that it is another one
+MOST_LIMITS = 4  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
 
 Report = Callable[[str], None]
@@ -99,6 +103,7 @@ class _Search:
         self.ranks, self.mesh = mesh.size(axis), inside(mesh, axis)
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.options = replace(options, within=mesh, micro_batches=micro.micro_batches, baselines=False, memory_bytes=None)
+        self.collectives = CollectiveCost(options.hardware, mesh)
         self.report(f"{micro.micro_batches} micro-batches")
         self.solvers = solvers_of(micro.captured, self.mesh, self.options, report)
         self.tried: list[_Tried] = []
@@ -106,10 +111,11 @@ class _Search:
 
     def send(self, bytes_: float) -> float:
         """Seconds of a tensor of so many bytes of a device from one stage to the next."""
-        return self.solvers[0].pricer.prices.collectives.seconds("send", (self.axis,), bytes_)
+        return self.collectives.seconds("send", (self.axis,), bytes_)
 
     def run(self) -> _Search:
-        """Tries the fastest plan of a micro-batch, and plans that hold less until the fastest pipeline of them fits."""
+        """Tries the fastest plan of a micro-batch and, until the fastest pipeline fits, plans that compute more again or hold
+        less."""
         limit = math.inf
         for _ in range(MOST_LIMITS if self.options.recompute == AUTO else 1):
             try:
@@ -121,17 +127,30 @@ class _Search:
                 self.bound = self.micro.micro_batches * inner.chosen.bound_seconds / self.ranks
             new = self.pipelines(inner)
             self.tried += new
-            best = min(new, key=lambda t: t.judged.step_seconds)
-            closest = min(new, key=lambda t: t.judged.peak_bytes)
-            if best.fits:
+            if min(new, key=lambda t: t.judged.step_seconds).fits:
                 break
+            closest = min(new, key=lambda t: t.judged.peak_bytes)
+            for again in self.computing_again(inner, closest.judged):
+                self.tried += self.pipelines(again)
             reserve = inner.problem.reserve_bytes
-            held = inner.evaluation.bytes_ - reserve
-            worst = closest if not closest.fits else best
-            limit = reserve + held * max(0.3, 0.97 * (self.limit - reserve) / max(worst.judged.peak_bytes - reserve, 1.0))
+            share = (self.limit - reserve) / max(closest.judged.peak_bytes - reserve, 1.0)
+            limit = reserve + (inner.evaluation.bytes_ - reserve) * min(LESS, share)
             if limit <= reserve:
                 break
         return self
+
+    def computing_again(self, inner: Planned, judged: Judged) -> Iterator[Planned]:
+        """A plan with as much computed again as the fullest rank lacks for its micro-batches in flight, and with all blocks at a
+        level."""
+        e, solver = inner.evaluation, inner.solver
+        if self.options.recompute != AUTO or e.recomputed:
+            return
+        memory = judged.memory[judged.fullest]
+        room, held = self.limit - judged.peak_bytes + memory.get(SAVED, 0.0), memory.get(SAVED, 1.0)
+        if 0 < room < held and (fitting := solver.blocks.fit(e, e.bytes_ - (1 - LESS * room / held) * e.saved_bytes)[0]):
+            yield replace(inner, chosen=replace(inner.chosen, evaluation=solver.settled(fitting)))
+        for level in (SELECTIVE, FULL):
+            yield replace(inner, chosen=at_level(solver, inner.chosen, level))
 
     def planned(self, limit: float) -> Planned:
         """The fastest plan of a micro-batch that holds so many bytes at most."""

@@ -36,7 +36,7 @@ def fastest(
             if refuses:
                 raise
             level = FULL
-    found = [(solver, _at_level(solver, solver.fastest(restriction, pins), level)) for solver in solvers]
+    found = [(solver, at_level(solver, solver.fastest(restriction, pins), level)) for solver in solvers]
     fitting = [(solver, outcome) for solver, outcome in found if outcome.fits]
     if not fitting and refuses:
         solver, outcome = min(found, key=lambda pair: pair[1].evaluation.bytes_)
@@ -47,6 +47,7 @@ def fastest(
     return min(found, key=lambda pair: pair[1].evaluation.bytes_)
 
 
-def _at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
+def at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
+    """The same decisions with every block at a level."""
     evaluation = outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
     return replace(outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes)

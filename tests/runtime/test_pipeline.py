@@ -1,0 +1,118 @@
+"""Pipelines on gloo: a call is the whole batch on one process, whatever the schedule, and the training loop is any module's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import InputError, StageError
+from autopar.schedule.catalogue import KINDS
+from tests import gloo
+
+from . import tiny
+from .parity import assert_close, device_mesh, full, pair
+
+
+def _uneven(batch: dict) -> dict:
+    """Labels of which each sample counts another number of tokens: a mean of the micro-batches' means is another loss."""
+    labels = batch["input_ids"].clone()
+    for i in range(len(labels)):
+        labels[i, : 2 * i + 1] = -100
+    return {**batch, "labels": labels}
+
+
+def _assert_gradients(parallel, reference, tolerance: float = 1e-5) -> None:
+    """Those of this rank's parameters are the reference's, and every parameter is on some rank."""
+    wanted, names = dict(reference.named_parameters()), [n for n, _ in parallel.named_parameters()]
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    assert {*sum(everyone, [])} == {*wanted}
+    for name, parameter in parallel.named_parameters():
+        assert_close(parameter.grad, wanted[name].grad, name, tolerance)
+
+
+def _schedules(rank: int, names: list[str], mesh: str) -> int:
+    for name in names:
+        model, batch = tiny.gpt2(n_layer=4)
+        batch = _uneven(batch)
+        parallel, reference = pair(model, device_mesh(mesh), batch, schedule=name, micro_batches=4)
+        assert parallel.plan.pipeline.schedule == name
+        loss, expected = parallel(**batch).loss, reference(**batch).loss
+        assert_close(loss, expected, name)
+        loss.backward()
+        expected.backward()
+        _assert_gradients(parallel, reference)
+    return len(names)
+
+
+@pytest.mark.gloo
+def test_every_schedule_on_two_stages():
+    assert gloo.run(2, _schedules, list(KINDS), "pp=2", seconds=240) == [len(KINDS)] * 2
+
+
+def _train(rank: int) -> float:
+    """AdamW, evaluation, a smaller batch; what other outputs are."""
+    model, batch = tiny.gpt2(n_layer=3)
+    batch = _uneven(batch)
+    parallel, reference = pair(model, device_mesh("pp=2,dp=2"), batch, micro_batches=2)
+    place = parallel.plan.mesh.coordinate(rank)["pp"]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (parallel, reference)]
+    for step in range(4):
+        output, expected = parallel(**batch), reference(**batch)
+        assert_close(output.loss, expected.loss, f"loss of step {step}", 1e-4)
+        assert (output.logits is None) == (place != 1)
+        if output.logits is not None:
+            assert_close(output.logits, expected.logits, "logits in the order of the batch", 1e-4)
+        (output.loss / 2).backward()
+        (expected.loss / 2).backward()
+        if step == 0:
+            _assert_gradients(parallel, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    smaller = {k: v[:2] for k, v in batch.items()}
+    for m in (parallel, reference):
+        m.eval()
+    with torch.no_grad():
+        assert_close(parallel(**smaller).loss, reference(**smaller).loss, "evaluation of two samples", 1e-4)
+    parallel.train()
+    reference.train()
+    loss, expected = parallel(**smaller).loss, reference(**smaller).loss
+    loss.backward()
+    expected.backward()
+    _assert_gradients(parallel, reference, 1e-4)
+    loss = parallel(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(InputError, match="second backward"):
+        loss.backward()
+    assert sum(full(p).numel() for p in parallel.parameters()) < sum(p.numel() for p in reference.parameters())
+    return loss.item()
+
+
+@pytest.mark.gloo
+def test_training_with_evaluation_and_other_batches():
+    losses = gloo.run(4, _train)
+    assert losses == [losses[0]] * 4
+
+
+def _refusals(rank: int) -> bool:
+    model, batch = tiny.gpt2()
+    mesh = device_mesh("pp=2")
+    without = {"input_ids": batch["input_ids"]}
+    with pytest.raises(StageError, match="scalar loss"):
+        autopar.compile(model, mesh, without)
+    model, batch = tiny.gpt2()
+    parallel = autopar.compile(model, mesh, batch, micro_batches=2)
+    with pytest.raises(InputError, match="DTensor|part of the batch"):
+        parallel(**{k: torch.distributed.tensor.DTensor.from_local(v, mesh) for k, v in batch.items()})
+    model, batch = tiny.resnet() if hasattr(tiny, "resnet") else tiny.gpt2()
+    with pytest.raises(autopar.AutoparError):
+        autopar.compile(model, mesh, batch, micro_batches=3)
+    return True
+
+
+@pytest.mark.gloo
+def test_what_a_pipeline_refuses():
+    assert gloo.run(2, _refusals) == [True, True]
