@@ -66,7 +66,10 @@ class PlanOptions:
 
     def around(self, mesh: Mesh) -> Mesh:
         """The mesh on which the distances between the devices of a planned mesh are measured."""
-        return self.within if self.within is not None and set(mesh.names) <= set(self.within.names) else mesh
+        if self.within is None:
+            return mesh
+        alone = [name for name in mesh.names if name not in self.within.names]  # of a stage that is one device
+        return Mesh((*self.within.names, *alone), (*self.within.sizes, *map(mesh.size, alone)))
 
     def check(self, mesh: Mesh) -> None:
         """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
