@@ -54,19 +54,35 @@ class PipelineStep:
     bytes_sent: tuple[list[float], ...]
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """A plan's programs: by stage, those of all ranks. They are the same for all schedules with as many stages."""
+
+    micro: MicroBatched
+    stages: list[list[StageProgram]]
+
+    @classmethod
+    def of(cls, captured: Captured, plan: Plan, check: bool = True) -> Lowered:
+        micro, stages = stages_of(captured, plan)
+        ranks = range(plan.sharding.mesh.devices)
+        return cls(micro, [[lower_stage(stage, micro, plan, rank, check) for rank in ranks] for stage in stages])
+
+
 def simulate_pipeline(captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True) -> PipelineStep:
     """Forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph, tangents included
     (see autopar/oracle.py). Raises VerifyError if the stages do not fit together."""
-    return _Simulation(captured, plan, values, check).step()
+    return simulate_lowered(Lowered.of(captured, plan, check), plan, values)
+
+
+def simulate_lowered(lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]) -> PipelineStep:
+    """The same, of programs that are there already, in the order of the plan's schedule."""
+    return _Simulation(lowered, plan, values).step()
 
 
 class _Simulation:
-    def __init__(self, captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool):
-        self.plan, self.values, self.mesh = plan, values, plan.sharding.mesh
-        self.micro, stages = stages_of(captured, plan)
-        ranks = range(self.mesh.devices)
-        programs = [[lower_stage(stage, self.micro, plan, rank, check) for rank in ranks] for stage in stages]
-        self.running = [_Running(p, Simulator(self.mesh), gradients=[{} for _ in ranks]) for p in programs]
+    def __init__(self, lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]):
+        self.plan, self.values, self.mesh, self.micro = plan, values, plan.sharding.mesh, lowered.micro
+        self.running = [_Running(p, Simulator(self.mesh), gradients=[{} for _ in p]) for p in lowered.stages]
         self.parts = parts_of(self.micro, values)
         self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
         self.outputs: dict[str, dict[int, Tensor]] = {}

@@ -44,12 +44,13 @@ class Case:
     samples: int
 
     @classmethod
-    def of(cls, model: nn.Module, inputs, wide: bool = True, **tracing) -> Case:
+    def of(cls, model: nn.Module, inputs, wide: bool = True, narrow: torch.dtype = torch.float32, **tracing) -> Case:
+        """`wide`: in the next wider type wherever it has the type `narrow`."""
         captured = api.trace(model, inputs, **tracing)
         values = global_values(captured, model, inputs)
         if wide:
-            captured = widened_capture(captured, torch.float32)
-            values = {name: widened_value(value, torch.float32) for name, value in values.items()}
+            captured = widened_capture(captured, narrow)
+            values = {name: widened_value(value, narrow) for name, value in values.items()}
         samples = next(shape[0] for shape in captured.signature.shapes if shape)
         return cls(captured, values, one_device_step(captured, values), samples)
 

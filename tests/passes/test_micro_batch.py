@@ -21,8 +21,7 @@ from tests.runtime import tiny
 from tests.test_dropout import convnext
 
 functional = nn.functional
-TINY = {"gpt": "hidden=16,heads=2,vocab=32", "llama": "hidden=16,heads=2,vocab=32", "vit": "hidden=16,heads=2,image=16,patch=8",
-        "mlp": "inputs=6,hidden=8,outputs=4"}  # fmt: skip
+TINY = {"gpt": "hidden=16,heads=2,vocab=32", "llama": "hidden=16,heads=2,vocab=32", "vit": "hidden=16,heads=2,image=16,patch=8"}
 
 
 def in_parts(case: staged.Case, micro_batches: int):
