@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import calibrate, compare, diff, estimate, explain, graph, plan, report, trace, train, verify
+from .commands import calibrate, compare, diff, estimate, explain, graph, plan, report, schedule, trace, train, verify
 from .errors import AutoparError, MemoryInfeasibleError
 from .view.refusal_text import refusal_text
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     result = _Parser(prog="autopar", description="Plans how a PyTorch model runs on many devices, and compiles it to do so.")
     result.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = result.add_subparsers(metavar="COMMAND", required=True)
-    for command in (plan, estimate, explain, report, trace, compare, diff, train, verify, graph, calibrate):
+    for command in (plan, estimate, explain, report, trace, schedule, compare, diff, train, verify, graph, calibrate):
         command.add(subparsers)
     return result
 

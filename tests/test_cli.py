@@ -302,3 +302,11 @@ def left_of(process: subprocess.Popen) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def test_schedule_draws(capsys, tmp_path, golden):
+    assert main(["schedule", "zb_h1", "--ranks", "3", "--micro-batches", "4", "--out", str(tmp_path / "x.svg")]) == 0
+    golden(capsys.readouterr().out.replace(str(tmp_path), "FOLDER"))
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+    assert main(["schedule", "1f1b", "--out", str(tmp_path / "x.png")]) == 2
+    assert main(["schedule", "no_such"]) == 2

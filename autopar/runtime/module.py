@@ -14,9 +14,10 @@ from .. import _torch
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
-from ..errors import AdaptError, SourceMethodError, StrategyError
+from ..errors import AdaptError, SourceMethodError, StageError, StrategyError
 from ..mesh import Mesh
 from ..plan import Plan
+from ..schedule.played import Played
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights
@@ -87,6 +88,13 @@ class ParallelModule(nn.Module):
     def unreduced_gradient_bytes(self) -> int:
         """Bytes that this rank holds of unreduced gradients inside of no_sync."""
         return self._captures.unreduced_bytes()
+
+    def measured_schedule(self) -> Played:
+        """When each action of the last call ran, on this rank and those before and after it in the pipeline. `play`, `grid` and `svg`
+        of autopar/schedule say the same of a predicted one. All ranks call it. Raises StageError without a pipeline."""
+        if self.plan.pipeline is None:
+            raise StageError("the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp")
+        return self._captures.last.step.measured()
 
     def compile(self, **options) -> None:
         """Run this rank's graphs through torch.compile with these options of it (`backend`, `mode`, ...), from the next call of

@@ -215,6 +215,7 @@ class Engine(_Runtime):
 
     def __init__(self, stages: Sequence[EngineStage], schedule: Schedule):
         super().__init__(list(stages), schedule.micro_batches, loss_fn=None, scale_grads=False)
+        self.schedule = schedule
         self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of_stage))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank

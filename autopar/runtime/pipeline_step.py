@@ -6,7 +6,9 @@ is that of any module. The loss is known on every rank; another output is where 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from ..passes.micro_batch import SAME, SUM
 from ..pipeline import PipelineProgram
 from ..plan import Plan
 from ..schedule.actions import Action, Schedule
+from ..schedule.played import Played
 from . import agree, watch
 from .dtensors import spec_of
 from .loaded import LoadedGraph
@@ -126,10 +129,15 @@ class PipelineStep:
         for graph in self.reduce.values():
             graph.compile(options)
 
-    @property
-    def times(self) -> list[tuple[Action, float, float]]:
-        """When each action of the last call ran on this rank."""
-        return self.engine.times
+    def measured(self) -> Played:
+        """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks. Collective."""
+        everyone: list = [None] * dist.get_world_size(self.axis_group)
+        offset = time.time() - time.perf_counter()
+        with watch.meeting("when the pipeline's actions ran"):
+            dist.all_gather_object(everyone, [(a, s + offset, e + offset) for a, s, e in self.engine.times], group=self.axis_group)
+        orders = tuple(tuple(a for a, _, _ in times) for times in everyone)
+        starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
+        return Played(replace(self.engine.schedule, orders=orders), starts, ends)
 
     def __call__(self, inputs: list[Tensor]):
         """The model's output for a whole batch."""

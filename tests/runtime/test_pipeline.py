@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
 from autopar.errors import InputError, MicroBatchError, StageError
@@ -43,6 +46,8 @@ def _schedules(rank: int, names: list[str], mesh: str) -> int:
         loss.backward()
         expected.backward()
         _assert_gradients(parallel, reference)
+        measured = parallel.measured_schedule()
+        assert [*measured.schedule.orders] == [*parallel.plan.pipeline.orders.orders] and 0 < measured.bubble < 1
     return len(names)
 
 
@@ -99,6 +104,41 @@ def test_training_with_evaluation_and_other_batches():
     assert losses == [losses[0]] * 4
 
 
+def _lora(rank: int) -> int:
+    """Every adapter's gradient is PEFT's on one process, with adapters that do something."""
+    import peft
+
+    model, batch = tiny.llama()
+    batch, settings = _uneven(batch), dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj"])
+    reference = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**settings))
+    parallel = autopar.compile(model, device_mesh("pp=2,tp=2"), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2)
+    wanted = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in reference.named_parameters()}
+    trained = [name for name, p in parallel.named_parameters() if p.requires_grad]
+    with torch.no_grad():
+        for name, parameter in sorted(wanted.items()):
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
+        for name in trained:
+            mine = parallel.get_parameter(name)
+            mine.copy_(distribute_tensor(wanted[name].detach(), mine.device_mesh, mine.placements))
+    loss, expected = parallel(**batch).loss, reference(**batch).loss
+    assert_close(loss, expected, "loss with adapters")
+    loss.backward()
+    expected.backward()
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, trained)
+    assert {*sum(everyone, [])} == {name for name, p in wanted.items() if p.requires_grad}
+    for name in trained:
+        assert_close(parallel.get_parameter(name).grad, wanted[name].grad, name)
+    return len(trained)
+
+
+@pytest.mark.gloo
+def test_adapters_in_stages():
+    pytest.importorskip("peft")
+    assert min(gloo.run(4, _lora)) > 0
+
+
 def _refusals(rank: int) -> bool:
     model, batch = tiny.gpt2()
     mesh = device_mesh("pp=2")
@@ -108,7 +148,7 @@ def _refusals(rank: int) -> bool:
     model, batch = tiny.gpt2()
     parallel = autopar.compile(model, mesh, batch, micro_batches=2)
     with pytest.raises(InputError, match="DTensor|part of the batch"):
-        parallel(**{k: torch.distributed.tensor.DTensor.from_local(v, mesh) for k, v in batch.items()})
+        parallel(**{k: DTensor.from_local(v, mesh) for k, v in batch.items()})
     model, batch = tiny.gpt2()
     with pytest.raises(MicroBatchError, match="a batch of 4"):
         autopar.compile(model, mesh, batch, micro_batches=3)
