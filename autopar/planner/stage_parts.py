@@ -173,7 +173,7 @@ class Parts:
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             if v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host:
-                copy = self.pricer.local_bytes(v.index, 0, options.strategies[k].outputs[0])
+                copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
             for part in self._charged(mask):
                 if v.kind == "op":
                     part.work[self._kind(v.node)].compute += seconds
