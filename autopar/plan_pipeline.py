@@ -42,6 +42,7 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zb
 COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for
 LESS = 0.95  # of what a next attempt may hold, so that it is another one
 MOST_LIMITS = 4  # on the memory of a micro-batch's plan that are tried, until its stages fit
+NEAR_ENOUGH = 1.03  # times the seconds of the fastest pipeline, that does not fit: no smaller plans are looked for
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
 
 Report = Callable[[str], None]
@@ -127,17 +128,24 @@ class _Search:
                 self.bound = self.micro.micro_batches * inner.chosen.bound_seconds / self.ranks
             new = self.pipelines(inner)
             self.tried += new
-            if min(new, key=lambda t: t.judged.step_seconds).fits:
+            fastest = min(t.judged.step_seconds for t in self.tried)
+            if self.fits_within(fastest):
                 break
             closest = min(new, key=lambda t: t.judged.peak_bytes)
             for again in self.computing_again(inner, closest.judged):
                 self.tried += self.pipelines(again)
+            if self.fits_within(fastest * NEAR_ENOUGH):
+                break
             reserve = inner.problem.reserve_bytes
             share = (self.limit - reserve) / max(closest.judged.peak_bytes - reserve, 1.0)
             limit = reserve + (inner.evaluation.bytes_ - reserve) * min(LESS, share)
             if limit <= reserve:
                 break
         return self
+
+    def fits_within(self, seconds: float) -> bool:
+        """Whether something was found that fits and takes no longer."""
+        return any(t.fits and t.judged.step_seconds <= seconds for t in self.tried)
 
     def computing_again(self, inner: Planned, judged: Judged) -> Iterator[Planned]:
         """A plan with as much computed again as the fullest rank lacks for its micro-batches in flight, and with all blocks at a
@@ -166,13 +174,13 @@ class _Search:
         """The best cut of a plan for each schedule."""
         problem, e = inner.whole
         stages = self.ranks * max(1, min(v for _, v in self.kinds))
-        pieces = chain(problem, e, inner.pricer, stages, self.send)
+        pieces = chain(problem, e, inner.pricer, stages, self.send, inner.live_bytes)
         found = []
         for kind, v in self.kinds:
             if self.ranks * v > len(pieces.pieces) and len(self.kinds) > 1:
                 continue
             if self.ranks * v > len(pieces.pieces):
-                pieces = chain(problem, e, inner.pricer, self.ranks * v, self.send)
+                pieces = chain(problem, e, inner.pricer, self.ranks * v, self.send, inner.live_bytes)
             self.report(f"{kind}, {self.micro.micro_batches} micro-batches")
             found.append(_Tried(self.pipeline(inner, pieces, kind, v), inner, self.micro, self.bound, self.limit))
         return found
@@ -190,7 +198,7 @@ class _Search:
                     break
                 cuts, room = self.cut(pieces, kind, v, math.inf), -math.inf
             pipeline = Pipeline(self.axis, self.ranks, kind, self.micro.micro_batches, v, cuts)
-            judged = judge(problem, e, inner.pricer, pipeline, self.send)
+            judged = judge(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
             if first is None or judged.peak_bytes < first.peak_bytes:
                 first = judged
             excess = judged.peak_bytes - self.limit

@@ -18,6 +18,7 @@ from torch import fx
 
 from .._torch import graph_module
 from ..capture import Captured
+from ..compact import Compact
 from ..cost.redistribute import Link
 from ..errors import MicroBatchError
 from ..graph import OutputRole, Role, describe, leaf_name, output_node
@@ -53,12 +54,7 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
         return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={})
     samples = next((shape[0] for shape in captured.signature.shapes if shape), 1)
     axis = batch_axis(graph, micro_batches, samples)
-    joint, nodes, leaves = _rewritten(captured.graph_module, axis)
-    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
-    local, last = (localize(joint, sharding, i) for i in (0, micro_batches - 1))
-    _draw_by_number(local, last, micro_batches)
-    _check_alike(local, last)
-    _forget_axis(local)
+    local = _local(captured.graph_module, axis)
     joins = {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
@@ -68,7 +64,49 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
     dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
             if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
-    return MicroBatched(replace(captured, graph_module=local, compact=None), micro_batches, joins, totals, inputs, dims)
+    compact = captured.compact and _compact(captured.compact, local, micro_batches, samples)
+    return MicroBatched(replace(captured, graph_module=local, compact=compact), micro_batches, joins, totals, inputs, dims)
+
+
+def _local(joint: fx.GraphModule, axis: BatchAxis) -> fx.GraphModule:
+    """The joint graph of one micro-batch."""
+    joint, nodes, leaves = _rewritten(joint, axis)
+    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
+    local, last = (localize(joint, sharding, i) for i in (0, axis.mesh.devices - 1))
+    _draw_by_number(local, last, axis.mesh.devices)
+    _check_alike(local, last)
+    _forget_axis(local)
+    return local
+
+
+def _compact(old: Compact, whole: fx.GraphModule, micro_batches: int, samples: int) -> Compact | None:
+    """The graph of few blocks for one micro-batch, whose nodes keep their names; None if some of its nodes have none of before."""
+    small = _local(old.graph_module, batch_axis(old.graph, micro_batches, samples))
+    keys = {node.name: (node.target, key) for node, key in old.home.items()}
+    names = {key: (node.name, node.target) for key, node in old.whole.items()}
+    new, home, found = {n.name: n for n in whole.graph.nodes}, {}, {}
+    for node in small.graph.nodes:
+        if node.op == "output":
+            continue
+        target, key = keys.get(node.name, (node.target, None))
+        if node.op == "placeholder" and key is None:  # a total, which is before all blocks
+            key, names[node, 0] = (node, 0), (node.name, node.target)
+        if key is None or target != node.target:
+            return None
+        home[node] = key
+    for origin in {origin for origin, _ in home.values()}:
+        for key in ((origin, block) for block in range(old.count)):
+            name, target = names.get(key, ("", None))
+            if name in new and new[name].target == target:
+                found[key] = new[name]
+    compact = Compact(small, old.tower, old.count, home, found)
+    is_whole = all(key in found for node, (origin, block) in home.items() for key in _stands_for(compact, origin, block))
+    return compact if is_whole else None
+
+
+def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.Node, int]]:
+    """All nodes that one of the small graph may stand for, wherever the graph is split."""
+    return [(origin, number) for first in (0, compact.most) for number in compact.stands_for(block, first)]
 
 
 def _rewritten(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:

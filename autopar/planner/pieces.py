@@ -16,6 +16,7 @@ import numpy as np
 from ..cost.compute import flops_of
 from ..errors import StageError
 from .evaluate import Evaluation, Pricer
+from .live_bytes import LiveBytes
 from .places import Places
 from .problem import Problem
 from .stage_parts import Part, Parts, crossing_bytes
@@ -42,10 +43,10 @@ class Chain:
         return tuple(self.starts[i - 1] for i in sorted(firsts) if i)
 
 
-def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send) -> Chain:
-    """The pieces of a plan. Raises StageError if they are too few for so many stages."""
+def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send, live: LiveBytes | None = None) -> Chain:
+    """The pieces of a plan; `live`: its memory, if it is known. Raises StageError if they are too few for so many stages."""
     starts = places_to_cut(problem, e, pricer, stages)
-    found = Parts(problem, e, pricer, starts)
+    found = Parts(problem, e, pricer, starts, live=live)
     shared = [
         Shared(a, b, int(tied.state_bytes), 2 * send(tied.gradient_bytes))
         for tied in found.tied for a, b in zip(tied.parts, tied.parts[1:])

@@ -20,7 +20,7 @@ from ..schedule.catalogue import KINDS
 from ..schedule.play import play
 from ..schedule.played import Played
 from .evaluate import Evaluation, Pricer
-from .live_bytes import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, SAVED
+from .live_bytes import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, SAVED, LiveBytes
 from .problem import Problem
 from .stage_parts import Part, Parts
 from .stages import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
@@ -67,10 +67,12 @@ class Judged:
         return (moved * self.pipeline.micro_batches + sum(self.once_seconds)) / self.pipeline.ranks
 
 
-def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send) -> Judged:
+def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
+          live: LiveBytes | None = None) -> Judged:  # fmt: skip
     """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so many bytes
-    of a device from one stage to the next. Raises StageError as Places does."""
-    found = Parts(problem, e, pricer, pipeline.cuts, repeated=True)
+    of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raises StageError as Places
+    does."""
+    found = Parts(problem, e, pricer, pipeline.cuts, True, live)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
     once = [sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank in range(pipeline.ranks)]

@@ -20,7 +20,7 @@ from torch import fx
 from ..graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from .blocks import block_of, recomputed_vertices
 from .evaluate import Evaluation, Pricer, Transfer, unreduced_bytes, uses_by_tensor
-from .live_bytes import AGAIN, BUCKETS, GATHERED, GRADIENTS, PARAMETERS, PASSING, live_bytes, staying_of
+from .live_bytes import AGAIN, BUCKETS, GATHERED, GRADIENTS, PARAMETERS, PASSING, LiveBytes, live_bytes, staying_of
 from .places import Places, first_of
 from .problem import Problem
 
@@ -115,9 +115,11 @@ class Tied:
 
 
 class Parts:
-    """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters."""
+    """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters. `live`: the
+    memory of the whole plan, if it is known."""
 
-    def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False):
+    def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
+                 live: LiveBytes | None = None):  # fmt: skip
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
         self.places = Places(problem.graph, cuts)
         self.found = [Part(overlap=e.overlap) for _ in range(self.places.count)]
@@ -129,7 +131,7 @@ class Parts:
         self._transfers()
         self._saved()
         self._passing()
-        self._transients()
+        self._transients(live or live_bytes(problem, e, pricer))
 
     def _where(self) -> dict[fx.Node, int]:
         """The parts of every node, as bits: of what is computed wherever it is read, those that read it."""
@@ -171,7 +173,7 @@ class Parts:
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             if v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host:
-                copy = self.pricer.local_bytes(v.index, 0, options.strategies[k].outputs[0])
+                copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
             for part in self._charged(mask):
                 if v.kind == "op":
                     part.work[self._kind(v.node)].compute += seconds
@@ -270,8 +272,7 @@ class Parts:
         v, output = tensors[producer, position]
         return self.pricer.bytes_of(node.meta["val"], self._strategy(v).outputs[output])
 
-    def _transients(self) -> None:
-        live = live_bytes(self.problem, self.e, self.pricer)
+    def _transients(self, live: LiveBytes) -> None:
         passing = [live.kinds[kind] for kind in (AGAIN, GATHERED, PASSING, BUCKETS) if kind in live.kinds]
         for i, run in enumerate(live.order.runs):
             bytes_ = float(sum(kind[i] for kind in passing))

@@ -1,12 +1,16 @@
 """Pieces of a plan add up to the plan; cuts are where little passes; links of a stage are those of the whole mesh."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from autopar import api
+from autopar.fake_state import forms_of
 from autopar.hardware import load
 from autopar.mesh import Mesh
+from autopar.models import registry
 from autopar.passes.micro_batch import micro_batch
 from autopar.pipeline_plan import Pipeline, inside
 from autopar.planner.make import PlanOptions, search, solvers_of
@@ -41,8 +45,6 @@ def chain_of(found, stages: int = 2):
 def test_pieces_add_up_to_the_plan(model, options):
     graph = captured(model)
     if options.get("precision"):
-        from autopar.models import registry
-
         graph = api.trace(*registry.build(model, batch=8, seq=16, device="meta"), precision="bf16")
     found = planned(graph, **options)
     (problem, e), passes = found.whole, found.options.micro_batches
@@ -133,3 +135,17 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
     looped = judge(*found.whole, found.pricer, Pipeline("pp", 2, "interleaved_1f1b", 4, 2, cuts), free)
     embedding = 64 * 32 * 4
     assert sum(m["parameters"] for m in looped.memory) - sum(m["parameters"] for m in v.memory) == embedding
+
+
+def test_a_deep_model_is_planned_by_few_blocks():
+    model, inputs = registry.build("gpt:hidden=32,layers=20,heads=4,vocab=64,seq=16", batch=8, seq=16, device="meta")
+    micro = micro_batch(api.trace_to_plan(model, inputs, None, forms_of(model), "bf16"), 4).captured
+    assert micro.compact is not None and len(micro.compact.graph.nodes) < len(micro.graph.nodes) / 2
+    mesh, options = Mesh.parse("pp=2,dp=2"), PlanOptions(toy(), micro_batches=4, baselines=False, recompute="selective",
+                                                       precision="bf16")
+    options = replace(options, within=mesh)
+    few, every = (search(c, inside(mesh), options) for c in (micro, replace(micro, compact=None)))
+    assert few.evaluation.seconds == pytest.approx(every.evaluation.seconds)
+    assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes)
+    few_parts, all_parts = (Parts(*p.whole, p.pricer, chain_of(p).starts).found for p in (few, every))
+    assert [part.saved_bytes for part in few_parts] == pytest.approx([part.saved_bytes for part in all_parts])
