@@ -75,18 +75,34 @@ def _between_meshes(rank: int, root: str, wanted: list[float]) -> dict:
             assert reads.senders <= {*model.stage_mesh.ranks[model.stage_mesh.place]}, "a part from a rank of another stage"
             assert close(losses + steps(model, optimizer, batch), wanted), text
             runs[text] = model, optimizer
+            assert "pp=4" in text or not all(layout.is_replicated for layout in model.layouts.values())
     for saved, texts in MOVED.items():
         for text in texts:
             model, optimizer = runs[text]
             torch.manual_seed(rank)
             assert autopar.load_checkpoint(f"{root}/{saved}", model, optimizer).data == {"rank": rank}
             assert close(steps(model, optimizer, batch), wanted[4:]), f"{saved} on {text}"
+            _gradients(model, batch, torch.load(f"{root}/gradients.pt"), f"{saved} on {text}")
     _state_dicts(rank, runs["pp=2,dp=2"][0])
     _full_disk(rank, root, *runs["pp=2,dp=2"])
     for text in MESHES:
         autopar.load_checkpoint(f"{root}/dp=2,tp=2", runs[text][0])
         runs[text][0].save_pretrained(f"{root}/out {text}")
     return {text: len(list(model.parameters())) for text, (model, _) in runs.items()}
+
+
+def _gradients(model, batch, wanted: dict, note: str) -> None:
+    """After two more steps, and their norms over the whole model."""
+    model(**batch).loss.backward()
+    for kind, norm in wanted["norms"].items():
+        found = model.clip_grad_norm_(1e9, kind).item()
+        assert abs(found / norm - 1) < 1e-3, f"{note}, norm {kind}"
+        everyone = [None] * 4
+        dist.all_gather_object(everyone, found)
+        assert len({*everyone}) == 1, f"{note}, norm {kind}: {everyone}"
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, wanted["gradients"][name], f"{note}, {name}", 2e-3)
+    model.zero_grad()
 
 
 def _state_dicts(rank: int, model) -> None:
@@ -128,6 +144,10 @@ def test_pipelines_and_other_meshes(tmp_path):
     source, batch = gpt2()
     source.save_pretrained(tmp_path / "in")
     wanted = steps(source, optimizer_of(source), batch, 4)
+    source(**batch).loss.backward()
+    gradients = {name: p.grad for name, p in source.named_parameters()}
+    norms = {kind: torch.nn.utils.get_total_norm(gradients.values(), kind).item() for kind in (1.0, 2.0, float("inf"))}
+    torch.save({"gradients": gradients, "norms": norms}, tmp_path / "gradients.pt")
     counts = gloo.run(4, _between_meshes, str(tmp_path), wanted, seconds=240)
     assert all(count["pp=4"] < count["dp=2,tp=2"] for count in counts)
 
