@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..adapt.lora import LoRA
@@ -34,7 +33,7 @@ class Adapters:
     def __init__(self, module: nn.Module, config: LoRA, switch: Callable[[bool], None]):
         self.module, self.config, self.switch = module, config, switch
         self.active, self.kept, self.merged, self.disabled_by = FIRST, {FIRST: None}, False, 0
-        self.trained = tuple(file_names(module))  # what an adapter is, also if some of it is frozen later
+        self.trained = tuple(file_names(module))  # what an adapter is, in all stages, also if some of it is frozen later
         self.sites = [(path, site) for path, _, site in sites_of(module._source)]
         self._lengths: dict[str, Tensor] = {}  # what the rows of a merged DoRA layer were multiplied by
 
@@ -64,7 +63,7 @@ class Adapters:
         if name not in self.kept:
             raise AdaptError(f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first")
         if name != self.active:
-            replaced = {*self.trained, *self.kept[name]}
+            replaced = ({*self.trained} - {*self.module.elsewhere}) | {*self.kept[name]}
             self.kept[self.active] = {n: self._local(n).clone() for n in replaced}
             self._write(self.kept[name])
             self.kept[name], self.active = None, name
@@ -122,18 +121,23 @@ class Adapters:
 
     def _shared(self) -> list[str]:
         """Adapted weights that several layers read."""
-        modules = self.module.modules()
-        held = Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
+        source = self.module._source
+        held = Counter(id(p) for module in source.modules() for p in module._parameters.values() if p is not None)
         beside = [f"{path}.{site.parameter}" for path, site in self.sites if site.kind != "parameter"]
-        return [name for name in beside if held[id(self.module.get_parameter(name))] > 1]
+        return [name for name in beside if held[id(source.get_parameter(name))] > 1]
 
     @torch.no_grad()
     def _change(self, path: str, site: LoraSite, sign: float) -> None:
+        """On the stages that have the weight; the adapter may be a later one's."""
         name = f"{path}.{site.parameter}"
+        places = self.module.places_of(name)
+        a, b = (whole(self.module, f"{path}.{n}", places) for n in site.names)
+        magnitude = whole(self.module, f"{path}.{MAGNITUDE}", places) if site.use_dora and sign > 0 else None
+        if name in self.module.elsewhere:
+            return
         weight, shape = self._local(name), tuple(self.module.get_parameter(name).shape)
-        layout, mesh = self.module.layouts[name], self.module.plan.mesh
-        ranges = local_ranges(shape, layout, mesh, mesh.coordinate(dist.get_rank()))
-        a, b = (whole(self.module, f"{path}.{n}") for n in site.names)
+        layout, stage = self.module.layouts[name], self.module.stage_mesh
+        ranges = local_ranges(shape, layout, stage.mesh, stage.coordinate)
         product = _part(a, b, site, ranges)
         wide = torch.promote_types(weight.dtype, product.dtype)
         if not site.use_dora:
@@ -142,8 +146,8 @@ class Adapters:
         rows, across = (ranges[1], (1, -1)) if site.is_transposed else (ranges[0], (-1, 1))
         if sign > 0:
             changed = weight.to(wide) + product
-            length = gather_everywhere(changed, shape, layout, mesh).norm(dim=0 if site.is_transposed else 1)
-            self._lengths[path] = whole(self.module, f"{path}.{MAGNITUDE}") / length
+            length = gather_everywhere(changed, shape, layout, stage).norm(dim=0 if site.is_transposed else 1)
+            self._lengths[path] = magnitude / length
             weight.copy_(changed * cut(self._lengths[path], [rows]).view(across))
         else:
             weight.copy_(weight.to(wide) / cut(self._lengths.pop(path), [rows]).view(across) - product)

@@ -169,13 +169,20 @@ class Captures:
         if same is not None:
             capture = self._add(traced, same.plan, same.step, gradients)
         else:
-            plan = self.compiler.plan(traced, self.table[0].plan, self.layouts)
+            plan = self.compiler.plan(traced, self.table[0].plan, self._layouts_of_all_stages())
             step = self._step(traced, plan, lower_together(traced, plan))
             capture = self._add(traced, plan, step, gradients)
         if self.groups.rank == 0:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
             _log.info("capture %d of at most %d: %s: %s", len(self.table), self.module.capture_limit, call, how)
         return capture
+
+    def _layouts_of_all_stages(self) -> dict[str, Layout]:
+        """Of the parameters of the first capture, whoever has them, and of all that this rank has."""
+        first = self.table[0]
+        leaves, nodes = first.plan.sharding.leaves, first.traced.captured.graph.nodes
+        roles = {n.name: n.meta["role"] for n in nodes if n.op == "placeholder" and n.name in leaves}
+        return {role.name: leaves[name] for name, role in roles.items() if role.kind == "parameter"} | dict(self.layouts)
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         if isinstance(program, PipelineProgram):

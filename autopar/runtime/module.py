@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
@@ -16,11 +16,12 @@ from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
 from ..errors import AdaptError, SourceMethodError, StageError, StrategyError
 from ..mesh import Mesh
+from ..pipeline import PipelineProgram
 from ..plan import Plan
 from ..schedule.played import Played
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
-from ..storage.weights import Weights
+from ..storage.weights import Weights, persistent_buffers
 from . import agree, captures, watch
 from .adapters import Adapters
 from .captures import Captures, Compiler
@@ -32,8 +33,11 @@ from .stage_mesh import StageMesh
 
 class ParallelModule(nn.Module):
     """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the plans of all
-    calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of the parameters by name.
-    Values come from the source or from `weights`."""
+    calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of the parameters by name, on
+    the mesh of `stage_mesh`. Values come from the source or from `weights`.
+
+    Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
+    `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device."""
 
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
@@ -48,12 +52,13 @@ class ParallelModule(nn.Module):
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
-        stage = StageMesh.of(self.plan, device_mesh)
-        elsewhere = agree.everywhere(lambda: program.elsewhere(stage.place)) if self.plan.pipeline else ()
+        self.stage_mesh = stage = StageMesh.of(self.plan, device_mesh)
+        elsewhere = program.elsewhere(stage.place) if self.plan.pipeline else frozenset()
+        self.elsewhere, self._places = _others(source, traced.captured.ties, program, stage) if self.plan.pipeline else ({}, {})
         self.layouts = agree.everywhere(
             lambda: take_over(self, source, traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere)
         )
-        translate_states(self, self.layouts, stage.mesh, stage.device_mesh)
+        translate_states(self, self.layouts, stage, self.elsewhere)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
         self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh, stage)
         self._captures.add(traced, self.plan, program)
@@ -170,10 +175,27 @@ class ParallelModule(nn.Module):
                 layer._modules[OBSERVER].training = layer.training and not self._observers_are_frozen
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by their norm over the whole model; returns the norm as a plain tensor."""
+        """Clip gradients by their norm over the whole model, all its stages; returns the norm as a plain tensor, equal on all
+        ranks, which call this together. A parameter that several stages share counts once."""
+        stage = self.stage_mesh
         with watch.meeting("the norm of the gradients"):
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            if stage.line is None:
+                norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+                return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+            counted = [g for n, g in gradients.items() if self.places_of(n)[0] == stage.place]
+            mine = torch.nn.utils.get_total_norm(counted, norm_type)
+            mine = (mine.full_tensor() if isinstance(mine, DTensor) else mine).to(stage.device, torch.float64)
+        norm = torch.linalg.vector_norm(stage.tensors_from_all_places(mine, "the norm of all stages"), norm_type)
+        norm = norm.to(next((g.dtype for g in gradients.values()), torch.float32))
+        if gradients:
+            local = [_torch.local_of(g) for g in gradients.values()]
+            torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def places_of(self, name: str) -> tuple[int, ...]:
+        """Where along the pipeline a parameter or buffer is."""
+        return self._places.get(name, (0,) if self.stage_mesh.line is None else tuple(range(len(self.stage_mesh.ranks))))
 
     def _apply(self, fn, recurse: bool = True):
         """`.to(...)`, `.half()` and the like: fine if they change nothing, else the graph would not fit any more."""
@@ -201,3 +223,23 @@ class ParallelModule(nn.Module):
                 fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain model",
             )
         return value
+
+
+def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):
+    """(parameters and saved buffers that this rank does not get, on the meta device; of all that some rank does not get, the places
+    along the pipeline that have it)."""
+    places = range(len(stage.ranks))
+    missing = [program.elsewhere(place) for place in places]
+    elsewhere: dict[str, Tensor] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    made: dict[int, Tensor] = {}
+    for name, tensor in (*source.named_parameters(remove_duplicate=False), *persistent_buffers(source)):
+        first = ties.get(name, name)
+        if any(first in names for names in missing):
+            found[name] = tuple(place for place in places if first not in missing[place])
+        if first in missing[stage.place]:
+            if id(tensor) not in made:
+                empty = torch.empty_like(tensor, device="meta")
+                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            elsewhere[name] = made[id(tensor)]
+    return elsewhere, found

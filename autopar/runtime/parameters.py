@@ -84,7 +84,7 @@ def take_over(
     """Give `module` this rank's parts, on the device or where the plan puts them, under all names of the source, with the source's
     values or those that `weights` reads (which has none of the names in `added`). `replaced`: parameters that it does not get, and
     what is computed from them instead. Each source parameter is emptied as soon as its part is made, so that the two are never in
-    memory as a whole. Parameters and buffers `elsewhere` are of other stages of a pipeline: this rank gets none of them. Returns the
+    memory as a whole. Of the parameters and buffers `elsewhere`, of other stages of a pipeline, this rank gets none. Returns the
     layouts of the parameters by name."""
     mesh, device_mesh, coordinate = stage.mesh, stage.device_mesh, stage.coordinate
     device = torch.device(device_mesh.device_type)
@@ -123,9 +123,13 @@ def take_over(
     gone = {id(source.get_parameter(name)) for name in replaced or {}}
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
         if captured.ties.get(name, name) in elsewhere:
+            if not isinstance(parameter, MovedParameter):
+                _empty(parameter)
             continue
         if id(parameter) in gone:
-            if name in replaced:
+            if name in replaced and {*replaced[name].names} <= {*elsewhere}:
+                _empty(parameter)
+            elif name in replaced:
                 whole = part_of(name, parameter, Layout.replicated(parameter.dim()))
                 if not torch.isfinite(whole).all():
                     raise InputError(f"{name} has values that are not finite, and its blocks would be too", fix="mend the weights")

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..adapt.lora import LoRA
@@ -35,20 +34,27 @@ NOT_OURS = ("alora_invocation_tokens", "layer_replication", "use_qalora", "lora_
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
-    """Name of every tensor that the file of a ParallelModule's adapter holds, adapters and what else trains -> its name there."""
+    """Name of every tensor that the file of a ParallelModule's adapter holds, adapters and what else trains, in all stages -> its
+    name there."""
     adapted = _adapted(model)
-    trained = [n for n, p in model.named_parameters() if n in model.adapter_names or p.requires_grad]
+    trained = [n for n, p in _parameters(model).items() if n in model.adapter_names or p.requires_grad]
     return {name: _name_there(name, adapted, model) for name in trained}
 
 
 def _base_names(model: nn.Module) -> dict[str, str]:
     """The names that PEFT's modules may give a parameter of the base -> its first name; all names of a shared one."""
-    first = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    first = {id(p): name for name, p in _parameters(model).items()}
     adapted, names = _adapted(model), {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in model.adapter_names:
+    for name, parameter in (*model.named_parameters(remove_duplicate=False), *model.elsewhere.items()):
+        if name not in model.adapter_names and id(parameter) in first:
             names |= {there: first[id(parameter)] for there in (PREFIX + name, _name_there(name, adapted, model))}
     return names
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of all stages by name, a shared one by its first; of other stages on the meta device."""
+    elsewhere = {id(p): (n, p) for n, p in reversed(model.elsewhere.items()) if isinstance(p, nn.Parameter)}
+    return dict(model.named_parameters()) | dict(elsewhere.values())
 
 
 def _adapted(model: nn.Module) -> set[str]:
@@ -63,16 +69,16 @@ def _name_there(name: str, adapted: set[str], model: nn.Module) -> str:
 
 
 def save_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> None:
-    """Write the folder with the parameters called `trained`; all ranks call this, rank 0 gathers and writes, a tensor at a time.
-    Raises CheckpointError if it cannot be written."""
+    """Write the folder with the parameters called `trained`; all ranks call this, rank 0 gathers and writes, a tensor at a time, of
+    all stages. Raises CheckpointError if it cannot be written."""
     folder = Path(folder).expanduser()
     unfinished = folder / ".unfinished"
     parameters, held = dict(model.named_parameters()), {}
     adapted = _adapted(model)
-    for name in trained:
+    for name in (n for n in trained if n in parameters):
         held[_name_there(name, adapted, model)] = held_of(model, name, parameters[name])
     agree.from_rank_zero(lambda: make_folder(unfinished))
-    agree.everywhere(lambda: write_shards(held, unfinished, STEM, model.plan.mesh, files=1))
+    agree.everywhere(lambda: write_shards(held, unfinished, STEM, model.stage_mesh, writer_rank=0))
 
     def move_in() -> None:
         with disk_errors(folder):
@@ -108,15 +114,16 @@ def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder:
     _check_config(folder / CONFIG, config)
     file = TensorFile(folder / single_name(STEM))
     try:
-        parameters = dict(model.named_parameters())
+        parameters, stage = _parameters(model), model.stage_mesh
         adapted = _adapted(model)
         names = {n: there for there, n in _base_names(model).items() if there in file.forms}
         names |= {name: _name_there(name, adapted, model) for name in trained}
         _compare({names[n]: tuple(parameters[n].shape) for n in names}, {n: f.shape for n, f in file.forms.items()}, folder)
-        coordinate = model.plan.mesh.coordinate(dist.get_rank())
         parts = {}
         for name, stored in names.items():
-            ranges = local_ranges(tuple(parameters[name].shape), layout_of(model, name), model.plan.mesh, coordinate)
+            if name in model.elsewhere:
+                continue
+            ranges = local_ranges(tuple(parameters[name].shape), layout_of(model, name), stage.mesh, stage.coordinate)
             parts[name] = file.read(stored, ranges).to(parameters[name].dtype)
         return parts
     finally:

@@ -66,6 +66,7 @@ def save_checkpoint(
     tensors, plain = {}, None
     if optimizer is not None:
         tensors, plain = agree.everywhere(lambda: optimizer_state.describe(model, optimizer))
+        plain = agree.everywhere(lambda: optimizer_state.of_all_stages(plain, model.stage_mesh))
     positions = agree.from_all(lambda: encode(_state_of(data), "data"))
     state = {
         "step": step, "data": positions[:1] if all(p == positions[0] for p in positions) else positions, "ranks": len(positions),
@@ -75,7 +76,7 @@ def save_checkpoint(
     agree.from_rank_zero(lambda: (make_folder(unfinished), make_folder(unfinished / MODEL)))
     written = [  # one after the other: a rank that fails in one of them must not leave the others waiting in the next
         *agree.from_all(lambda: _inside(MODEL, write_model(model, unfinished / MODEL))),
-        *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.plan.mesh)),
+        *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.stage_mesh)),
         *agree.from_all(lambda: _write_generators(unfinished)),
     ]
 
@@ -156,8 +157,10 @@ def _state_of(value):
 
 
 def _dropout_of(model: nn.Module) -> dict | None:
+    """Where the random numbers stand; under a pipeline those of the stages that draw."""
     random = getattr(model, "random", None)
-    return None if random is None else {"seed": int(random.seed), "offset": int(random.offset)}
+    offsets = model.stage_mesh.from_all_places(None if random is None else int(random.offset), "where random numbers stand")
+    return None if random is None else {"seed": int(random.seed), "offset": max(offsets)}
 
 
 def _put_in_place(unfinished: Path, final: Path) -> None:
@@ -216,11 +219,10 @@ def _open(path: Path, model: nn.Module, optimizer, data):
 
 
 def _restore(path: Path, state: Mapping, weights: Weights, tensors: WeightsFolder | None, model: nn.Module, optimizer) -> None:
-    rank, mesh = dist.get_rank(), model.plan.mesh
-    coordinate = mesh.coordinate(rank)
+    rank, stage = dist.get_rank(), model.stage_mesh
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *dict(persistent_buffers(model)).items()):
-            local(tensor).copy_(weights.part(name, tensor.dtype, layout_of(model, name), mesh, coordinate))
+            local(tensor).copy_(weights.part(name, tensor.dtype, layout_of(model, name), stage.mesh, stage.coordinate))
     weights.close()
     if tensors is not None:
         optimizer_state.restore(model, optimizer, tensors, state["optimizer"])

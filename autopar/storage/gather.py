@@ -1,57 +1,97 @@
-"""One whole tensor out of the parts that ranks hold, whatever its layout. Collective: every rank calls with the same arguments
-but its own part, in the same order."""
+"""One whole tensor out of the parts that ranks hold, whatever its layout. Collective: ranks call with the same arguments but their
+own part, in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import Layout, local_ranges, local_shape
 from ..mesh import Mesh
 from ..runtime import watch
-from .tensor_file import Ranges
+from ..runtime.stage_mesh import StageMesh
+from .tensor_file import Form, Ranges
 
 
-def gather_to(owner: int, part: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh) -> Tensor | None:
-    """The whole tensor on rank `owner`, None on the others. The owner holds one part besides it, the others nothing."""
-    rank = dist.get_rank()
-    if layout.is_replicated:
+@dataclass(frozen=True)
+class Held:
+    """A tensor of which every rank of a stage holds the part that `layout` says; `part()` gives it, the stage's ranks ask for it
+    together. `places`: of the stages that hold it, along the pipeline; `part` is None on the ranks of others."""
+
+    form: Form
+    layout: Layout
+    part: Callable[[], Tensor] | None
+    places: tuple[int, ...] = (0,)
+
+    def ranks_for(self, owner: int, stage: StageMesh) -> tuple[int, ...]:
+        """The ranks that give their parts to `owner`: those of its own stage, if they hold the tensor."""
+        return next((stage.ranks[p] for p in self.places if owner in stage.ranks[p]), stage.ranks[self.places[0]])
+
+
+def of_all_stages(held: dict[str, Held], stage: StageMesh) -> dict[str, Held]:
+    """What the stages hold together, in the same order on every rank."""
+    if stage.line is None:
+        return held
+    found: dict[str, Held] = {}
+    everyone = stage.from_all_places({name: (h.form, h.layout) for name, h in held.items()}, "what the stages hold")
+    for place, theirs in enumerate(everyone):
+        for name, (form, layout) in theirs.items():
+            part = held[name].part if name in held else None
+            earlier = found.get(name, Held(form, layout, part, ()))
+            found[name] = replace(earlier, places=(*earlier.places, place))
+    return found
+
+
+def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
+    """The whole tensor on rank `owner`, None on the others. The owner holds one part besides it, the others nothing. All ranks call
+    it; those that neither hold a part nor get the whole do nothing."""
+    rank, shape, ranks = dist.get_rank(), held.form.shape, held.ranks_for(owner, stage)
+    part = held.part() if rank in ranks else None
+    parts = _holders(held.layout, stage.mesh, ranks)
+    if len(parts) == 1 and owner in ranks:
         return part if rank == owner else None
-    whole = part.new_empty(tuple(shape)) if rank == owner else None
+    like = part if part is not None else torch.empty(0, dtype=held.form.dtype, device=stage.device)
+    whole = like.new_empty(shape) if rank == owner and len(parts) > 1 else None
     with watch.meeting("a tensor gathered from its parts"):
-        for coordinate, holders in _holders(layout, mesh):
+        for coordinate, holders in parts:
             sender = owner if owner in holders else holders[0]
             if rank == owner:
                 received = part
                 if sender != owner:
-                    received = part.new_empty(local_shape(shape, layout, mesh, coordinate))
+                    received = like.new_empty(local_shape(shape, held.layout, stage.mesh, coordinate))
                     dist.recv(received, sender)
-                _place(whole, received, local_ranges(shape, layout, mesh, coordinate))
+                if whole is None:
+                    return received
+                _place(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
             elif rank == sender:
                 dist.send(part.contiguous(), owner)
     return whole
 
 
-def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh) -> Tensor:
-    """The whole tensor on every rank."""
-    if layout.is_replicated:
+def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage: StageMesh) -> Tensor:
+    """The whole tensor on every rank of a stage, which call this together."""
+    ranks = stage.ranks[stage.place]
+    parts = _holders(layout, stage.mesh, ranks)
+    if len(parts) == 1:
         return part
     rank, whole = dist.get_rank(), part.new_empty(tuple(shape))
     with watch.meeting("a tensor gathered from its parts"):
-        for coordinate, holders in _holders(layout, mesh):
-            sent = part.contiguous() if rank == holders[0] else part.new_empty(local_shape(shape, layout, mesh, coordinate))
-            dist.broadcast(sent, holders[0])
-            _place(whole, sent, local_ranges(shape, layout, mesh, coordinate))
+        for coordinate, holders in parts:
+            sent = part.contiguous() if rank == holders[0] else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
+            dist.broadcast(sent, holders[0], group=stage.group)
+            _place(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
     return whole
 
 
-def _holders(layout: Layout, mesh: Mesh) -> list[tuple[dict[str, int], list[int]]]:
-    """For each different part the coordinate of its first holder, and all its holders."""
+def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[tuple[dict[str, int], list[int]]]:
+    """For each different part the coordinate of its first holder, and all its holders. `ranks`: what the mesh's devices are."""
     axes, found = layout.sharding_axes, {}
-    for rank in range(mesh.devices):
-        coordinate = mesh.coordinate(rank)
+    for device, rank in enumerate(ranks):
+        coordinate = mesh.coordinate(device)
         found.setdefault(tuple(coordinate[a] for a in axes), (coordinate, []))[1].append(rank)
     return list(found.values())
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..layout import Layout
-from ..runtime import agree
+from ..runtime import agree, watch
 from .durable import Digest, disk_errors, sync_folder, write_file
-from .gather import gather_everywhere
-from .shards import Held, write_shards
+from .gather import Held, gather_everywhere
+from .shards import write_shards
 from .tensor_file import Form
 from .weights import STEM, index_name, persistent_buffers, ties_of
 
@@ -34,13 +36,13 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
 def write_model(model: nn.Module, folder: Path, adapters: bool = True) -> dict[str, Digest]:
     """Write this rank's files of the model, with or without what adaptations added to it, into an empty folder, on rank 0 also the
     config. Returns their digests."""
-    written = write_shards(tensors_of(model, adapters), folder, STEM, model.plan.mesh)
+    written = write_shards(tensors_of(model, adapters), folder, STEM, model.stage_mesh)
     return written | (_write_config(model, folder) if dist.get_rank() == 0 else {})
 
 
 def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
-    """Parameters and saved buffers of a ParallelModule, each under one name: of a shared tensor's names the one under which
-    transformers wants to find it."""
+    """Parameters and saved buffers that this rank has of a ParallelModule, each under one name: of a shared tensor's names the one
+    under which transformers wants to find it."""
     later = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     skipped = set()
     for names in ties_of(model):
@@ -54,7 +56,7 @@ def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
 
 
 def held_of(model: nn.Module, name: str, tensor) -> Held:
-    """A parameter or buffer of a ParallelModule, in its layout; what has none is whole on every rank."""
+    """A parameter or buffer of a ParallelModule, in its layout; what has none is whole on every rank of its stage."""
     return Held(Form(tuple(tensor.shape), tensor.dtype), layout_of(model, name), lambda: local(tensor))
 
 
@@ -64,10 +66,21 @@ def layout_of(model: nn.Module, name: str) -> Layout:
     return model.layouts.get(name) or Layout.replicated(getattr(model.get_submodule(owner), leaf).dim())
 
 
-def whole(model: nn.Module, name: str) -> Tensor:
-    """A parameter of a ParallelModule, gathered on every rank; all ranks call this."""
-    parameter = model.get_parameter(name)
-    return gather_everywhere(local(parameter), parameter.shape, layout_of(model, name), model.plan.mesh)
+def whole(model: nn.Module, name: str, places: Collection[int] | None = None) -> Tensor | None:
+    """A parameter of a ParallelModule, gathered on every rank of some places along its pipeline (None: of all), perhaps more, and
+    None on the others. All ranks call this."""
+    stage, held = model.stage_mesh, model.places_of(name)
+    gathered = None
+    if stage.place in held:
+        parameter = model.get_parameter(name)
+        gathered = gather_everywhere(local(parameter), parameter.shape, layout_of(model, name), stage)
+    if {*(range(len(stage.ranks)) if places is None else places)} <= {*held}:
+        return gathered
+    if gathered is None:
+        gathered = torch.empty(model.elsewhere[name].shape, dtype=model.elsewhere[name].dtype, device=stage.device)
+    with watch.meeting("a tensor that another stage holds"):
+        dist.broadcast(gathered.contiguous(), group=stage.line, group_src=held[0])
+    return gathered
 
 
 def local(tensor):

@@ -1,6 +1,7 @@
 """The state of any torch optimizer by the names of parameters: tensors for a tensor file, the rest for JSON.
 
-A state tensor like its parameter (momentum) is sharded as the parameter is; any other is stored whole.
+A state tensor like its parameter (momentum) is sharded as the parameter is; any other is stored whole. Under a pipeline every
+rank has an optimizer of its own parameters, and what is stored is that of all of them.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import CheckpointError, CheckpointMismatch
 from ..layout import Layout, local_ranges
 from ..runtime.dtensors import as_dtensor
+from ..runtime.stage_mesh import StageMesh
+from .gather import Held
 from .model_folder import local
 from .plain import decode, encode
-from .shards import Held
 from .tensor_file import Form
 from .weights import WeightsFolder, shortened
 
@@ -48,6 +49,20 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     return held, {"class": type(optimizer).__name__, "groups": groups, "state": states}
 
 
+def of_all_stages(described: dict, stage: StageMesh) -> dict:
+    """What the optimizers of all stages say together, of a parameter that several have what the first says. All ranks call this.
+    Raises CheckpointError if they are not of one kind with the same groups."""
+    everyone = stage.from_all_places(described, "what the stages' optimizers hold")
+    if len({(other["class"], len(other["groups"])) for other in everyone}) > 1:
+        kinds = ", ".join(f"{other['class']} with {len(other['groups'])} groups" for other in everyone)
+        raise CheckpointError(f"ranks have different optimizers: {kinds}", fix="build the same one on every rank, with all groups")
+    groups = []
+    for same in zip(*(other["groups"] for other in everyone)):
+        groups.append(same[0] | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))})
+    state = {name: values for other in reversed(everyone) for name, values in other["state"].items()}
+    return everyone[0] | {"groups": groups, "state": state}
+
+
 def _names_of(parameters: list, names: Mapping[int, str]) -> list[str]:
     if any(id(p) not in names for p in parameters):
         raise CheckpointError(
@@ -69,7 +84,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -
     """Raises CheckpointMismatch with all differences between an optimizer and a saved one."""
     names = {id(p): name for name, p in model.named_parameters()}
     mine = [_names_of(group["params"], names) for group in optimizer.param_groups]
-    saved = [group["params"] for group in described["groups"]]
+    saved = [[n for n in group["params"] if n not in model.elsewhere] for group in described["groups"]]
     lines = []
     if type(optimizer).__name__ != described["class"]:
         lines.append(f"it is {described['class']}, not {type(optimizer).__name__}")
@@ -85,23 +100,25 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: WeightsFolder, described: dict) -> None:
     """Give the optimizer the saved state, cut for this rank. Call `check` before."""
-    parameters, mesh = dict(model.named_parameters()), model.plan.mesh
-    coordinate = mesh.coordinate(dist.get_rank())
+    parameters, stage = dict(model.named_parameters()), model.stage_mesh
+    mesh = stage.mesh
     for group, saved in zip(optimizer.param_groups, described["groups"]):
-        group["params"] = [parameters[name] for name in saved["params"]]
+        group["params"] = [parameters[name] for name in saved["params"] if name in parameters]
         group.update(decode(saved["options"]))
     optimizer.state.clear()
     for name, values in described["state"].items():
-        state, device_mesh = optimizer.state[parameters[name]], parameters[name].device_mesh
+        if name not in parameters:
+            continue
+        state = optimizer.state[parameters[name]]
         for key, saved in values.items():
             stored = f"{name}/{key}"
             if "value" in saved:
                 state[key] = decode(saved["value"])
             elif saved["tensor"] == LIKE_PARAMETER:
                 layout, shape = model.layouts[name], folder.forms[stored].shape
-                part = folder.read(stored, local_ranges(shape, layout, mesh, coordinate)).to(saved["device"])
-                state[key] = as_dtensor(part, shape, layout, mesh, device_mesh)
+                part = folder.read(stored, local_ranges(shape, layout, mesh, stage.coordinate)).to(saved["device"])
+                state[key] = as_dtensor(part, shape, layout, mesh, stage.device_mesh)
             else:
                 whole = folder.read(stored).to(saved["device"])
                 is_plain = saved["tensor"] == PLAIN
-                state[key] = whole if is_plain else DTensor.from_local(whole, device_mesh, [Replicate()] * len(mesh.names))
+                state[key] = whole if is_plain else DTensor.from_local(whole, stage.device_mesh, [Replicate()] * len(mesh.names))

@@ -1,36 +1,24 @@
 """Tensors that ranks hold parts of, as safetensors files of whole tensors: one file a rank, written at the same time.
 
-A whole tensor lies in one file, so that any reader of such files can use them whatever the mesh was. Its owner gathers it, writes
-it and lets it go before the next one: no rank ever holds more than one whole tensor besides its own parts. Owners are chosen such
-that files are about equally long.
+A whole tensor lies in one file, so that any reader of such files can use them whatever the mesh was. Its owner, a rank that holds a
+part of it, gathers it, writes it and lets it go before the next one: no rank ever holds more than one whole tensor besides its own
+parts. Owners are chosen such that files are about equally long.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import CheckpointError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..runtime.stage_mesh import StageMesh
 from .durable import Digest, disk_errors, write_file
-from .gather import gather_to
+from .gather import Held, gather_to, of_all_stages
 from .tensor_file import NAMES, Form, TensorFileWriter, in_order
 from .weights import index_name, single_name
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor of which every rank holds the part that `layout` says; `part()` gives it. All ranks ask for it together."""
-
-    form: Form
-    layout: Layout
-    part: Callable[[], Tensor]
 
 
 def file_names(stem: str, count: int) -> list[str]:
@@ -40,32 +28,37 @@ def file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def owners_of(forms: Mapping[str, Form], ranks: int) -> dict[str, int]:
-    """The rank that writes each tensor: largest tensors first, to whoever has least."""
-    load, owners = [0] * ranks, {}
+def owners_of(forms: Mapping[str, Form], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The rank that writes each tensor: largest tensors first, to the holder that has least."""
+    load, owners = {rank: 0 for ranks in holders.values() for rank in ranks}, {}
     for name in sorted(forms, key=lambda name: (-forms[name].bytes_, name)):
-        owners[name] = load.index(min(load))
+        owners[name] = min(holders[name], key=load.__getitem__)
         load[owners[name]] += max(1, forms[name].bytes_)
     return owners
 
 
-def write_shards(held: Mapping[str, Held], folder: Path, stem: str, mesh: Mesh, files: int | None = None) -> dict[str, Digest]:
+def write_shards(
+    held: Mapping[str, Held], folder: Path, stem: str, stage: StageMesh, writer_rank: int | None = None
+) -> dict[str, Digest]:
     """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there are several.
-    Returns the digests of this rank's files by name. `files`: how many there are at most, of the first ranks (None: one a rank).
+    `held`: what this rank's stage holds. Returns the digests of this rank's files by name. `writer_rank`: the one that writes all
+    tensors, as one file (None: those that hold them).
 
     Raises CheckpointError if the file cannot be written or a dtype cannot be stored. Until all is gathered a failure waits, lest
     other ranks wait for this one; they have to be told afterwards."""
+    held = of_all_stages(dict(held), stage)
     rank, forms = dist.get_rank(), {name: h.form for name, h in held.items()}
     if strange := [name for name in forms if forms[name].dtype not in NAMES]:
         raise CheckpointError(f"{strange[0]} is {forms[strange[0]].dtype}, which safetensors cannot store")
-    files = file_names(stem, max(1, min(mesh.devices, len(forms), files or mesh.devices)))
-    index = {name: files[owner] for name, owner in owners_of(forms, len(files)).items()}
-    mine = files[rank] if rank < len(files) else None
+    holders = {name: sorted(r for p in h.places for r in stage.ranks[p]) for name, h in held.items()}
+    owners = owners_of(forms, holders) if writer_rank is None else dict.fromkeys(forms, writer_rank)
+    writers = sorted({*owners.values()} or {writer_rank or 0})
+    files = dict(zip(writers, file_names(stem, len(writers))))
+    index, mine = {name: files[owner] for name, owner in owners.items()}, files.get(rank)
     writer = failure = None
     for name in in_order(forms):
-        h = held[name]
-        whole = gather_to(files.index(index[name]), h.part(), h.form.shape, h.layout, mesh)
-        if index[name] != mine or failure is not None:
+        whole = gather_to(owners[name], held[name], stage)
+        if rank != owners[name] or failure is not None:
             continue
         try:
             with disk_errors(folder / mine):

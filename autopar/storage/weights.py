@@ -126,9 +126,13 @@ def _fill_buffers(model: nn.Module) -> None:
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of all that is saved of a model, every name of a shared tensor included."""
-    persistent = {name for name, _ in persistent_buffers(model)}
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    return shapes | {name: tuple(b.shape) for name, b in model.named_buffers(remove_duplicate=False) if name in persistent}
+    return {name: tuple(tensor.shape) for name, tensor in _saved(model)}
+
+
+def _saved(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that are saved, also those that a compiled model has in its other stages."""
+    elsewhere = getattr(model, "elsewhere", {}).items()
+    return [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model), *elsewhere]
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -144,7 +148,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def ties_of(model: nn.Module) -> list[list[str]]:
     """Groups of names that are one tensor, in the order of the model."""
     names: dict[int, list[str]] = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
+    for name, tensor in _saved(model):
         names.setdefault(id(tensor), []).append(name)
     return [group for group in names.values() if len(group) > 1]
 

@@ -13,7 +13,9 @@ import autopar
 from autopar.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
 from autopar.layout import local_part
 from autopar.mesh import Mesh
-from autopar.storage.gather import gather_everywhere, gather_to
+from autopar.runtime.stage_mesh import StageMesh
+from autopar.storage.gather import Held, gather_everywhere, gather_to
+from autopar.storage.tensor_file import Form
 from tests import gloo
 from tests.random_layouts import random_layout
 from tests.runtime import tiny
@@ -225,12 +227,13 @@ MESHES = {
 def _gather(rank, seed):
     """Whole tensors out of parts in any layout: strided, inside parts, uneven."""
     rng, mesh = random.Random(seed), Mesh.parse("dp=2,tp=2")
+    stage = StageMesh.alone(mesh, device_mesh("dp=2,tp=2"))
     for shape in ((7, 12), (31,), (5, 3, 6), ()) * 5:
         layout, owner = random_layout(rng, shape, mesh), rng.randrange(4)
         whole = torch.rand(shape, generator=torch.Generator().manual_seed(rng.randrange(1 << 30)))
         part = local_part(whole, layout, mesh, mesh.coordinate(rank))
-        assert torch.equal(gather_everywhere(part, shape, layout, mesh), whole), str(layout)
-        found = gather_to(owner, part, shape, layout, mesh)
+        assert torch.equal(gather_everywhere(part, shape, layout, stage), whole), str(layout)
+        found = gather_to(owner, Held(Form(shape, whole.dtype), layout, lambda held=part: held), stage)
         assert (found is None) == (rank != owner) and (found is None or torch.equal(found, whole)), str(layout)
 
 
