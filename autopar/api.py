@@ -140,8 +140,8 @@ def plan(
     not take, or several. `strategy`: a recipe, or two for two axes, "megatron_sp+zero1". `precision`: "fp32", the model in its own
     types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with
     the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
-    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a mesh with an axis
-    pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a `schedule` of
+    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a mesh with
+    an axis pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a `schedule` of
     autopar/schedule/catalogue.py ("auto": the best). `recompute`:
     "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
     their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). Raises subclasses of

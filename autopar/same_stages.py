@@ -1,4 +1,4 @@
-"""Plans for further calls of a model that a pipeline runs: other shapes, eval, no_grad. Parameters stay on the stages that have them."""
+"""Plans for further calls of a model that a pipeline runs: other shapes, eval, no_grad. Parameters stay on their stages."""
 
 from __future__ import annotations
 

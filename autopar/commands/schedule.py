@@ -16,7 +16,7 @@ PAGE = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="widt
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "schedule", "show the order in which pipeline stages run", EXAMPLE, run)
-    parser.add_argument("schedule", metavar="NAME", help="1f1b, interleaved_1f1b, zb_h1, zbv, ...; or a file of autopar plan --json")
+    parser.add_argument("schedule", metavar="NAME", help="1f1b, interleaved_1f1b, zb_h1, zbv, ...; or a saved plan")
     parser.add_argument("--ranks", type=int, default=4, help="along the pipeline's axis (default 4)")
     parser.add_argument("--micro-batches", type=int, default=8, help="default 8")
     parser.add_argument("--stages-per-rank", type=int, help="of interleaved schedules (default 2)")

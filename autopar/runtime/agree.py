@@ -109,8 +109,8 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
 
 def check_programs(plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True) -> None:
     """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program` as
-    RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests travel unless they
-    differ."""
+    RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests travel unless
+    they differ."""
     groups = sorted({group for group, _, _ in program})
     digests = {"": _digest([what for _, what, _ in program])} if alike else {}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}

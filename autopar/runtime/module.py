@@ -95,8 +95,8 @@ class ParallelModule(nn.Module):
         return self._captures.unreduced_bytes()
 
     def measured_schedule(self) -> Played:
-        """When each action of the last call ran, on this rank and those before and after it in the pipeline. `play`, `grid` and `svg`
-        of autopar/schedule say the same of a predicted one. All ranks call it. Raises StageError without a pipeline."""
+        """When each action of the last call ran, on this rank and those before and after it in the pipeline. `play`, `grid` and
+        `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises StageError without a pipeline."""
         if self.plan.pipeline is None:
             raise StageError("the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp")
         return self._captures.last.step.measured()

@@ -73,7 +73,8 @@ class StageGraphs:
         self.backward = LoadedGraph(program.backward, groups, device, f"backward of {what}")
 
     def compile(self, options: Mapping[str, object]) -> None:
-        for graph in (self.forward, *((self.backward,) if self.has_backward else ()), *((self.input, self.weight) if self.split else ())):
+        backward = [self.backward] if self.has_backward else []
+        for graph in (self.forward, *backward, *([self.input, self.weight] if self.split else [])):
             graph.compile(options)
 
 
@@ -174,6 +175,9 @@ class EngineStage(_Base):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False) -> None:
         start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
+        if not graphs.has_backward:  # of a stage that only computes other outputs than the loss
+            self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, start))
+            return
         arrived = self.gradient_inputs.pop(i, {})
         values = self.saved.pop(i)
         values += [arrived.pop(r.name) if r.kind == "arriving" else torch.ones(v.shape, dtype=v.dtype, device=self.device)
@@ -190,7 +194,8 @@ class EngineStage(_Base):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
-        self._take(i, graphs.weight_results, graphs.weight.run(self.stash.pop(i)))
+        if graphs.has_backward:
+            self._take(i, graphs.weight_results, graphs.weight.run(self.stash.pop(i)))
         self.times.append((Action("W", graphs.index, i), start, time.perf_counter()))
 
     def _take(self, i: int, roles: Sequence, results: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """One call of a model under a pipeline: all its micro-batches, forward and backward, as one differentiable function.
 
-The call runs the whole schedule and keeps the gradients; `loss.backward()` scales them and hands them to autograd. So the training loop
-is that of any module. The loss is known on every rank; another output is where its stage is, and None elsewhere.
+The call runs the whole schedule and keeps the gradients; `loss.backward()` scales them and hands them to autograd. So the training
+loop is that of any module. The loss is known on every rank; another output is where its stage is, and None elsewhere.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class PipelineStep:
         output = output_node(self.micro.captured.graph)
         for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
             if role.kind == "output" and value.meta["val"].dim():
-                joined = self._joined_layout(layout, self.micro.joins[role.name])
-                shape = list(value.meta["val"].shape)
-                if isinstance(self.micro.joins[role.name], int):
-                    shape[self.micro.joins[role.name]] *= self.micro.micro_batches
-                self.output_specs[role.name] = spec_of(joined, shape, value.meta["val"].dtype, self.stage.mesh, self.stage.device_mesh)
+                how, like, shape = self.micro.joins[role.name], value.meta["val"], list(value.meta["val"].shape)
+                if isinstance(how, int):
+                    shape[how] *= self.micro.micro_batches
+                joined = self._joined_layout(layout, how)
+                self.output_specs[role.name] = spec_of(joined, shape, like.dtype, self.stage.mesh, self.stage.device_mesh)
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
         """Of the micro-batches' outputs one after the other: each is sharded for itself."""
@@ -114,13 +114,6 @@ class PipelineStep:
             dist.all_gather_object(everyone, self.names, group=self.axis_group)
         shared = sorted(name for name in {*sum(everyone, [])} if sum(name in names for names in everyone) > 1)
         self.tied = [(name, [r for r, names in enumerate(everyone) if name in names]) for name in shared]
-        ranks = dist.get_process_group_ranks(self.axis_group)
-        self.tied_groups = {}
-        self.owned = {name: next(r for r, names in enumerate(everyone) if name in names) == self.stage.place for name in self.names}
-        for name, places in self.tied:
-            key = tuple(places)
-            if key not in self.tied_groups:
-                self.tied_groups[key] = self.axis_group if len(key) == len(ranks) else None
 
     def compile(self, options: Mapping[str, object]) -> None:
         """All graphs through torch.compile, with these options of it."""
@@ -192,14 +185,9 @@ class PipelineStep:
             for name, gradient in sums.items():
                 total[name] = total[name] + gradient if name in total else gradient
         for name, places in self.tied:
-            with watch.meeting(f"the gradient of {name}, which stages share"):
-                mine = total[name].contiguous() if self.stage.place in places else None
-                if self.tied_groups[tuple(places)] is not None:
-                    dist.all_reduce(mine, group=self.axis_group)
-                elif mine is not None:
-                    mine = self._exchange(mine, places)
-                if mine is not None:
-                    total[name] = mine
+            if self.stage.place in places:
+                with watch.meeting(f"the gradient of {name}, which stages share"):
+                    total[name] = self._exchange(total[name].contiguous(), places)
         return [_torch.as_dtensor(total[name], spec) for name, spec in zip(self.names, self.specs)]
 
     def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:

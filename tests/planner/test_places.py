@@ -38,7 +38,11 @@ def test_forward_ops_stand_in_the_order_of_the_graph(captured):
         for name in staged.forward_ops(captured):
             node = next(n for n in places.nodes if n.name == name)
             stage += name in cuts
-            assert node in places.free or places.stage[node] == stage, f"seed {seed}: {name}"
+            if node in places.of_parameters:  # a weight that is computed: where it is first read
+                readers = [places.stage[u] for u in node.users if u in places.stage]
+                assert places.stage[node] == min(readers, default=places.stage[node]) >= stage, f"seed {seed}: {name}"
+            else:
+                assert node in places.free or places.stage[node] == stage, f"seed {seed}: {name}"
 
 
 def test_everything_is_somewhere_once(captured):
