@@ -8,8 +8,6 @@ Everything up to the plan is the same for both; `plan` stops there and needs no 
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +22,9 @@ from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .capture import Captured
 from .collector import paused_collector
-from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
+from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError
 from .fake_state import Form, forms_of
 from .hardware import Hardware
-from .hardware import load as load_hardware
 from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
@@ -38,6 +35,7 @@ from .passes.quantize import quantize
 from .passes.widen import widen
 from .pipeline_plan import axis_of, inside
 from .plan import Plan, fingerprint
+from .plan_arguments import options_of
 from .plan_pipeline import PipelinePlanned, plan_pipeline
 from .planner import meshes
 from .planner import micro_batches as passes
@@ -58,20 +56,6 @@ from .storage.weights import Weights
 from .unroll import tower_of, unroll
 
 ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  # by the name of an adaptation
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 1e3,
-    "mb": 1e6,
-    "gb": 1e9,
-    "tb": 1e12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
 
 @paused_collector()
 def trace(
@@ -165,7 +149,7 @@ def search(
     check_model(model)
     has_stages = devices is None and axis_of(checked) is not None
     passes_ = 1 if has_stages or micro_batches is None else micro_batches
-    options = _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_)
+    options = options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_)
     options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model))
     if devices is None:
         options.check(inside(checked) if has_stages else checked)
@@ -345,7 +329,7 @@ class _Compiler:
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
             schedule, micro_batches = options.pop("schedule"), options.pop("micro_batches")
             count = 1 if self.axis is not None or micro_batches is None else micro_batches
-            options = _options(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
+            options = options_of(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
             options = replace(options, styles=styles_of(self.model))
             name = type(self.model).__name__
             if self.axis is not None and first is not None:
@@ -365,39 +349,3 @@ class _Compiler:
         debug.planned(agreed)
         capture.move(traced.captured, torch.device(self.device_mesh.device_type))
         return agreed
-
-
-def _options(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-             micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
-    for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", "" if strategy is None else strategy)):
-        if not isinstance(value, str):
-            raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
-    if pin is not None and not (isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)):
-        raise StrategyError(f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}')
-    forbidden = {g: [x] if isinstance(x, str) else x for g, x in forbid.items()} if isinstance(forbid, Mapping) else forbid or {}
-    if not isinstance(forbidden, Mapping) or not all(
-        isinstance(layouts, Sequence) and all(isinstance(x, str) for x in (glob, *layouts)) for glob, layouts in forbidden.items()
-    ):
-        raise StrategyError(f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}')
-    return PlanOptions(
-        load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
-        memory_bytes=_bytes(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),
-        forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
-        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload, on_host=frozenset(on_host),
-    )  # fmt: skip
-
-
-def _default_hardware(mesh) -> str:
-    kind = getattr(mesh, "device_type", None)
-    if kind == "cpu":
-        return "cpu-gloo"
-    return torch.cuda.get_device_name() if kind == "cuda" else "h100"
-
-
-def _bytes(memory: float | str | None) -> float | None:
-    if memory is None:
-        return None
-    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*)\s*", str(memory))
-    if not match or match.group(2).lower() not in _UNITS or not 0 < float(match.group(1)) < math.inf:
-        raise StrategyError(f"cannot read {memory!r} as a memory limit", fix='give bytes, or text such as "40GiB"')
-    return float(match.group(1)) * _UNITS[match.group(2).lower()]

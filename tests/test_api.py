@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import api
 from autopar.errors import HardwareError, InputError, MemoryInfeasibleError, MeshError, StrategyError
+from autopar.plan_arguments import bytes_of_text
 
 from .runtime import tiny
 
@@ -92,4 +92,4 @@ def test_models_that_compute_little(model):
 
 @pytest.mark.parametrize("text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)])
 def test_memory_limits(text, bytes_):
-    assert api._bytes(text) == bytes_
+    assert bytes_of_text(text) == bytes_

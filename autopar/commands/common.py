@@ -166,6 +166,7 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
     from ..fake_state import forms_of
     from ..mesh import Mesh
     from ..pipeline_plan import inside
+    from ..plan_arguments import options_of
     from ..plan_pipeline import plan_pipeline
 
     quiet()
@@ -178,7 +179,7 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
     found = planning(args)
     name = found.pop("name")
     found |= dict(optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={}, baselines=False)
-    options = replace(api._options(mesh, **found), recompute=args.recompute, refuses=refuses)
+    options = replace(options_of(mesh, **found), recompute=args.recompute, refuses=refuses)
     options.check(inside(mesh))
     report("tracing the model")
     with order.attached(model, adapt):

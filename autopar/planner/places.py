@@ -1,10 +1,10 @@
 """Which stage of a pipeline every op of a joint graph belongs to, by data flow.
 
-Forward ops belong to the stage in whose range of the graph's order they stand. What follows from inputs alone, or from parameters
-alone (a cast or view of one that trains), is no activation: each stage that reads it computes it (`free`). Another value computed from
-parameters alone is made where it is first read. A backward op runs where the values that it reads are: the gradients that it is given
-come down from later stages, the forward's values are where they were made or read, or are sent where a cut leaves no other way. Of the
-stages that could run it, it takes the one that sends less.
+Forward ops belong to the stage in whose range of the graph's order they stand. What follows from inputs alone, or from
+parameters alone (a cast or view of one that trains), is no activation: each stage that reads it computes it (`free`). Another value
+computed from parameters alone is made where it is first read. A backward op runs where the values that it reads are: the gradients
+that it is given come down from later stages, the forward's values are where they were made or read, or are sent where a cut leaves
+no other way. Of the stages that could run it, it takes the one that sends less.
 
 A parameter that several stages read (tied embeddings) is on all of them. Ops that only add up its gradient over its uses (`terms`)
 belong to none: each stage computes its own part of the sum.
