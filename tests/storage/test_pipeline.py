@@ -185,7 +185,7 @@ def _random(rank: int, root: str) -> None:
     x, y = tiny.Regressor.batch()
     batch = dict(x=x, target=y)
     model = autopar.compile(Dropping(), device_mesh("pp=2"), batch, micro_batches=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = optimizer_of(model)
     assert ("scale" in model.elsewhere, *model.places_of("scale")) == (rank == 0, 1)
     steps(model, optimizer, batch, 3)
     if rank == 1:
