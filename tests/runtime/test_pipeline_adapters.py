@@ -1,4 +1,4 @@
-"""Adapters of a pipeline: PEFT's folder both ways, several of them, merged; also where a cut lies between a weight and its adapter.
+"""Adaptations of a pipeline: PEFT's folder both ways, several adapters, merged, also across a cut; packed and converted bases.
 
 A call returns its loss on every rank, so losses are what is compared.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import autopar
-from autopar import AdaptError, LoRA, QLoRA
+from autopar import AdaptError, FakeQuant, LoRA, QLoRA
 from autopar.models import build
 from autopar.same_stages import with_owners
 from tests import gloo
@@ -121,9 +121,21 @@ def _packed(rank: int, folder: str) -> None:
     model.save_adapter(f"{folder}/packed")
 
 
+def _converted(rank: int, folder: str) -> None:
+    """Every rank gets the whole model with integers; observers saw what their own stage did."""
+    base, batch = tiny.gpt2(batch=8, n_layer=1)
+    config = FakeQuant("int8", activations="int8", activation_granularity="per_tensor")
+    model = autopar.compile(base, device_mesh("pp=2"), batch, adapt=[config], micro_batches=2)
+    train(model, batch, 3, lr=3e-3)
+    plain = autopar.convert(model, folder)
+    assert same(loss_of(plain, batch), model(**batch).loss.item(), 1e-2)  # ranges of activations are other ones
+    assert loss_of(autopar.load_quantized(tiny.gpt2(n_layer=1)[0], folder), batch) == loss_of(plain, batch)
+
+
 def _on_two(rank: int, folder: str) -> None:
     _cut_at_an_adapter(rank, f"{folder}/cut")
     _packed(rank, folder)
+    _converted(rank, f"{folder}/integers")
 
 
 @pytest.mark.gloo
