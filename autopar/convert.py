@@ -19,6 +19,7 @@ from .runtime import agree
 from .runtime.module import ParallelModule
 from .storage.model_folder import whole as gathered
 from .storage.quantized_folder import save_quantized
+from .storage.weights import persistent_buffers
 
 
 def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Module:
@@ -34,25 +35,32 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
         raise AdaptError("the model was compiled without FakeQuant", fix='compile it with adapt=[autopar.FakeQuant("int8")]')
     if model._adapters is not None and not model._adapters.merged:
         raise AdaptError("the model has LoRA adapters beside its layers", fix="merge_adapter() first: the sum is quantized")
+    buffers = _buffers(model)
     for path, site in sites.items():
-        _check(path, model._source.get_submodule(path), site, model)
-    plain = _without_adaptations(model, sites)
+        _check(path, model._source.get_submodule(path), site, buffers)
+    plain = _without_adaptations(model, sites, buffers)
     if folder is not None:
         agree.from_rank_zero(lambda: save_quantized(plain, folder))
     return plain
 
 
-def _check(path: str, layer: nn.Module, site: QuantSite, model: ParallelModule) -> None:
+def _buffers(model: ParallelModule) -> dict[str, Tensor]:
+    """Those of all stages. One that is not saved with the model is what it was in the source where another stage has it."""
+    saved, here = {name for name, _ in persistent_buffers(model._source)}, dict(model.named_buffers())
+    return {n: gathered(model, n) if n in saved else here.get(n, b) for n, b in model._source.named_buffers()}
+
+
+def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, Tensor]) -> None:
     if not has_plain_forward(layer):
         raise AdaptError(
             f"{path} is a {type(layer).__name__} with a forward of its own, which no quantized layer computes",
             fix="leave it out by exclude_modules",
         )
-    if site.observes and not torch.isfinite(model.get_buffer(f"{path}.{HIGH}")):
+    if site.observes and not torch.isfinite(buffers[f"{path}.{HIGH}"]):
         raise AdaptError(f"the inputs of {path} were never observed", fix="call the model in train mode first")
 
 
-def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite]) -> nn.Module:
+def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite], buffers: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the source with the compiled model's values, in which quantized layers stand for those of `sites`."""
     source, made, memo = model._source, {}, {}
     names: dict[int, list[str]] = {}
@@ -66,11 +74,11 @@ def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite]) 
         owners = [other.rpartition(".") for other in names[id(parameter)]]
         quantized = [path for path, _, leaf in owners if leaf == "weight" and path in sites]
         for path in quantized:
-            made[path] = _quantized(model, path, sites[path], whole)
+            made[path] = _quantized(model, path, sites[path], whole, buffers)
         kept = whole.clone() if len(quantized) < len(owners) else whole.new_empty(0)
         memo[id(parameter)] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
     for name, buffer in source.named_buffers():
-        memo[id(buffer)] = model.get_buffer(name).detach().clone()
+        memo[id(buffer)] = buffers[name].detach().clone()
     plain = copy.deepcopy(source, memo)
     for path, layer in made.items():
         bias = getattr(plain.get_submodule(path), "bias", None)
@@ -85,7 +93,7 @@ def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite]) 
     return plain.eval()
 
 
-def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor) -> QuantizedWeight:
+def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor, buffers: Mapping[str, Tensor]) -> QuantizedWeight:
     config = site.config
     arguments = (site.shape, config.weight_grid, weight.dtype)
     if site.kind == "embedding":
@@ -96,7 +104,7 @@ def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor
     scale = gathered(model, f"{path}.{SCALE}") if config.range_learning else None
     layer.store(weight.t() if site.is_transposed else weight, scale)
     if site.observes:
-        layer.store_range(*(model.get_buffer(f"{path}.{name}") for name in (LOW, HIGH)))
+        layer.store_range(*(buffers[f"{path}.{name}"] for name in (LOW, HIGH)))
     return layer
 
 

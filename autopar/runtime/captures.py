@@ -94,7 +94,7 @@ class Captures:
         self.mesh, self.device_mesh = mesh, device_mesh
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
         self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
-        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        trained = [name for name, p in (*module.named_parameters(), *module.elsewhere.items()) if p.requires_grad]
         self.is_trained = bool(trained)
         self.trains_besides = any(name not in module.adapter_names for name in trained)  # while adapters are off
         self.place, self.meetings = f"module {next(_module_numbers)}", 0

@@ -62,18 +62,22 @@ def held_of(model: nn.Module, name: str, tensor) -> Held:
 
 def layout_of(model: nn.Module, name: str) -> Layout:
     """Of a parameter or buffer of a ParallelModule."""
+    return model.layouts.get(name) or Layout.replicated(_tensor(model, name).dim())
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
-    return model.layouts.get(name) or Layout.replicated(getattr(model.get_submodule(owner), leaf).dim())
+    return getattr(model.get_submodule(owner), leaf)
 
 
 def whole(model: nn.Module, name: str, places: Collection[int] | None = None) -> Tensor | None:
-    """A parameter of a ParallelModule, gathered on every rank of some places along its pipeline (None: of all), perhaps more, and
-    None on the others. All ranks call this."""
+    """A parameter or buffer of a ParallelModule, gathered on every rank of some places along its pipeline (None: of all),
+    perhaps more, and None on the others. All ranks call this."""
     stage, held = model.stage_mesh, model.places_of(name)
     gathered = None
     if stage.place in held:
-        parameter = model.get_parameter(name)
-        gathered = gather_everywhere(local(parameter), parameter.shape, layout_of(model, name), stage)
+        tensor = _tensor(model, name)
+        gathered = gather_everywhere(local(tensor), tensor.shape, layout_of(model, name), stage)
     if {*(range(len(stage.ranks)) if places is None else places)} <= {*held}:
         return gathered
     if gathered is None:

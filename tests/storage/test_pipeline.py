@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import autopar
 from autopar.errors import CheckpointError, InputError
+from autopar.models.output import Output
 from autopar.storage import tensor_file
 from tests import gloo
 from tests.runtime import tiny
@@ -162,3 +163,51 @@ def test_pipelines_and_other_meshes(tmp_path):
     for model in models[1:]:
         for name, parameter in models[0].named_parameters():
             assert_close(model.get_parameter(name), parameter, name, 1e-3)
+
+
+class Dropping(torch.nn.Module):
+    """Random numbers are drawn in the second half alone, which has a buffer that is saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+        self.second = torch.nn.Linear(6, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x, target):
+        y = torch.nn.functional.dropout(torch.relu(self.second(self.first(x))), 0.5, self.training)
+        return Output(torch.nn.functional.mse_loss(y * self.scale + self.shift, target), None)
+
+
+def _random(rank: int, root: str) -> None:
+    x, y = tiny.Regressor.batch()
+    batch = dict(x=x, target=y)
+    model = autopar.compile(Dropping(), device_mesh("pp=2"), batch, micro_batches=2)
+    optimizer = optimizer_of(model)
+    assert ("scale" in model.elsewhere, *model.places_of("scale")) == (rank == 0, 1)
+    steps(model, optimizer, batch, 3)
+    if rank == 1:
+        model.scale.mul_(1.5)
+    autopar.save_checkpoint(f"{root}/saved", model, optimizer, step=3)
+    wanted = steps(model, optimizer, batch), torch.rand(1)
+    if rank == 1:
+        model.scale.fill_(0.0)
+    model.random.seed, model.random.offset = 0, 0
+    torch.manual_seed(5)
+    autopar.load_checkpoint(f"{root}/saved", model, optimizer)
+    assert (steps(model, optimizer, batch), torch.rand(1)) == wanted
+    different = [optimizer, torch.optim.AdamW(model.parameters())]
+    with pytest.raises(CheckpointError, match="ranks have different optimizers: AdamW with 2 groups, AdamW with 1 groups"):
+        autopar.save_checkpoint(f"{root}/saved", model, different[rank], step=4)
+    model.save_pretrained(f"{root}/out")
+
+
+@pytest.mark.gloo
+def test_random_numbers_and_buffers(tmp_path):
+    gloo.run(2, _random, str(tmp_path))
+    plain = Dropping()
+    held = [load_file(file) for file in sorted((tmp_path / "out").glob("*.safetensors"))]
+    plain.load_state_dict({name: value for file in held for name, value in file.items()})
+    assert torch.equal(plain.scale, torch.full((4,), 3.0)) and len(held) == 2
