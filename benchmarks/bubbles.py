@@ -1,0 +1,201 @@
+"""Idle time and memory of pipeline schedules, three times over: by closed forms, played, and measured on gloo processes.
+
+    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--unit 0.04] > benchmarks/results/bubbles.txt
+
+forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
+idle    8 processes run the schedules through the real engine with graphs that sleep, so that they do not share cores. The bubble is
+        what is idle between the first action of any rank and the last one of any, from the times that the engine notes.
+memory  4 processes train a model; the storages that a stage saves for its backward are followed from op to op
+        (tests/allocations.py). In flight is the most bytes of them alive at once over those of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import autopar
+from autopar import models
+from autopar.graph import OutputRole, Role
+from autopar.runtime.pipeline_engine import Batch, Engine, EngineStage, Passing
+from autopar.schedule import KINDS, Played, Schedule, formulas, make, play
+from tests import gloo
+from tests.allocations import Allocations
+
+AT_MOST = ("v_half", "v_min")  # of which the papers give bounds, reached for some p and m
+SLEEPING = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zbv")
+RANKS, MICRO_BATCHES, TOLERANCE = 8, 16, 0.05
+MODEL, BATCH, SEQ = "llama:hidden=128,layers=4,heads=4,kv_heads=4,ffn=512,vocab=256", 16, 64
+
+
+# closed forms ------------------------------------------------------------------------------------------------------------
+
+
+def forms(cases: list[tuple[int, int]]) -> int:
+    """Prints the table; the number of disagreements."""
+    wrong = 0
+    print("F = I = W; in flight: micro-batches of the whole rank, the most on any rank")
+    print(f"{'p':>2} {'m':>3} {'schedule':24}{'bubble':>9}{'form':>9}{'in window':>11}{'form':>9}{'in flight':>11}{'form':>7}")
+    for p, m in cases:
+        for name in KINDS:
+            v = make(name, p, m).stages_per_rank
+            played = play(make(name, p, m), *[1 / v] * 3)
+            mine = played.bubble, played.bubble_in_window, max(played.peaks) / v
+            form = (formulas.bubble(name, p, m), formulas.bubble(name, p, m, in_window=True),
+                    max(formulas.in_flight(name, p, m, rank) for rank in range(p)) / v)  # fmt: skip
+            exact = all(abs(x - y) < 1e-9 for x, y in zip(mine, form))
+            less = name in AT_MOST and mine[1] <= form[1] and mine[2] <= form[2]  # the bounds are of a rank's window
+            wrong += not (exact or less)
+            print(f"{p:2} {m:3} {name:24}{mine[0]:9.2%}{form[0]:9.2%}{mine[1]:11.2%}{form[1]:9.2%}{mine[2]:11g}{form[2]:7g}"
+                  f"  {'exact' if exact else 'within the bound' if less else 'WRONG'}")  # fmt: skip
+    one, four = play(make("naive", 4, 1)), play(make("gpipe", 4, 4))
+    print(f"4 stages and 4 micro-batches: {four.utilization:.0%} utilization against {one.utilization:.0%} with one batch")
+    print(f"{wrong} disagreements\n", flush=True)
+    return wrong
+
+
+# idle time of stages that sleep ------------------------------------------------------------------------------------------
+
+
+def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
+    """Graphs of a stage, as StageGraphs has them, that sleep so long for each of F, I and W and hand on a tensor of a few bytes."""
+    first, last = stage == 0, stage + 1 == schedule.stages
+    passing, nothing = Passing(("x",), ((4,),), (torch.float32,)), Passing((), (), ())
+    returned = [] if first else [OutputRole("returned", "x")]
+
+    def graph(parts: int, results: int) -> SimpleNamespace:
+        def run(values: list) -> list:
+            time.sleep(seconds * parts)
+            return [torch.zeros(4)] * results
+
+        return SimpleNamespace(run=run)
+
+    return SimpleNamespace(
+        index=stage, has_backward=True, received=nothing if first else passing, arriving=nothing if last else passing,
+        takes=[] if first else [Role("activation", "x")], gives=[] if last else [OutputRole("activation", "x")],
+        tangents=[] if last else [(Role("arriving", "x"), torch.zeros(4))], results=returned, input_results=returned,
+        weight_results=[], split=((), 0), forward=graph(1, not last), backward=graph(2, not first), input=graph(1, not first),
+        weight=graph(1, 0),
+    )  # fmt: skip
+
+
+def sleep_through(rank: int, names: list[str], micro_batches: int, unit: float) -> dict[str, list[tuple[float, float]]]:
+    """When this rank's actions began and ended, by schedule. `unit`: seconds of each of F, I and W of all stages of a rank."""
+    found, world = {}, dist.get_world_size()
+    for name in names:
+        schedule = make(name, world, micro_batches)
+        graphs = [sleeping(s, schedule, unit / schedule.stages_per_rank) for s in schedule.stages_of(rank)]
+        stages = [EngineStage(g, schedule.stages, torch.device("cpu"), dist.group.WORLD) for g in graphs]
+        engine = Engine(stages, schedule)
+        dist.barrier()
+        engine.run(Batch(leaf=None, output=None))
+        assert [action for action, _, _ in engine.times] == list(schedule.orders[rank])
+        found[name] = [(start, end) for _, start, end in engine.times]
+    return found
+
+
+def idle(unit: float) -> int:
+    """Prints the table; the number of schedules that are not within 5 % of their closed form."""
+    ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, unit, seconds=300)
+    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches, {unit * 1e3:g} ms each of F, I and W on a rank; "
+          "measured: this machine's clock, actions' times")  # fmt: skip
+    print(f"{'schedule':24}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
+    wrong = 0
+    for name in SLEEPING:
+        schedule = make(name, RANKS, MICRO_BATCHES)
+        times = [r[name] for r in ranks]
+        played = Played(schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times))
+        form = formulas.bubble(name, RANKS, MICRO_BATCHES)
+        seconds = 3 * unit * MICRO_BATCHES / (1 - form)
+        apart = abs(played.bubble - form) / form
+        wrong += apart > TOLERANCE
+        print(f"{name:24}{played.seconds:9.3f}{seconds:9.3f}{played.bubble:9.2%}{form:9.2%}{apart:8.2%}"
+              f"{'' if apart <= TOLERANCE else '  WRONG'}")  # fmt: skip
+    print(f"{wrong} further apart than {TOLERANCE:.0%}\n", flush=True)
+    return wrong
+
+
+# memory ------------------------------------------------------------------------------------------------------------------
+
+
+def followed(rank: int, names: list[str], micro_batches: int) -> dict[str, tuple[float, float]]:
+    """By schedule, in bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters
+    and gradients."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",)), {}
+    for name in names:
+        model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu", seed=0)
+        model = autopar.compile(model, mesh, inputs, hardware="cpu-gloo", schedule=name, micro_batches=micro_batches)
+        (stage,) = model._captures.table[0].step.stages
+        model(**inputs).loss.backward()  # the first call allocates
+        model.zero_grad()
+        with Allocations() as seen:
+            seen.hold("parameters", [*model.parameters(), *model.buffers()])
+            seen.leave_out(inputs.values())
+            kept = {p.to_local().untyped_storage()._cdata for p in model.parameters()}
+            kept |= {b.untyped_storage()._cdata for b in model.buffers()}
+            forward = stage.forward_one_chunk
+
+            def run(i: int, *arguments, **options):
+                result = forward(i, *arguments, **options)
+                saved = [t for t in stage.saved[i] if t.untyped_storage()._cdata not in kept]
+                seen.hold("saved", saved)
+                return result
+
+            stage.forward_one_chunk = run
+            loss = model(**inputs).loss
+            loss.backward()
+            seen.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+            del loss
+        storages = {id(s): s for s, sign in seen.changes if sign > 0 and s.kind == "saved"}
+        one = sum(s.bytes_ for s in storages.values()) / micro_batches
+        alive = {"saved": 0, "rest": 0}
+        most = dict(alive)
+        for storage, sign in seen.changes:
+            if storage.kind in ("parameters", "gradients"):
+                continue
+            for kind in {storage.kind, "rest"} & {*alive}:
+                alive[kind] += sign * storage.bytes_
+                most[kind] = max(most[kind], alive[kind])
+        found[name] = most["saved"] / one, most["rest"] / one
+    return found
+
+
+def memory(ranks: int = 4, micro_batches: int = 8) -> int:
+    names = ["gpipe", "1f1b"]
+    measured = gloo.run(ranks, followed, names, micro_batches, seconds=300)
+    print(f"{MODEL}, batch {BATCH} x {SEQ}, pp={ranks}, {micro_batches} micro-batches: in flight by stage, in bytes that a micro-batch saves")
+    print(f"{'schedule':12}{'':28}" + "".join(f"{f'stage {s}':>9}" for s in range(ranks)))
+    wrong = 0
+    for name in names:
+        form = [formulas.in_flight(name, ranks, micro_batches, s) for s in range(ranks)]
+        saved = [m[name][0] for m in measured]
+        wrong += sum(abs(x - y) > 0.005 * y for x, y in zip(saved, form))
+        for label, row in (("closed form", form), ("saved, measured", saved), ("all but state and gradients", [m[name][1] for m in measured])):
+            print(f"{name if row is form else '':12}{label:28}" + "".join(f"{x:9.2f}" if row is not form else f"{x:9}" for x in row))
+    print(f"{wrong} stages with another number in flight\n", flush=True)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="forms,idle,memory")
+    parser.add_argument("--unit", type=float, default=0.04)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    cases = [(4, 16), (8, 32), (2, 8), (3, 12), (8, 16), (16, 64)]
+    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(options.unit), "memory": memory}
+    return min(1, sum(parts[part]() for part in options.parts.split(",")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
