@@ -30,7 +30,8 @@ class Role:
     """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
     (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see autopar/ops_random.py) or "total"
     (a sum over the whole batch that a micro-batch needs, see passes/micro_batch.py). In a stage of a pipeline (passes/stages.py)
-    also "activation" and "arriving", a gradient of the backward, by the name of the node that makes it."""
+    also "activation", "copy" (see passes/compute_once.py) and "arriving", a gradient of the backward, by the name of the node that
+    makes it."""
 
     kind: str
     name: str

@@ -15,6 +15,7 @@ from torch import fx
 from . import debug
 from .capture import Captured
 from .lower import DeferredProgram, RankProgram, lower, lower_deferred
+from .passes.compute_once import compute_once
 from .passes.micro_batch import MicroBatched, micro_batch
 from .passes.split_backward import SplitBackward, split_backward
 from .passes.stages import Stage, cut
@@ -25,17 +26,16 @@ from .plan_check import check_decisions
 
 @dataclass(frozen=True)
 class StageProgram:
-    """One rank's graphs for one stage. `deferred` has the backward that leaves gradients unreduced, and their reduction."""
+    """One rank's graphs for one stage. `copies` makes what all micro-batches compute alike (see passes/compute_once.py). `deferred`
+    has the backward that leaves gradients unreduced, and their reduction."""
 
     stage: Stage
     captured: Captured
     plan: Plan  # the decisions for this stage's graph
     whole: RankProgram
+    forward: fx.GraphModule
+    copies: fx.GraphModule | None
     deferred: DeferredProgram | None
-
-    @property
-    def forward(self) -> fx.GraphModule:
-        return self.whole.parts.forward
 
     @property
     def backward(self) -> fx.GraphModule | None:
@@ -97,4 +97,5 @@ def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check:
     whole = lower(captured, plan, rank, check)
     waits = micro.micro_batches > 1 and whole.parts.backward is not None
     deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None
-    return StageProgram(stage, captured, plan, whole, deferred)
+    forward, copies = compute_once(whole.parts.forward) if micro.micro_batches > 1 else (whole.parts.forward, None)
+    return StageProgram(stage, captured, plan, whole, forward, copies, deferred)

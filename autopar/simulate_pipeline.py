@@ -34,6 +34,7 @@ class _Running:
     saved: dict[int, list] = field(default_factory=dict)
     stash: dict[int, list] = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # by rank
+    copies: list[dict[str, Tensor]] = field(default_factory=list)  # and what micro-batches share
     most_in_flight: int = 0
 
     def count(self) -> None:
@@ -84,6 +85,8 @@ class _Simulation:
         self.plan, self.values, self.mesh, self.micro = plan, values, plan.sharding.mesh, lowered.micro
         self.running = [_Running(p, Simulator(self.mesh), gradients=[{} for _ in p]) for p in lowered.stages]
         self.parts = parts_of(self.micro, values)
+        for stage in self.running:
+            stage.copies = [self._copies(program, rank) for rank, program in enumerate(stage.programs)]
         self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -104,10 +107,18 @@ class _Simulation:
         bytes_sent = tuple(stage.simulator.bytes_sent for stage in self.running)
         return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent)
 
+    def _copies(self, program: StageProgram, rank: int) -> dict[str, Tensor]:
+        if program.copies is None:
+            return {}
+        leaves = [n for n in program.copies.graph.nodes if n.op == "placeholder"]
+        made = program.copies(*(self._given(n, self.values, rank, {}) for n in leaves))
+        return {role.name: value for role, value in zip(output_node(program.copies.graph).meta["roles"], made)}
+
     def _forward(self, at: int, i: int) -> None:
         stage = self.running[at]
         arrived = self._arrived(at, i, stage.programs[0].stage.received)
         values = {**self.values, **self.parts[i]}
+        arrived |= {name: [copies[name] for copies in stage.copies] for name in stage.copies[0]}
         inputs = [
             [self._given(n, values, rank, arrived) for n in p.forward.graph.nodes if n.op == "placeholder"]
             for rank, p in enumerate(stage.programs)

@@ -24,7 +24,7 @@ from .passes.partition import phase_of
 from .rules import rule_of
 from .sharding import Sharding
 
-ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random", "total", "activation", "arriving")
+ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random", "total", "activation", "arriving", "copy")
 OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation", "activation", "returned")
 
 

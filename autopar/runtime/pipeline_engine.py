@@ -56,6 +56,8 @@ class StageGraphs:
         self.sent = tuple(r.name for r in self.gives if r.kind == "activation")
         self.has_backward = program.backward is not None
         self.forward = LoadedGraph(program.forward, groups, device, f"forward of {what}")
+        self.copies = None if program.copies is None else LoadedGraph(program.copies, groups, device, f"copies of {what}")
+        self.copied = _roles(program.copies, "placeholder"), _roles(program.copies, "output")
         self.tangents, self.results, self.returned, self.split = (), (), (), None
         if not self.has_backward:
             return
@@ -76,6 +78,15 @@ class StageGraphs:
         backward = [self.backward] if self.has_backward else []
         for graph in (self.forward, *backward, *([self.input, self.weight] if self.split else [])):
             graph.compile(options)
+
+
+def _roles(graph, op: str) -> list:
+    """Of a graph's placeholders, or of its outputs."""
+    if graph is None:
+        return []
+    if op == "output":
+        return output_node(graph.graph).meta["roles"]
+    return [n.meta["role"] for n in graph.graph.nodes if n.op == op]
 
 
 @dataclass
@@ -104,7 +115,16 @@ class EngineStage(_Base):
         self.saved: dict[int, list] = {}
         self.stash: dict[int, list] = {}
         self.times = []
+        self.copies: dict[str, Tensor] = {}
+        if self.graphs.copies is not None:
+            takes, gives = self.graphs.copied
+            made = self.graphs.copies.run([batch.leaf(role, 0) for role in takes])
+            self.copies = {role.name: value for role, value in zip(gives, made)}
         batch.gradients[self.graphs.index] = {}
+
+    def end(self) -> None:
+        """Lets go of what belongs to the call."""
+        self.batch, self.copies = None, {}
 
     def _prepare_forward_infra(self, *args, **kwargs):
         return None
@@ -153,7 +173,7 @@ class EngineStage(_Base):
     def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
         start, i, graphs = time.perf_counter(), fwd_chunk_id, self.graphs
         arrived = self.inputs.pop(i, {})
-        values = [arrived.pop(r.name) if r.kind == "activation" else self.batch.leaf(r, i) for r in graphs.takes]
+        values = [self._given(role, i, arrived) for role in graphs.takes]
         results = list(graphs.forward.run(values))
         sent = []
         for role, value in zip(graphs.gives, results):
@@ -168,6 +188,11 @@ class EngineStage(_Base):
             self.outbox["forward", i] = [t.contiguous() for t in sent]
         self.times.append((Action("F", graphs.index, i), start, time.perf_counter()))
         return sent
+
+    def _given(self, role, i: int, arrived: dict[str, Tensor]) -> Tensor:
+        if role.kind == "activation":
+            return arrived.pop(role.name)
+        return self.copies[role.name] if role.kind == "copy" else self.batch.leaf(role, i)
 
     def _next_is_here(self) -> bool:
         last = self.stage_index + 1 == self.num_stages
@@ -236,6 +261,8 @@ class Engine(_Runtime):
             stage.begin(batch)
         nothing = [()] * self._n_microbatches
         self._step_microbatches(nothing, [{}] * self._n_microbatches, return_outputs=False)
+        for stage in self._stages:
+            stage.end()
 
     @property
     def times(self) -> list[tuple[Action, float, float]]:
