@@ -105,6 +105,7 @@ class EngineStage(_Base):
     def __init__(self, graphs: StageGraphs, count: int, device: torch.device, group):
         super().__init__(torch.nn.Identity(), graphs.index, count, device, group)
         self.graphs, self.batch = graphs, None
+        self.arrived: Callable[[Action], None] = lambda action: None
         self.times: list[tuple[Action, float, float]] = []
 
     def begin(self, batch: Batch) -> None:
@@ -112,6 +113,7 @@ class EngineStage(_Base):
         self.inputs: dict[int, dict[str, Tensor]] = {}
         self.gradient_inputs: dict[int, dict[str, Tensor]] = {}
         self.outbox: dict[tuple[str, int], list[Tensor]] = {}
+        self.sending: dict[tuple[str, int], list[dist.Work]] = {}  # with the tensors, which live until the others have them
         self.saved: dict[int, list] = {}
         self.stash: dict[int, list] = {}
         self.times = []
@@ -145,7 +147,15 @@ class EngineStage(_Base):
         return [dist.P2POp(dist.irecv, t, group=self.group, group_peer=self._peer(stage)) for t in box[i].values()]
 
     def _send(self, what: str, i: int, stage: int) -> list:
-        return [dist.P2POp(dist.isend, t, group=self.group, group_peer=self._peer(stage)) for t in self.outbox.pop((what, i), ())]
+        """Sends, and gives torch's engine nothing to send: it would keep what is sent to the end of the step."""
+        tensors, peer = self.outbox.pop((what, i), ()), self._peer(stage)
+        self.sending[what, i] = [dist.isend(t, group=self.group, group_dst=peer) for t in tensors]
+        return []
+
+    def let_go(self, what: str, i: int) -> None:
+        """Of what was sent, which has arrived or is waited for."""
+        for work in self.sending.pop((what, i), ()):
+            work.wait()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
         return self._receive(self.inputs, self.graphs.received, fwd_chunk_id, self.stage_index - 1)
@@ -172,6 +182,7 @@ class EngineStage(_Base):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
         start, i, graphs = time.perf_counter(), fwd_chunk_id, self.graphs
+        self.arrived(Action("F", graphs.index, i))
         arrived = self.inputs.pop(i, {})
         values = [self._given(role, i, arrived) for role in graphs.takes]
         results = list(graphs.forward.run(values))
@@ -203,6 +214,7 @@ class EngineStage(_Base):
         if not graphs.has_backward:  # of a stage that only computes other outputs than the loss
             self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, start))
             return
+        self.arrived(Action("B", graphs.index, i))
         arrived = self.gradient_inputs.pop(i, {})
         values = self.saved.pop(i)
         values += [arrived.pop(r.name) if r.kind == "arriving" else torch.ones(v.shape, dtype=v.dtype, device=self.device)
@@ -249,6 +261,9 @@ class Engine(_Runtime):
         self.stage_index_to_group_rank = dict(enumerate(schedule.rank_of_stage))
         for stage in stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+            stage.arrived = self._let_go
+        self.sent_before = sent_before(schedule, stages[0].group_rank) if stages else {}
+        self.by_index = {stage.stage_index: stage for stage in stages}
         orders = [[(a.kind, a.stage, a.micro_batch) for a in order] for order in schedule.orders]
         self.pipeline_order_with_comms = _with_sends(_actions(orders), lambda s: self.stage_index_to_group_rank[s], schedule.stages)
 
@@ -262,9 +277,36 @@ class Engine(_Runtime):
         nothing = [()] * self._n_microbatches
         self._step_microbatches(nothing, [{}] * self._n_microbatches, return_outputs=False)
         for stage in self._stages:
+            for what, i in [*stage.sending]:
+                stage.let_go(what, i)
             stage.end()
+
+    def _let_go(self, action: Action) -> None:
+        for kind, stage, i in self.sent_before.get(action, ()):
+            self.by_index[stage].let_go("forward" if kind == "F" else "backward", i)
 
     @property
     def times(self) -> list[tuple[Action, float, float]]:
         """When each action of the last run began and ended on this rank, in seconds of time.perf_counter."""
         return sorted((t for stage in self._stages for t in stage.times), key=lambda t: t[1])
+
+
+def sent_before(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+    """Of a rank's F and B that begin with a message: the F and B whose own messages the sender had taken before it sent this one. A
+    backward is B here, in parts or not."""
+    found: dict[Action, list[Action]] = {}
+    last = schedule.stages - 1
+
+    def is_mine(stage: int) -> bool:
+        return 0 <= stage <= last and schedule.rank_of_stage[stage] == rank
+
+    for other, order in enumerate(schedule.orders):
+        taken: list[Action] = []
+        for kind, stage, i in [action for action in order if other != rank and action.kind != "W"]:
+            kind, step = ("F", 1) if kind == "F" else ("B", -1)
+            if is_mine(stage - step):
+                taken.append(Action(kind, stage - step, i))
+            if is_mine(stage + step):
+                found[Action(kind, stage + step, i)] = taken
+                taken = []
+    return found
