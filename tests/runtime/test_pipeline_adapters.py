@@ -26,8 +26,8 @@ TARGETS = ["q_proj", "o_proj", "down_proj", "embed_tokens"]
 CONFIG = dict(r=4, lora_alpha=12, target_modules=TARGETS, modules_to_save=["lm_head"])
 
 
-def llama():
-    return tiny.llama(batch=8, num_hidden_layers=2)
+def llama(layers: int = 1):
+    return tiny.llama(batch=8, num_hidden_layers=layers)
 
 
 def loss_of(model, batch) -> float:
@@ -87,7 +87,7 @@ def _merged(rank: int, model, reference, batch, trained: float, folder: str) -> 
 
 def _cut_at_an_adapter(rank: int, folder: str) -> None:
     """The stages' border is such that a weight is in the first stage and its adapter in the second."""
-    base, batch = llama()
+    base, batch = llama(2)
     reference, mesh = copy.deepcopy(base), device_mesh("pp=2")
     options = dict(adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], micro_batches=2)
     found = autopar.compile(copy.deepcopy(base), mesh, batch, **options)
@@ -106,7 +106,7 @@ def _packed(rank: int, folder: str) -> None:
     """A rank has the packed weights of its stages."""
     def source(device: str):
         torch.manual_seed(0)
-        return build("llama:hidden=128,layers=2,heads=4,kv_heads=2,ffn=256,vocab=96,seq=16", batch=8, seq=8, device=device)
+        return build("llama:hidden=128,layers=1,heads=4,kv_heads=2,ffn=256,vocab=96,seq=16", batch=8, seq=8, device=device)
 
     (base, batch), mesh = source("cpu"), device_mesh("pp=2")
     options = dict(adapt=[QLoRA(r=4, target_modules=["q_proj", "down_proj"])], micro_batches=2)
@@ -123,13 +123,13 @@ def _packed(rank: int, folder: str) -> None:
 
 def _converted(rank: int, folder: str) -> None:
     """Every rank gets the whole model with integers; observers saw what their own stage did."""
-    base, batch = tiny.gpt2(batch=8, n_layer=1)
+    batch = dict(zip(("x", "target"), tiny.Regressor.batch()))
     config = FakeQuant("int8", activations="int8", activation_granularity="per_tensor")
-    model = autopar.compile(base, device_mesh("pp=2"), batch, adapt=[config], micro_batches=2)
+    model = autopar.compile(tiny.Regressor(loss=True), device_mesh("pp=2"), batch, adapt=[config], micro_batches=2)
     train(model, batch, 3, lr=3e-3)
     plain = autopar.convert(model, folder)
-    assert same(loss_of(plain, batch), model(**batch).loss.item(), 1e-2)  # ranges of activations are other ones
-    assert loss_of(autopar.load_quantized(tiny.gpt2(n_layer=1)[0], folder), batch) == loss_of(plain, batch)
+    assert same(loss_of(plain, batch), model(**batch).loss.item(), 5e-2)  # ranges of activations are other ones
+    assert loss_of(autopar.load_quantized(tiny.Regressor(loss=True), folder), batch) == loss_of(plain, batch)
 
 
 def _on_two(rank: int, folder: str) -> None:
