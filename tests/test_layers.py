@@ -18,6 +18,7 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.debug", "autopar.codegen", "autopar.pipeline", "autopar.verify", "autopar.simulate", "autopar.lower",
      "autopar.runtime", "autopar.storage"},
     {"autopar.api", "autopar.accumulate", "autopar.same_stages", "autopar.plan_pipeline", "autopar.estimate", "autopar.view",
+     "autopar.asynchronous", "autopar.simulate_asynchronous",
      "autopar.simulated", "autopar.simulate_pipeline", "autopar.oracle",
      "autopar.calibrate", "autopar.compare", "autopar.cli", "autopar.commands", "autopar"},
 ]
