@@ -13,11 +13,11 @@ The order is 1F1B for as many micro-batches as there are: its steady state goes 
 another one's update. A micro-batch's backward reads the version of its forward. In vertical sync, and for each group of 2BW, the
 version is the newest that stage 0 has when the first of the group comes in; later stages have it too by then.
 
-Held is what some micro-batch in flight, or still to come, reads, and the newest. A version that vertical sync holds may be waiting
-for its micro-batches: the paper's remark that it costs no more than plain stashing counts those in flight alone.
+Held are the versions that a micro-batch in flight, or one still to come, reads, and the newest. So under vertical sync stage s holds
+p: the p-s of its micro-batches in flight, as with weight stashing alone, and s newer ones whose micro-batches have yet to arrive.
 
-Sources: weight stashing and vertical sync are those of PipeDream, arXiv 1806.03377 (SOSP 2019), section 3.3; 2BW is arXiv
-2006.09503, section 3.1. What that paper calls PipeDream-flush is synchronous: "1f1b" of catalogue.py.
+Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.03377). 2BW: Narayanan et al., "Memory-Efficient
+Pipeline-Parallel DNN Training" (arXiv 2006.09503); what it calls PipeDream-flush is synchronous: "1f1b" of catalogue.py.
 """
 
 from __future__ import annotations
