@@ -13,7 +13,7 @@ The order is 1F1B for as many micro-batches as there are: its steady state goes 
 another one's update. A micro-batch's backward reads the version of its forward. In vertical sync, and for each group of 2BW, the
 version is the newest that stage 0 has when the first of the group comes in; later stages have it too by then.
 
-Held are the versions that a micro-batch in flight, or one still to come, reads, and the newest. So under vertical sync stage s holds
+Held is what a micro-batch in flight, or one still to come, reads, and the newest version. So under vertical sync stage s holds
 p: the p-s of its micro-batches in flight, as with weight stashing alone, and s newer ones whose micro-batches have yet to arrive.
 
 Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.03377). 2BW: Narayanan et al., "Memory-Efficient
