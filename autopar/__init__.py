@@ -7,6 +7,7 @@ plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alon
 from . import ops  # noqa: F401  registers the canonical ops
 from .adapt import FakeQuant, LoRA, QLoRA
 from .api import compile, explain, plan
+from .asynchronous import AsynchronousPipeline
 from .convert import convert
 from .errors import AdaptError, AutoparError
 from .estimate import Estimate, estimate
@@ -17,7 +18,8 @@ from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, 
 from .storage.quantized_folder import load_quantized
 
 __all__ = [
-    "AdaptError", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA", "Mesh", "Plan", "QLoRA", "compile",
-    "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "save_checkpoint",
+    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA", "Mesh",
+    "Plan", "QLoRA", "compile", "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint", "load_quantized",
+    "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -224,6 +224,11 @@ def local_of(dtensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def set_local(dtensor, local: torch.Tensor) -> None:
+    """From here on `local`, of the same form, holds the values of a DTensor, and what held them before is left as it is."""
+    dtensor._local_tensor = local
+
+
 def release_saved(ctx) -> None:
     """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is retained."""
     if hasattr(ctx, "maybe_clear_saved_tensors"):

@@ -41,7 +41,7 @@ class StageCost:
 @dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. By
-    stage: `costs`, and `owners`, the parameters that it reads."""
+    stage: `costs`, and `owners`, the parameters and buffers that it reads."""
 
     axis: str
     ranks: int

@@ -20,9 +20,9 @@ from .planner.places import Places
 
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:
-    """A plan that says which parameters its stages read."""
+    """A plan that says which parameters and buffers its stages read."""
     micro = micro_batch(captured, plan.pipeline.micro_batches)
-    owners = tuple(stage.parameters for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
+    owners = tuple(tuple(sorted(stage.leaves)) for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
     return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
 
 
@@ -59,7 +59,7 @@ def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
 
 
 def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The first forward ops that read a parameter of each stage but the first, and of none before it."""
+    """The first forward ops that read a parameter or buffer of each stage but the first, and of none before it."""
     places = Places(graph, ())
     earliest: dict[str, int] = {}
     for stage, names in enumerate(owners):
@@ -70,7 +70,8 @@ def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]
         if not is_op(node) or node.meta["phase"] != "forward" or node in places.free:
             continue
         roots = {root for a in node.all_input_nodes for root in places.roots.get(a, ())}
-        read = [earliest.get(r.meta["role"].name, 0) for r in roots if r.op == "placeholder" and r.meta["role"].kind == "parameter"]
+        roles = [r.meta["role"] for r in roots if r.op == "placeholder"]
+        read = [earliest.get(role.name, 0) for role in roles if role.kind in ("parameter", "buffer")]
         while read and max(read) > len(cuts):
             cuts.append(node.name)
     if len(cuts) + 1 != len(owners) or len(set(cuts)) != len(cuts):

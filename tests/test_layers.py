@@ -18,7 +18,8 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.debug", "autopar.codegen", "autopar.pipeline", "autopar.verify", "autopar.simulate", "autopar.lower",
      "autopar.runtime", "autopar.storage"},
     {"autopar.api", "autopar.accumulate", "autopar.same_stages", "autopar.plan_arguments", "autopar.plan_pipeline",
-     "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.simulate_pipeline", "autopar.oracle",
+     "autopar.asynchronous", "autopar.simulate_asynchronous", "autopar.estimate", "autopar.view", "autopar.simulated",
+     "autopar.simulate_pipeline", "autopar.oracle",
      "autopar.calibrate", "autopar.compare", "autopar.cli", "autopar.commands", "autopar"},
 ]
 MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary

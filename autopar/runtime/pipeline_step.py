@@ -135,7 +135,8 @@ class PipelineStep:
     def __call__(self, inputs: list[Tensor]):
         """The model's output for a whole batch."""
         if self.trains and torch.is_grad_enabled():
-            outputs = list(_PipelineLoss.apply(self, inputs, *self.parameters))
+            anchor = torch.zeros((), requires_grad=True)  # a rank may have no parameter that trains, and its loop calls backward too
+            outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))
         else:
             outputs, _ = self.run(inputs)
         return self.returns.rebuild(outputs)
@@ -219,7 +220,8 @@ class _Call:
                 self.totals = micro.totals(*(named[name] for name in micro.total_inputs))
         self.names = {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
                       if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
-        self.state = None
+        draws = any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in micro.captured.graph.nodes)
+        self.state = step.random.next() if draws else None  # on all ranks alike, whichever stages draw
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
 
@@ -234,8 +236,6 @@ class _Call:
         if role.kind == "total":
             return self.totals[int(role.name)]
         if role.kind == "random":
-            if self.state is None:
-                self.state = step.random.next()
             return self.state if step.micro.micro_batches == 1 else of_micro_batch(self.state, i)
         name = self.names[role.name]
         whole = self.inputs[name]
@@ -259,7 +259,7 @@ class _PipelineLoss(torch.autograd.Function):
     """The outputs of a call that has computed its gradients already. The loss is the only one that is differentiable."""
 
     @staticmethod
-    def forward(ctx, step: PipelineStep, inputs: list[Tensor], *parameters):
+    def forward(ctx, step: PipelineStep, inputs: list[Tensor], *anchor_and_parameters):
         outputs, ctx.gradients = step.run(inputs)
         loss = step.returns.loss
         ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at != loss and isinstance(o, Tensor)])
@@ -282,10 +282,11 @@ class _PipelineLoss(torch.autograd.Function):
             )
         scale = tangents[ctx.loss]
         if scale is None:
-            return None, None, *[None] * len(gradients)
+            return None, None, None, *[None] * len(gradients)
         local = [_torch.local_of(g) for g in gradients]
-        torch._foreach_mul_(local, scale.to(local[0].dtype) if local else scale)
-        return None, None, *gradients
+        if local:
+            torch._foreach_mul_(local, scale)
+        return None, None, None, *gradients
 
 
 def forwards(schedule: Schedule) -> Schedule:

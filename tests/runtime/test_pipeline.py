@@ -51,6 +51,26 @@ def _schedules(rank: int, names: list[str], mesh: str) -> int:
     return len(names)
 
 
+def _frozen(rank: int) -> list[str]:
+    """A rank may have nothing that trains."""
+    model, batch = tiny.llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    parallel, reference = pair(model, device_mesh("pp=2"), batch, micro_batches=2, schedule="1f1b")
+    loss, expected = parallel(**batch).loss, reference(**batch).loss
+    loss.backward()
+    expected.backward()
+    trained = [name for name, p in parallel.named_parameters() if p.requires_grad]
+    for name in trained:
+        assert_close(parallel.get_parameter(name).grad, reference.get_parameter(name).grad, name)
+    return trained
+
+
+@pytest.mark.gloo
+def test_a_stage_of_frozen_parameters():
+    assert sorted(gloo.run(2, _frozen)) == [[], ["lm_head.weight"]]
+
+
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
 
