@@ -186,7 +186,7 @@ class Captures:
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         if isinstance(program, PipelineProgram):
-            trains = any(p.backward is not None for p in program.stages.values())
+            trains = any(r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"])  # on whatever rank
             step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, trains)
         else:
             step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)

@@ -135,7 +135,7 @@ class PipelineStep:
     def __call__(self, inputs: list[Tensor]):
         """The model's output for a whole batch."""
         if self.trains and torch.is_grad_enabled():
-            anchor = torch.zeros((), requires_grad=True)  # a rank may have no parameter that trains, and its loop calls backward too
+            anchor = torch.zeros((), requires_grad=True)  # a rank may have nothing that trains, and its loop calls backward too
             outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))
         else:
             outputs, _ = self.run(inputs)
