@@ -1,11 +1,12 @@
 """Idle time and memory of pipeline schedules, three times over: by closed forms, played, and measured on gloo processes.
 
-    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--unit 0.04] > benchmarks/results/bubbles.txt
+    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--idle-seconds 4.2] > benchmarks/results/bubbles.txt
 
 forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
 idle    8 processes run the schedules through the real engine with graphs that sleep, so that they do not share cores. The bubble is
         what is idle between the first action of any rank and the last one of any, from the times that the engine notes. Where the
-        machine is busy with other work a process that wakes up waits for a core, some milliseconds a message: sleep longer.
+        machine is busy with other work a process that wakes up waits for a core, some milliseconds a message, so that a rank has
+        to be idle for seconds: F, I and W take as long as that needs, the same for all three.
 memory  4 processes train a model; the storages that the ops of a stage save for its backward are followed from op to op
         (tests/allocations.py). In flight is the most bytes of them alive at once over those of one micro-batch. What a stage
         received is not counted: the next one comes while a micro-batch is computed.
@@ -77,10 +78,9 @@ def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
     """Graphs of a stage, as StageGraphs has them, that sleep so long for each of F, I and W and hand on a tensor of a few bytes."""
     first, last = stage == 0, stage + 1 == schedule.stages
     passing, nothing = Passing(("x",), ((4,),), (torch.float32,)), Passing((), (), ())
-    returned = [] if first else [OutputRole("returned", "x")]
 
     def graph(parts: int, results: int) -> SimpleNamespace:
-        def run(values: list) -> list:
+        def run(values: list, sums: dict | None = None) -> list:
             time.sleep(seconds * parts)
             return [torch.zeros(4)] * results
 
@@ -89,18 +89,17 @@ def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
     return SimpleNamespace(
         index=stage, has_backward=True, received=nothing if first else passing, arriving=nothing if last else passing,
         takes=[] if first else [Role("activation", "x")], gives=[] if last else [OutputRole("activation", "x")],
-        tangents=[] if last else [(Role("arriving", "x"), torch.zeros(4))], results=returned, input_results=returned,
-        weight_results=[], split=((), 0), forward=graph(1, not last), backward=graph(2, not first), input=graph(1, not first),
-        weight=graph(1, 0),
+        tangents=[] if last else [(Role("arriving", "x"), torch.zeros(4))], split=((), 0), forward=graph(1, not last),
+        backward=graph(2, not first), input=graph(1, not first), weight=graph(1, 0),
     )  # fmt: skip
 
 
-def sleep_through(rank: int, names: list[str], micro_batches: int, unit: float) -> dict[str, list[tuple[float, float]]]:
-    """When this rank's actions began and ended, by schedule. `unit`: seconds of each of F, I and W of all stages of a rank."""
+def sleep_through(rank: int, names: list[str], micro_batches: int, idle_seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """When this rank's actions began and ended, by schedule."""
     found, world = {}, dist.get_world_size()
     for name in names:
         schedule = make(name, world, micro_batches)
-        for seconds in (0.0, seconds_for(name, unit)):  # the first time connects
+        for seconds in (0.0, seconds_for(name, idle_seconds)):  # the first time connects
             graphs = [sleeping(s, schedule, seconds / schedule.stages_per_rank) for s in schedule.stages_of(rank)]
             stages = [EngineStage(g, schedule.stages, torch.device("cpu"), dist.group.WORLD) for g in graphs]
             engine = Engine(stages, schedule)
@@ -111,26 +110,26 @@ def sleep_through(rank: int, names: list[str], micro_batches: int, unit: float) 
     return found
 
 
-def seconds_for(name: str, unit: float) -> float:
-    return unit / 8 if name == "naive" else unit  # which takes the ranks one by one
+def seconds_for(name: str, idle_seconds: float) -> float:
+    """Of each of F, I and W of all stages of a rank, if the rank is to be idle so long."""
+    return idle_seconds / formulas.idle_seconds(name, RANKS, MICRO_BATCHES)
 
 
-def idle(unit: float) -> int:
+def idle(idle_seconds: float) -> int:
     """Prints the table; the number of schedules that are not within 5 % of their closed form."""
-    ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, unit, seconds=500)
-    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches, {unit * 1e3:g} ms each of F, I and W on a rank (naive: an eighth); "
-          "a closed form beside each figure")  # fmt: skip
-    print(f"{'schedule':24}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
+    ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, idle_seconds, seconds=500)
+    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; F, I and W take the milliseconds in the first column on each rank")
+    print(f"{'schedule':24}{'F, I, W':>8}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
     wrong = 0
     for name in SLEEPING:
         schedule = make(name, RANKS, MICRO_BATCHES)
         times = [r[name] for r in ranks]
         played = Played(schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times))
         form = formulas.bubble(name, RANKS, MICRO_BATCHES)
-        seconds = 3 * seconds_for(name, unit) * MICRO_BATCHES / (1 - form)
+        seconds = 3 * seconds_for(name, idle_seconds) * MICRO_BATCHES / (1 - form)
         apart = abs(played.bubble - form) / form
         wrong += apart > TOLERANCE
-        print(f"{name:24}{played.seconds:9.3f}{seconds:9.3f}{played.bubble:9.2%}{form:9.2%}{apart:8.2%}"
+        print(f"{name:24}{seconds_for(name, idle_seconds) * 1e3:8.1f}{played.seconds:9.3f}{seconds:9.3f}{played.bubble:9.2%}{form:9.2%}{apart:8.2%}"
               f"{'' if apart <= TOLERANCE else '  WRONG'}")  # fmt: skip
     print(f"{wrong} further apart than {TOLERANCE:.0%}\n", flush=True)
     return wrong
@@ -211,11 +210,11 @@ def memory(ranks: int = 4, micro_batches: int = 8) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="forms,idle,memory")
-    parser.add_argument("--unit", type=float, default=0.04)
+    parser.add_argument("--idle-seconds", type=float, default=4.2)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     cases = [(4, 16), (8, 32), (2, 8), (3, 12), (8, 16), (16, 64)]
-    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(options.unit), "memory": memory}
+    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(options.idle_seconds), "memory": memory}
     return min(1, sum(parts[part]() for part in options.parts.split(",")))
 
 
