@@ -118,7 +118,7 @@ def seconds_for(name: str, idle_seconds: float) -> float:
 def idle(idle_seconds: float) -> int:
     """Prints the table; the number of schedules that are not within 5 % of their closed form."""
     ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, idle_seconds, seconds=500)
-    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; F, I and W take the milliseconds in the first column on each rank")
+    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; first the milliseconds of each of F, I and W on a rank")
     print(f"{'schedule':24}{'F, I, W':>8}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
     wrong = 0
     for name in SLEEPING:
@@ -129,8 +129,8 @@ def idle(idle_seconds: float) -> int:
         seconds = 3 * seconds_for(name, idle_seconds) * MICRO_BATCHES / (1 - form)
         apart = abs(played.bubble - form) / form
         wrong += apart > TOLERANCE
-        print(f"{name:24}{seconds_for(name, idle_seconds) * 1e3:8.1f}{played.seconds:9.3f}{seconds:9.3f}{played.bubble:9.2%}{form:9.2%}{apart:8.2%}"
-              f"{'' if apart <= TOLERANCE else '  WRONG'}")  # fmt: skip
+        print(f"{name:24}{seconds_for(name, idle_seconds) * 1e3:8.1f}{played.seconds:9.3f}{seconds:9.3f}"
+              f"{played.bubble:9.2%}{form:9.2%}{apart:8.2%}{'' if apart <= TOLERANCE else '  WRONG'}")  # fmt: skip
     print(f"{wrong} further apart than {TOLERANCE:.0%}\n", flush=True)
     return wrong
 
@@ -150,59 +150,60 @@ class LossAlone(nn.Module):
 
 
 def followed(rank: int, names: list[str], micro_batches: int) -> dict[str, tuple[float, float]]:
-    """By schedule, in bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters
-    and gradients."""
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",)), {}
     for name in names:
         model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu", seed=0)
         model = autopar.compile(LossAlone(model), mesh, inputs, hardware="cpu-gloo", schedule=name, micro_batches=micro_batches)
-        (stage,) = model._captures.table[0].step.stages
-        model(**inputs).loss.backward()  # the first call allocates
-        model.zero_grad()
-        with Allocations() as seen:
-            seen.hold("parameters", [*model.parameters(), *model.buffers()])
-            seen.leave_out(inputs.values())
-            kept = {storage_key(t.to_local() if isinstance(t, DTensor) else t) for t in (*model.parameters(), *model.buffers())}
-            forward = stage.forward_one_chunk
-
-            def run(i: int, *arguments, **options):
-                received = {storage_key(t) for t in stage.inputs.get(i, {}).values()}
-                result = forward(i, *arguments, **options)
-                saved = [t for t in stage.saved[i] if storage_key(t) not in kept | received]
-                seen.hold("saved", saved)
-                return result
-
-            stage.forward_one_chunk = run
-            loss = model(**inputs).loss
-            loss.backward()
-            seen.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
-            del loss
-        storages = {id(s): s for s, sign in seen.changes if sign > 0 and s.kind == "saved"}
-        one = sum(s.bytes_ for s in storages.values()) / micro_batches
-        alive = {"saved": 0, "rest": 0}
-        most = dict(alive)
-        for storage, sign in seen.changes:
-            if storage.kind in ("parameters", "gradients"):
-                continue
-            for kind in {storage.kind, "rest"} & {*alive}:
-                alive[kind] += sign * storage.bytes_
-                most[kind] = max(most[kind], alive[kind])
-        found[name] = most["saved"] / one, most["rest"] / one
+        found[name] = follow(model, inputs, micro_batches)
     return found
+
+
+def follow(model: nn.Module, inputs: dict, micro_batches: int) -> tuple[float, float]:
+    """In bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters and
+    gradients."""
+    (stage,) = model._captures.table[0].step.stages
+    model(**inputs).loss.backward()  # the first call allocates
+    model.zero_grad()
+    state = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers())]
+    forward, kept = stage.forward_one_chunk, {storage_key(t) for t in state}
+    with Allocations() as seen:
+        seen.hold("parameters", state)
+        seen.leave_out(inputs.values())
+
+        def run(i: int, *arguments, **options):
+            received = {storage_key(t) for t in stage.inputs.get(i, {}).values()}
+            result = forward(i, *arguments, **options)
+            seen.hold("saved", [t for t in stage.saved[i] if storage_key(t) not in kept | received])
+            return result
+
+        stage.forward_one_chunk = run
+        loss = model(**inputs).loss
+        loss.backward()
+        seen.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+        del loss
+    one = sum(s.bytes_ for s, sign in seen.changes if sign > 0 and s.kind == "saved") / micro_batches
+    saved = rest = most_saved = most_rest = 0
+    for storage, sign in seen.changes:
+        saved += sign * storage.bytes_ * (storage.kind == "saved")
+        rest += sign * storage.bytes_ * (storage.kind not in ("parameters", "gradients"))
+        most_saved, most_rest = max(most_saved, saved), max(most_rest, rest)
+    return most_saved / one, most_rest / one
 
 
 def memory(ranks: int = 4, micro_batches: int = 8) -> int:
     names = ["gpipe", "1f1b"]
     measured = gloo.run(ranks, followed, names, micro_batches, seconds=300)
-    print(f"{MODEL}, batch {BATCH} x {SEQ}, pp={ranks}, {micro_batches} micro-batches: in flight by stage, in bytes that a micro-batch saves")
+    print(f"{MODEL}, batch {BATCH} x {SEQ}, pp={ranks}, {micro_batches} micro-batches")
+    print("in flight by stage, in bytes that a micro-batch saves")
     print(f"{'schedule':12}{'':28}" + "".join(f"{f'stage {s}':>9}" for s in range(ranks)))
     wrong = 0
     for name in names:
         form = [formulas.in_flight(name, ranks, micro_batches, s) for s in range(ranks)]
         saved = [m[name][0] for m in measured]
         wrong += sum(abs(x - y) > 0.005 * y for x, y in zip(saved, form))
-        for label, row in (("closed form", form), ("saved, measured", saved), ("all but state and gradients", [m[name][1] for m in measured])):
-            print(f"{name if row is form else '':12}{label:28}" + "".join(f"{x:9.2f}" if row is not form else f"{x:9}" for x in row))
+        rows = {"closed form": form, "saved, measured": saved, "all but state and gradients": [m[name][1] for m in measured]}
+        for label, row in rows.items():
+            print(f"{name if row is form else '':12}{label:28}" + "".join(f"{x:9.2f}" for x in row))
     print(f"{wrong} stages with another number in flight\n", flush=True)
     return wrong
 

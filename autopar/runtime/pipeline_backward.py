@@ -57,8 +57,8 @@ class StageBackward:
 
 
 def adding(backward: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, which takes a sum for each gradient of a parameter behind its other arguments and returns it with the gradient
-    added, in place."""
+    """The same graph, which takes a sum for each gradient of a parameter behind its other arguments, and returns it with the
+    gradient added, in place."""
     graph, roles = fx.Graph(), output_node(backward.graph).meta["roles"]
     results = list(graph.graph_copy(backward.graph, {}))
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]

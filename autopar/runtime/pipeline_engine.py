@@ -71,7 +71,8 @@ class StageGraphs:
         self.backward = StageBackward(program.backward, groups, device, f"backward of {what}", repeats)
 
     def compile(self, options: Mapping[str, object]) -> None:
-        for graph in (self.forward, *((self.backward,) if self.has_backward else ()), *((self.input, self.weight) if self.split else ())):
+        backward = (self.backward,) if self.has_backward else ()
+        for graph in (self.forward, *backward, *((self.input, self.weight) if self.split else ())):
             graph.compile(options)
 
 
