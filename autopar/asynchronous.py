@@ -20,6 +20,7 @@ from .accumulate import of_samples, samples_of
 from .calls import CallSignature, describe_call, split_example
 from .errors import InputError, MeshError, MicroBatchError, StageError
 from .mesh import Mesh
+from .pipeline import StageProgram
 from .pipeline_plan import Pipeline, axis_of, inside
 from .plan import Plan, fingerprint
 from .runtime import agree, process_groups, watch
@@ -81,7 +82,8 @@ class AsynchronousPipeline:
         self._device = torch.device(self._on.device_mesh.device_type)
         (loaded,) = step.graphs  # the same as in synchronous training
         graphs = {"forward": loaded.forward, "reduce": step.reduce.get(self.place)}
-        graphs |= {"backward": loaded.backward} if loaded.has_backward else {}
+        graphs |= {"backward": loaded.backward.first} if loaded.has_backward else {}
+        agree.everywhere(lambda: _check_types(mine))
         self._buffers, parameters = {}, {}
         for node in _placeholders(mine.forward.graph):
             name = node.meta["role"].name
@@ -227,3 +229,9 @@ def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **o
         simulated_seconds=first.simulated_seconds / many, bound=first.bound / many, gap=first.gap, alternatives=(),
     )  # fmt: skip
     return with_owners(found.captured, plan)
+
+
+def _check_types(program: StageProgram) -> None:
+    """Raises StageError for a stage that computes in copies of its parameters: these are of one version, for all micro-batches."""
+    if program.copies is not None:
+        raise StageError("an asynchronous pipeline computes in the parameters' own types", fix='use precision="fp32"')

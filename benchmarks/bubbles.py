@@ -1,11 +1,12 @@
 """Idle time and memory of pipeline schedules, three times over: by closed forms, played, and measured on gloo processes.
 
-    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--unit 0.04] > benchmarks/results/bubbles.txt
+    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--idle-seconds 4.2] > benchmarks/results/bubbles.txt
 
 forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
 idle    8 processes run the schedules through the real engine with graphs that sleep, so that they do not share cores. The bubble is
         what is idle between the first action of any rank and the last one of any, from the times that the engine notes. Where the
-        machine is busy with other work a process that wakes up waits for a core, some milliseconds a message: sleep longer.
+        machine is busy with other work a process that wakes up waits for a core, some milliseconds a message, so that a rank has
+        to be idle for seconds: F, I and W take as long as that needs, the same for all three.
 memory  4 processes train a model; the storages that the ops of a stage save for its backward are followed from op to op
         (tests/allocations.py). In flight is the most bytes of them alive at once over those of one micro-batch. What a stage
         received is not counted: the next one comes while a micro-batch is computed.
@@ -77,10 +78,9 @@ def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
     """Graphs of a stage, as StageGraphs has them, that sleep so long for each of F, I and W and hand on a tensor of a few bytes."""
     first, last = stage == 0, stage + 1 == schedule.stages
     passing, nothing = Passing(("x",), ((4,),), (torch.float32,)), Passing((), (), ())
-    returned = [] if first else [OutputRole("returned", "x")]
 
     def graph(parts: int, results: int) -> SimpleNamespace:
-        def run(values: list) -> list:
+        def run(values: list, sums: dict | None = None) -> list:
             time.sleep(seconds * parts)
             return [torch.zeros(4)] * results
 
@@ -89,18 +89,17 @@ def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
     return SimpleNamespace(
         index=stage, has_backward=True, received=nothing if first else passing, arriving=nothing if last else passing,
         takes=[] if first else [Role("activation", "x")], gives=[] if last else [OutputRole("activation", "x")],
-        tangents=[] if last else [(Role("arriving", "x"), torch.zeros(4))], results=returned, input_results=returned,
-        weight_results=[], split=((), 0), forward=graph(1, not last), backward=graph(2, not first), input=graph(1, not first),
-        weight=graph(1, 0),
+        tangents=[] if last else [(Role("arriving", "x"), torch.zeros(4))], split=((), 0), forward=graph(1, not last),
+        backward=graph(2, not first), input=graph(1, not first), weight=graph(1, 0),
     )  # fmt: skip
 
 
-def sleep_through(rank: int, names: list[str], micro_batches: int, unit: float) -> dict[str, list[tuple[float, float]]]:
-    """When this rank's actions began and ended, by schedule. `unit`: seconds of each of F, I and W of all stages of a rank."""
+def sleep_through(rank: int, names: list[str], micro_batches: int, idle_seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """When this rank's actions began and ended, by schedule."""
     found, world = {}, dist.get_world_size()
     for name in names:
         schedule = make(name, world, micro_batches)
-        for seconds in (0.0, seconds_for(name, unit)):  # the first time connects
+        for seconds in (0.0, seconds_for(name, idle_seconds)):  # the first time connects
             graphs = [sleeping(s, schedule, seconds / schedule.stages_per_rank) for s in schedule.stages_of(rank)]
             stages = [EngineStage(g, schedule.stages, torch.device("cpu"), dist.group.WORLD) for g in graphs]
             engine = Engine(stages, schedule)
@@ -111,27 +110,27 @@ def sleep_through(rank: int, names: list[str], micro_batches: int, unit: float) 
     return found
 
 
-def seconds_for(name: str, unit: float) -> float:
-    return unit / 8 if name == "naive" else unit  # which takes the ranks one by one
+def seconds_for(name: str, idle_seconds: float) -> float:
+    """Of each of F, I and W of all stages of a rank, if the rank is to be idle so long."""
+    return idle_seconds / formulas.idle_seconds(name, RANKS, MICRO_BATCHES)
 
 
-def idle(unit: float) -> int:
+def idle(idle_seconds: float) -> int:
     """Prints the table; the number of schedules that are not within 5 % of their closed form."""
-    ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, unit, seconds=500)
-    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches, {unit * 1e3:g} ms each of F, I and W on a rank (naive: an eighth); "
-          "a closed form beside each figure")  # fmt: skip
-    print(f"{'schedule':24}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
+    ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, idle_seconds, seconds=500)
+    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; first the milliseconds of each of F, I and W on a rank")
+    print(f"{'schedule':24}{'F, I, W':>8}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
     wrong = 0
     for name in SLEEPING:
         schedule = make(name, RANKS, MICRO_BATCHES)
         times = [r[name] for r in ranks]
         played = Played(schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times))
         form = formulas.bubble(name, RANKS, MICRO_BATCHES)
-        seconds = 3 * seconds_for(name, unit) * MICRO_BATCHES / (1 - form)
+        seconds = 3 * seconds_for(name, idle_seconds) * MICRO_BATCHES / (1 - form)
         apart = abs(played.bubble - form) / form
         wrong += apart > TOLERANCE
-        print(f"{name:24}{played.seconds:9.3f}{seconds:9.3f}{played.bubble:9.2%}{form:9.2%}{apart:8.2%}"
-              f"{'' if apart <= TOLERANCE else '  WRONG'}")  # fmt: skip
+        print(f"{name:24}{seconds_for(name, idle_seconds) * 1e3:8.1f}{played.seconds:9.3f}{seconds:9.3f}"
+              f"{played.bubble:9.2%}{form:9.2%}{apart:8.2%}{'' if apart <= TOLERANCE else '  WRONG'}")  # fmt: skip
     print(f"{wrong} further apart than {TOLERANCE:.0%}\n", flush=True)
     return wrong
 
@@ -151,59 +150,60 @@ class LossAlone(nn.Module):
 
 
 def followed(rank: int, names: list[str], micro_batches: int) -> dict[str, tuple[float, float]]:
-    """By schedule, in bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters
-    and gradients."""
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",)), {}
     for name in names:
         model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu", seed=0)
         model = autopar.compile(LossAlone(model), mesh, inputs, hardware="cpu-gloo", schedule=name, micro_batches=micro_batches)
-        (stage,) = model._captures.table[0].step.stages
-        model(**inputs).loss.backward()  # the first call allocates
-        model.zero_grad()
-        with Allocations() as seen:
-            seen.hold("parameters", [*model.parameters(), *model.buffers()])
-            seen.leave_out(inputs.values())
-            kept = {storage_key(t.to_local() if isinstance(t, DTensor) else t) for t in (*model.parameters(), *model.buffers())}
-            forward = stage.forward_one_chunk
-
-            def run(i: int, *arguments, **options):
-                received = {storage_key(t) for t in stage.inputs.get(i, {}).values()}
-                result = forward(i, *arguments, **options)
-                saved = [t for t in stage.saved[i] if storage_key(t) not in kept | received]
-                seen.hold("saved", saved)
-                return result
-
-            stage.forward_one_chunk = run
-            loss = model(**inputs).loss
-            loss.backward()
-            seen.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
-            del loss
-        storages = {id(s): s for s, sign in seen.changes if sign > 0 and s.kind == "saved"}
-        one = sum(s.bytes_ for s in storages.values()) / micro_batches
-        alive = {"saved": 0, "rest": 0}
-        most = dict(alive)
-        for storage, sign in seen.changes:
-            if storage.kind in ("parameters", "gradients"):
-                continue
-            for kind in {storage.kind, "rest"} & {*alive}:
-                alive[kind] += sign * storage.bytes_
-                most[kind] = max(most[kind], alive[kind])
-        found[name] = most["saved"] / one, most["rest"] / one
+        found[name] = follow(model, inputs, micro_batches)
     return found
+
+
+def follow(model: nn.Module, inputs: dict, micro_batches: int) -> tuple[float, float]:
+    """In bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters and
+    gradients."""
+    (stage,) = model._captures.table[0].step.stages
+    model(**inputs).loss.backward()  # the first call allocates
+    model.zero_grad()
+    state = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers())]
+    forward, kept = stage.forward_one_chunk, {storage_key(t) for t in state}
+    with Allocations() as seen:
+        seen.hold("parameters", state)
+        seen.leave_out(inputs.values())
+
+        def run(i: int, *arguments, **options):
+            received = {storage_key(t) for t in stage.inputs.get(i, {}).values()}
+            result = forward(i, *arguments, **options)
+            seen.hold("saved", [t for t in stage.saved[i] if storage_key(t) not in kept | received])
+            return result
+
+        stage.forward_one_chunk = run
+        loss = model(**inputs).loss
+        loss.backward()
+        seen.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+        del loss
+    one = sum(s.bytes_ for s, sign in seen.changes if sign > 0 and s.kind == "saved") / micro_batches
+    saved = rest = most_saved = most_rest = 0
+    for storage, sign in seen.changes:
+        saved += sign * storage.bytes_ * (storage.kind == "saved")
+        rest += sign * storage.bytes_ * (storage.kind not in ("parameters", "gradients"))
+        most_saved, most_rest = max(most_saved, saved), max(most_rest, rest)
+    return most_saved / one, most_rest / one
 
 
 def memory(ranks: int = 4, micro_batches: int = 8) -> int:
     names = ["gpipe", "1f1b"]
     measured = gloo.run(ranks, followed, names, micro_batches, seconds=300)
-    print(f"{MODEL}, batch {BATCH} x {SEQ}, pp={ranks}, {micro_batches} micro-batches: in flight by stage, in bytes that a micro-batch saves")
+    print(f"{MODEL}, batch {BATCH} x {SEQ}, pp={ranks}, {micro_batches} micro-batches")
+    print("in flight by stage, in bytes that a micro-batch saves")
     print(f"{'schedule':12}{'':28}" + "".join(f"{f'stage {s}':>9}" for s in range(ranks)))
     wrong = 0
     for name in names:
         form = [formulas.in_flight(name, ranks, micro_batches, s) for s in range(ranks)]
         saved = [m[name][0] for m in measured]
         wrong += sum(abs(x - y) > 0.005 * y for x, y in zip(saved, form))
-        for label, row in (("closed form", form), ("saved, measured", saved), ("all but state and gradients", [m[name][1] for m in measured])):
-            print(f"{name if row is form else '':12}{label:28}" + "".join(f"{x:9.2f}" if row is not form else f"{x:9}" for x in row))
+        rows = {"closed form": form, "saved, measured": saved, "all but state and gradients": [m[name][1] for m in measured]}
+        for label, row in rows.items():
+            print(f"{name if row is form else '':12}{label:28}" + "".join(f"{x:9.2f}" for x in row))
     print(f"{wrong} stages with another number in flight\n", flush=True)
     return wrong
 
@@ -211,11 +211,11 @@ def memory(ranks: int = 4, micro_batches: int = 8) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="forms,idle,memory")
-    parser.add_argument("--unit", type=float, default=0.04)
+    parser.add_argument("--idle-seconds", type=float, default=4.2)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     cases = [(4, 16), (8, 32), (2, 8), (3, 12), (8, 16), (16, 64)]
-    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(options.unit), "memory": memory}
+    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(options.idle_seconds), "memory": memory}
     return min(1, sum(parts[part]() for part in options.parts.split(",")))
 
 

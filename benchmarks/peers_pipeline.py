@@ -3,11 +3,11 @@ schedules, in the same gloo processes, the two taking turns step by step.
 
     OMP_NUM_THREADS=1 python benchmarks/peers_pipeline.py [--devices 2,4] [--schedules gpipe,1f1b] [--steps 12] [--profile]
 
-torch's stages are written by hand, as its documentation shows it: slices of the model's layers in a PipelineStage, a loss function, a
-schedule. autopar's stages are cut at the same layers. A row is CPU time of forward and backward, summed over the processes, as a median
-of the steps (wall time says little on cores that are shared), bytes sent from rank to rank, and the most bytes of live tensors on
-any rank and on all together (tests/allocations.py). Losses and gradients are compared; --profile prints where the CPU time of
-autopar's rank 0 goes.
+torch's stages are written by hand, as its documentation shows it: slices of the model's layers in a PipelineStage, a loss function
+and a schedule. autopar's stages are cut at the same layers. A row is CPU time of forward and backward, summed over the processes,
+as a median of the steps (wall time says little on cores that are shared), the most bytes of live tensors on any rank and on all
+together (tests/allocations.py), and bytes sent from rank to rank. Losses and gradients are compared; --profile prints where the
+CPU time of both sides goes on rank 0.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     print(f"Llama of transformers: hidden {HIDDEN}, layers {LAYERS}, ffn {FFN}, vocab {VOCAB}; batch {BATCH} x {SEQ}, "
           f"{MICRO_BATCHES} micro-batches, fp32; medians of {a.steps} steps")  # fmt: skip
-    print(f"{'schedule':18}{'':18}{'CPU ms':>9}{'':7}{'MiB a rank':>11}{'':7}{'MiB in all':>11}{'':7}{'MB sent':>9}{'':7}{'loss':>9}")
+    heads = ("CPU ms", 9), ("MiB a rank", 11), ("MiB in all", 11), ("MB sent", 9)
+    print(f"{'schedule':18}{'':18}" + "".join(f"{head:>{w}}{'':7}" for head, w in heads) + f"{'loss':>9}")
     for n in map(int, a.devices.split(",")):
         names = a.schedules.split(",")
         plans = plan_for(n, names)
@@ -241,9 +242,8 @@ def main() -> int:
                            sum(r.peak_bytes for r in rows) / 2**20, sum(r.sent_bytes for r in rows) / 1e6]  # fmt: skip
                 totals[key] = columns
                 label = "autopar" if key == "autopar" else PEERS[name].removeprefix("Schedule")
-                widths = (9, 11, 11, 9)
                 ratio = [f"{x / y:6.2f}x" if key == "autopar" and y else f"{'':7}" for x, y in zip(columns, totals["torch"])]
-                cells = "".join(f"{x:{w}.1f}{r}" for x, w, r in zip(columns, widths, ratio))
+                cells = "".join(f"{x:{w}.1f}{r}" for x, (_, w), r in zip(columns, heads, ratio))
                 print(f"{name if key == 'torch' else '':18}{label:18}{cells}{loss:9.5f}", flush=True)
             print(f"{'':18}gradients apart by at most {max(apart for _, apart in found):.1e}", flush=True)
     return 0

@@ -19,6 +19,7 @@ from ..graph import output_node
 from ..pipeline import StageProgram
 from ..schedule.actions import Action, Schedule
 from .loaded import LoadedGraph
+from .pipeline_backward import StageBackward
 from .process_groups import ProcessGroups
 
 _Base, _Runtime, _actions, _with_sends = _torch.pipelining()
@@ -58,25 +59,22 @@ class StageGraphs:
         self.forward = LoadedGraph(program.forward, groups, device, f"forward of {what}")
         self.copies = None if program.copies is None else LoadedGraph(program.copies, groups, device, f"copies of {what}")
         self.copied = _roles(program.copies, "placeholder"), _roles(program.copies, "output")
-        self.tangents, self.results, self.returned, self.split = (), (), (), None
+        self.tangents, self.split = (), None
         if not self.has_backward:
             return
         self.tangents = [n for n in program.backward.graph.nodes if n.op == "placeholder"][self.saved :]
         self.tangents = [(n.meta["role"], n.meta["val"]) for n in self.tangents]
-        self.results = list(output_node(program.backward.graph).meta["roles"])
-        self.returned = tuple(r.name for r in self.results if r.kind == "returned")
+        repeats = program.deferred is not None
         if splits:
             split = program.split
             self.split = split.kept, len(split.stash)
-            self.input = LoadedGraph(split.input, groups, device, f"input gradients of {what}")
-            self.weight = LoadedGraph(split.weight, groups, device, f"weight gradients of {what}")
-            self.input_results = [r for r in output_node(split.input.graph).meta["roles"] if r is not None]
-            self.weight_results = list(output_node(split.weight.graph).meta["roles"])
-        self.backward = LoadedGraph(program.backward, groups, device, f"backward of {what}")
+            self.input = StageBackward(split.input, groups, device, f"input gradients of {what}", repeats)
+            self.weight = StageBackward(split.weight, groups, device, f"weight gradients of {what}", repeats)
+        self.backward = StageBackward(program.backward, groups, device, f"backward of {what}", repeats)
 
     def compile(self, options: Mapping[str, object]) -> None:
-        backward = [self.backward] if self.has_backward else []
-        for graph in (self.forward, *backward, *([self.input, self.weight] if self.split else [])):
+        backward = (self.backward,) if self.has_backward else ()
+        for graph in (self.forward, *backward, *((self.input, self.weight) if self.split else ())):
             graph.compile(options)
 
 
@@ -219,37 +217,23 @@ class EngineStage(_Base):
         values = self.saved.pop(i)
         values += [arrived.pop(r.name) if r.kind == "arriving" else torch.ones(v.shape, dtype=v.dtype, device=self.device)
                    for r, v in graphs.tangents]  # fmt: skip
+        sums = self.batch.gradients[graphs.index]
         if full_backward:
-            self._take(i, graphs.results, graphs.backward.run(values))
+            returned = graphs.backward.run(values, sums)
         else:
             kept, count = graphs.split
             stash = [values[k] for k in kept]
-            results = list(graphs.input.run(values))
-            self.stash[i] = stash + results[len(results) - count :]
-            self._take(i, graphs.input_results, results)
+            returned = graphs.input.run(values, sums)
+            returned, self.stash[i] = returned[: len(returned) - count], stash + returned[len(returned) - count :]
+        if returned:
+            self.outbox["backward", i] = [t.contiguous() for t in returned]
         self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, time.perf_counter()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
         if graphs.has_backward:
-            self._take(i, graphs.weight_results, graphs.weight.run(self.stash.pop(i)))
+            graphs.weight.run(self.stash.pop(i), self.batch.gradients[graphs.index])
         self.times.append((Action("W", graphs.index, i), start, time.perf_counter()))
-
-    def _take(self, i: int, roles: Sequence, results: Sequence[Tensor]) -> None:
-        """Adds up gradients of parameters; keeps what the stage before waits for."""
-        sums, returned, taken = self.batch.gradients[self.graphs.index], [], set()
-        for role, value in zip(roles, results):
-            if role.kind == "returned":
-                returned.append(value.contiguous())
-            elif role.name in sums:
-                sums[role.name] += value
-            else:
-                memory = value.untyped_storage()
-                is_own = memory.nbytes() == value.numel() * value.element_size() and memory.data_ptr() not in taken
-                sums[role.name] = value if is_own else value.clone()
-                taken.add(memory.data_ptr())
-        if returned:
-            self.outbox["backward", i] = returned
 
 
 class Engine(_Runtime):
