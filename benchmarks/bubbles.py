@@ -1,6 +1,6 @@
 """Idle time and memory of pipeline schedules, three times over: by closed forms, played, and measured on gloo processes.
 
-    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--idle-seconds 4.2] > benchmarks/results/bubbles.txt
+    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--schedules naive,zbv] [--idle-seconds 4.2]
 
 forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
 idle    8 processes run the schedules through the real engine with graphs that sleep, so that they do not share cores. The bubble is
@@ -115,13 +115,13 @@ def seconds_for(name: str, idle_seconds: float) -> float:
     return idle_seconds / formulas.idle_seconds(name, RANKS, MICRO_BATCHES)
 
 
-def idle(idle_seconds: float) -> int:
+def idle(names: list[str], idle_seconds: float) -> int:
     """Prints the table; the number of schedules that are not within 5 % of their closed form."""
-    ranks = gloo.run(RANKS, sleep_through, list(SLEEPING), MICRO_BATCHES, idle_seconds, seconds=500)
+    ranks = gloo.run(RANKS, sleep_through, names, MICRO_BATCHES, idle_seconds, seconds=500)
     print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; first the milliseconds of each of F, I and W on a rank")
     print(f"{'schedule':24}{'F, I, W':>8}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
     wrong = 0
-    for name in SLEEPING:
+    for name in names:
         schedule = make(name, RANKS, MICRO_BATCHES)
         times = [r[name] for r in ranks]
         played = Played(schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times))
@@ -211,11 +211,13 @@ def memory(ranks: int = 4, micro_batches: int = 8) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="forms,idle,memory")
+    parser.add_argument("--schedules", default=",".join(SLEEPING), help="that sleep")
     parser.add_argument("--idle-seconds", type=float, default=4.2)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     cases = [(4, 16), (8, 32), (2, 8), (3, 12), (8, 16), (16, 64)]
-    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(options.idle_seconds), "memory": memory}
+    names = options.schedules.split(",")
+    parts = {"forms": lambda: forms(cases), "idle": lambda: idle(names, options.idle_seconds), "memory": memory}
     return min(1, sum(parts[part]() for part in options.parts.split(",")))
 
 
