@@ -29,6 +29,7 @@ from . import agree, watch
 from .dtensors import spec_of
 from .loaded import LoadedGraph
 from .parameters import table_of
+from .pipeline_check import border_of, check_pipeline
 from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
 from .process_groups import ProcessGroups
 from .stage_mesh import StageMesh
@@ -59,6 +60,9 @@ class PipelineStep:
         self.graphs = [StageGraphs(p, groups, self.device, schedule.splits_backward) for p in program.stages.values()]
         self.stages = [EngineStage(g, schedule.stages, self.device, self.axis_group) for g in self.graphs]
         self.engine = Engine(self.stages, schedule)
+        everyone = self._along_axis({i: border_of(p) for i, p in program.stages.items()}, "what stages hand to each other")
+        borders = {i: border for theirs in everyone for i, border in theirs.items()}
+        agree.everywhere(lambda: check_pipeline(pipeline.orders, borders))
         self.reduce = {i: LoadedGraph(p.deferred.reduce, groups, self.device, f"reduction of stage {i}")
                        for i, p in program.stages.items() if p.deferred and p.deferred.layouts}  # fmt: skip
         self._tie()
@@ -107,11 +111,16 @@ class PipelineStep:
         parts = [n * (self.micro.micro_batches if d == how else 1) for d, n in enumerate(layout.parts)]
         return Layout(layout.dims, layout.partial, tuple(parts))
 
+    def _along_axis(self, mine: object, what: str) -> list:
+        """What all ranks along the pipeline's axis say, in their order."""
+        everyone: list = [None] * dist.get_world_size(self.axis_group)
+        with watch.meeting(what):
+            dist.all_gather_object(everyone, mine, group=self.axis_group)
+        return everyone
+
     def _tie(self) -> None:
         """Parameters that several ranks along the axis train: each has a part of the gradient. Collective."""
-        everyone: list = [None] * dist.get_world_size(self.axis_group)
-        with watch.meeting("which stages share parameters"):
-            dist.all_gather_object(everyone, self.names, group=self.axis_group)
+        everyone = self._along_axis(self.names, "which stages share parameters")
         shared = sorted(name for name in {*sum(everyone, [])} if sum(name in names for names in everyone) > 1)
         self.tied = [(name, [r for r, names in enumerate(everyone) if name in names]) for name in shared]
 
@@ -124,10 +133,9 @@ class PipelineStep:
 
     def measured(self) -> Played:
         """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks. Collective."""
-        everyone: list = [None] * dist.get_world_size(self.axis_group)
         offset = time.time() - time.perf_counter()
-        with watch.meeting("when the pipeline's actions ran"):
-            dist.all_gather_object(everyone, [(a, s + offset, e + offset) for a, s, e in self.engine.times], group=self.axis_group)
+        mine = [(action, start + offset, end + offset) for action, start, end in self.engine.times]
+        everyone = self._along_axis(mine, "when the pipeline's actions ran")
         orders = tuple(tuple(a for a, _, _ in times) for times in everyone)
         starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
         return Played(replace(self.engine.schedule, orders=orders), starts, ends)

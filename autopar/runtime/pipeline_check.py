@@ -1,0 +1,77 @@
+"""Before the first step of a pipeline: its schedule ends on all ranks, and what each stage sends is what the next one receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..errors import DesyncError
+from ..graph import output_node
+from ..pipeline import StageProgram
+from ..schedule.actions import Schedule
+from ..schedule.play import check
+
+Message = tuple[str, tuple[int, ...], str]  # name, local shape and dtype of a tensor
+
+
+@dataclass(frozen=True)
+class Border:
+    """What a stage hands over, in the order in which it travels."""
+
+    received: tuple[Message, ...]
+    sent: tuple[Message, ...]
+    arriving: tuple[Message, ...]
+    returned: tuple[Message, ...]
+
+
+def border_of(program: StageProgram) -> Border:
+    """Of one rank's graphs of a stage."""
+    return Border(
+        _taken(program.forward, "activation"), _given(program.forward, "activation"),
+        _taken(program.backward, "arriving"), _given(program.backward, "returned"),
+    )  # fmt: skip
+
+
+def check_pipeline(schedule: Schedule, borders: Mapping[int, Border]) -> None:
+    """`borders` by stage, of the ranks that hand to each other. Raises ScheduleError for a schedule that does not end, DesyncError
+    for stages that do not fit together."""
+    check(schedule)
+    for stage in range(schedule.stages - 1):
+        here, after = borders[stage], borders[stage + 1]
+        for what, sent, received in (
+            (f"stage {stage} sends to stage {stage + 1}", here.sent, after.received),
+            (f"stage {stage + 1} returns to stage {stage}", after.returned, here.arriving),
+        ):
+            if sent != received:
+                raise DesyncError(
+                    f"{what}: {_text(sent)}, which waits for {_text(received)}",
+                    fix="build the same model and use one version of torch and autopar on all ranks",
+                )
+
+
+def _text(messages: tuple[Message, ...]) -> str:
+    return ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in messages) or "nothing"
+
+
+def _taken(graph: fx.GraphModule | None, kind: str) -> tuple[Message, ...]:
+    nodes = graph.graph.nodes if graph is not None else ()
+    return tuple(_message(n.name, n.meta["val"]) for n in nodes if n.op == "placeholder" and _kind(n.meta.get("role")) == kind)
+
+
+def _given(graph: fx.GraphModule | None, kind: str) -> tuple[Message, ...]:
+    if graph is None:
+        return ()
+    output = output_node(graph.graph)
+    pairs = zip(output.args[0], output.meta["roles"])
+    return tuple(_message(role.name, value.meta["val"]) for value, role in pairs if _kind(role) == kind)
+
+
+def _kind(role) -> str:
+    return "" if role is None else role.kind
+
+
+def _message(name: str, value: torch.Tensor) -> Message:
+    return name, tuple(value.shape), str(value.dtype).removeprefix("torch.")
