@@ -20,6 +20,7 @@ from .accumulate import of_samples, samples_of
 from .calls import CallSignature, describe_call, split_example
 from .errors import InputError, MeshError, MicroBatchError, StageError
 from .mesh import Mesh
+from .micro_batches import join, parts_of
 from .pipeline import StageProgram
 from .pipeline_plan import Pipeline, axis_of, inside
 from .plan import Plan, fingerprint
@@ -29,7 +30,6 @@ from .runtime.parameters import table_of
 from .runtime.stage_links import StageLinks
 from .same_stages import cuts_of, with_owners
 from .schedule.asynchronous import BUFFERED, STASHING, Asynchronous
-from .simulate_pipeline import join, parts_of
 
 BALANCED = 4  # micro-batches a stage for which the stages of a pipeline without a flush are cut
 

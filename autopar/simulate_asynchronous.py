@@ -15,13 +15,14 @@ from .capture import Captured
 from .errors import StageError, VerifyError
 from .graph import output_node
 from .layout import Layout, local_part
+from .micro_batches import join, parts_of
 from .pipeline import StageProgram
 from .plan import Plan
 from .runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
 from .schedule.asynchronous import Asynchronous
 from .schedule.play import play
 from .simulate import Simulator, assemble
-from .simulate_pipeline import Lowered, join, parts_of
+from .simulate_pipeline import Lowered
 
 GRAPHS = {
     "forward": lambda program: program.forward,

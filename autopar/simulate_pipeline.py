@@ -10,15 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, fx
 
 from .capture import Captured
 from .errors import VerifyError
 from .graph import output_node
 from .layout import local_part
-from .ops_random import of_micro_batch
-from .passes.micro_batch import SAME, SUM, MicroBatched
+from .micro_batches import join, parts_of
+from .passes.micro_batch import MicroBatched
 from .pipeline import StageProgram, lower_stage, stages_of
 from .plan import Plan
 from .schedule.play import play
@@ -216,35 +215,3 @@ class _Simulation:
         output = output_node(program.stage.joint.graph)
         at = next(k for k, r in enumerate(output.meta["roles"]) if (r.kind, r.name) == (kind, name))
         return assemble(blocks, program.plan.sharding.outputs[at], self.mesh, output.args[0][at].meta["val"].shape)
-
-
-def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """For each micro-batch what it is given by placeholder name: global inputs, sums over the whole batch, its random state."""
-    leaves = {kind: {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
-                     if n.op == "placeholder" and n.meta["role"].kind == kind} for kind in ("input", "random")}  # fmt: skip
-    named = {name: values[leaf] for name, leaf in leaves["input"].items()}
-    whole = {leaf: values[leaf] for leaf in leaves["input"].values()} | totals_of(micro, named)
-    parts = [dict(whole) for _ in range(micro.micro_batches)]
-    for name, dim in (micro.input_dims or {}).items():
-        for part, piece in zip(parts, named[name].chunk(micro.micro_batches, dim)) if name in named else ():
-            part[leaves["input"][name]] = piece
-    for leaf in leaves["random"].values() if micro.micro_batches > 1 else ():
-        for i, part in enumerate(parts):
-            part[leaf] = of_micro_batch(values[leaf], i)
-    return parts
-
-
-def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over the whole batch by placeholder name, from its inputs by their names in the call."""
-    if micro.totals is None:
-        return {}
-    results = micro.totals(*(inputs[name] for name in micro.total_inputs))
-    leaves = [n for n in micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "total"]
-    return {n.name: results[int(n.meta["role"].name)] for n in leaves}
-
-
-def join(parts: Sequence[Tensor], how: str | int) -> Tensor:
-    """One output of the call from those of its micro-batches."""
-    if how == SAME:
-        return parts[0]
-    return torch.stack(list(parts)).sum(0) if how == SUM else torch.cat(list(parts), how)

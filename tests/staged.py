@@ -19,6 +19,7 @@ from autopar.capture import Captured
 from autopar.graph import is_op, output_node
 from autopar.hardware import load
 from autopar.mesh import Mesh
+from autopar.micro_batches import join, parts_of
 from autopar.oracle import OneDevice, global_values, norm, one_device_step, relative_error, widened_capture, widened_value
 from autopar.passes.micro_batch import MicroBatched
 from autopar.passes.partition import partition
@@ -27,7 +28,6 @@ from autopar.pipeline_plan import Pipeline, inside
 from autopar.plan import Plan
 from autopar.planner.make import PlanOptions, search
 from autopar.schedule import KINDS
-from autopar.simulate_pipeline import join, parts_of
 
 from .families import FAMILIES
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..capture import Captured
+from ..errors import InputError
 from ..graph import output_node
 from ..layout import local_shape
 from ..lower import DeferredProgram
@@ -114,6 +115,15 @@ class Backward:
         if isinstance(tangent, DTensor):
             tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
         return tangent.contiguous()
+
+
+def refuse_second_derivatives() -> None:
+    """Raises InputError in a backward that is recorded to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise InputError(
+            "the backward is to be differentiated itself (create_graph=True), and a compiled model has first derivatives only",
+            fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
+        )
 
 
 def _has_spec(gradient: torch.Tensor | None, spec) -> bool:

@@ -19,13 +19,13 @@ from ..capture import Captured
 from ..errors import InputError, StageError
 from ..graph import output_node
 from ..layout import Layout, local_part
-from ..ops_random import of_micro_batch
-from ..passes.micro_batch import SAME, SUM
+from ..micro_batches import join, parts_of
 from ..pipeline import PipelineProgram
 from ..plan import Plan
 from ..schedule.actions import Action, Schedule
 from ..schedule.played import Played
 from . import agree, watch
+from .backward import refuse_second_derivatives
 from .dtensors import spec_of
 from .loaded import LoadedGraph
 from .parameters import table_of
@@ -92,7 +92,6 @@ class PipelineStep:
         self.parameters = [leaves[name][0][leaves[name][1]] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
         inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
-        self.input_leaves = {n.meta["role"].name: n.name for n in inputs}
         self.input_layouts = {n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs}
         self.output_specs = {}
         output = output_node(self.micro.captured.graph)
@@ -165,8 +164,7 @@ class PipelineStep:
         """Whole outputs: those of this rank's stages, and the loss."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
-            how, found = self.micro.joins[name], list(values.values())
-            whole = found[0] if how == SAME else torch.stack(found).sum(0) if how == SUM else torch.cat(found, how)
+            whole = join([values[i] for i in sorted(values)], self.micro.joins[name])
             spec = self.output_specs.get(name)
             outputs[int(name)] = whole if spec is None else _torch.as_dtensor(whole, spec)
         if self.returns.loss is not None:
@@ -218,38 +216,27 @@ class _Call:
     """The leaves and outputs of one call's micro-batches."""
 
     def __init__(self, step: PipelineStep, inputs: list[Tensor]):
-        self.step, micro = step, step.micro
-        named = dict(zip(micro.captured.signature.tensor_names, inputs))
-        self.inputs = {step.input_leaves[name]: t for name, t in named.items() if name in step.input_leaves}
-        self.dims = {step.input_leaves[name]: d for name, d in (micro.input_dims or {}).items()}
-        self.totals: tuple[Tensor, ...] = ()
-        if micro.totals is not None:
-            with torch.no_grad():
-                self.totals = micro.totals(*(named[name] for name in micro.total_inputs))
-        self.names = {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
-                      if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
-        draws = any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in micro.captured.graph.nodes)
-        self.state = step.random.next() if draws else None  # on all ranks alike, whichever stages draw
+        self.step, nodes = step, step.micro.captured.graph.nodes
+        self.names = {n.meta["role"]: n.name for n in nodes if n.op == "placeholder"}
+        named = dict(zip(step.micro.captured.signature.tensor_names, inputs))
+        values = {leaf: named[role.name] for role, leaf in self.names.items() if role.kind == "input"}
+        for role, leaf in self.names.items():  # on all ranks alike, whichever stages draw
+            if role.kind == "random":
+                values[leaf] = step.random.next()
+        with torch.no_grad():
+            self.parts = parts_of(step.micro, values)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
 
     def leaf(self, role, i: int) -> Tensor:
         step = self.step
-        if role.kind == "parameter":
-            table, leaf = step.tables[role.name]
-            return _torch.local_of(table[leaf])
-        if role.kind == "buffer":
-            table, leaf = step.buffers[role.name]
-            return table[leaf]
-        if role.kind == "total":
-            return self.totals[int(role.name)]
-        if role.kind == "random":
-            return self.state if step.micro.micro_batches == 1 else of_micro_batch(self.state, i)
-        name = self.names[role.name]
-        whole = self.inputs[name]
-        if name in self.dims:
-            whole = whole.chunk(step.micro.micro_batches, self.dims[name])[i]
-        return local_part(whole, step.input_layouts[name], step.stage.mesh, step.stage.coordinate)
+        if role.kind in ("parameter", "buffer"):
+            table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
+            return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
+        whole = self.parts[i][self.names[role]]
+        if role.kind != "input":
+            return whole
+        return local_part(whole, step.input_layouts[self.names[role]], step.stage.mesh, step.stage.coordinate)
 
     def output(self, role, i: int, value: Tensor) -> None:
         if role.kind == "mutation":
@@ -277,11 +264,7 @@ class _PipelineLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *tangents):
-        if torch.is_grad_enabled():
-            raise InputError(
-                "the backward is to be differentiated itself (create_graph=True), and a compiled model has first derivatives only",
-                fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
-            )
+        refuse_second_derivatives()
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise InputError(

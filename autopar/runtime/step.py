@@ -20,7 +20,7 @@ from ..graph import output_node
 from ..lower import RankProgram
 from ..plan import Plan
 from .accumulation import Accumulation
-from .backward import Backward
+from .backward import Backward, refuse_second_derivatives
 from .dtensors import spec_of
 from .loaded import LoadedGraph
 from .parameters import table_of
@@ -137,11 +137,7 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *tangents):
-        if torch.is_grad_enabled():
-            raise InputError(
-                "the backward is to be differentiated itself (create_graph=True), and a compiled model has first derivatives only",
-                fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
-            )
+        refuse_second_derivatives()
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
         del tensors

@@ -10,12 +10,12 @@ from torch import nn
 
 from autopar import api
 from autopar.errors import MicroBatchError
+from autopar.micro_batches import parts_of
 from autopar.models.output import Output
 from autopar.ops_random import stream_of
 from autopar.oracle import one_device_step
 from autopar.passes.micro_batch import SAME, SUM, micro_batch
 from autopar.passes.stages import cut
-from autopar.simulate_pipeline import parts_of
 from tests import staged
 from tests.runtime import tiny
 from tests.test_dropout import convnext

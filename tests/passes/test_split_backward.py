@@ -7,12 +7,12 @@ import torch
 
 from autopar.codegen import is_collective
 from autopar.graph import output_node
+from autopar.micro_batches import parts_of
 from autopar.passes.micro_batch import micro_batch
 from autopar.passes.partition import partition
 from autopar.passes.split_backward import split_backward
 from autopar.passes.stages import cut
 from autopar.pipeline import lower_pipeline
-from autopar.simulate_pipeline import parts_of
 from tests import staged
 
 
