@@ -45,7 +45,7 @@ def build(name: str):
 
 
 @pytest.mark.parametrize("name", [
-    "gpt2", "llama", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
+    "gpt2", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
     f"gpt:hidden=32,layers={DEPTH},heads=4,vocab=64,seq=16", "mlp:hidden=16,layers=12",
 ])  # fmt: skip
 def test_unrolled_is_whole(name, monkeypatch):

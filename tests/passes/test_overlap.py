@@ -25,9 +25,9 @@ from tests.allocations import training_step
 GPT = "gpt:hidden=32,layers=3,heads=2,vocab=64,seq=16"
 LLAMA = "llama:hidden=32,layers=3,heads=4,kv_heads=2,ffn=48,vocab=60"
 CASES = [
-    (GPT, "dp=2", "ddp", {}), (GPT, "dp=3", "fsdp", {}), (GPT, "dp=2,tp=2", "fsdp", {}), (LLAMA, "dp=2,tp=2", "megatron_sp", {}),
+    (GPT, "dp=2", "ddp", {}), (GPT, "dp=2,tp=2", "fsdp", {}), (LLAMA, "dp=2,tp=2", "megatron_sp", {}),
     (LLAMA, "dp=2", "zero1", {"precision": "bf16"}), (LLAMA, "dp=2", "fsdp", {"recompute": "full"}),
-    (LLAMA, "dp=3,tp=2", None, {"memory": "450KiB"}), ("moe-tiny", "dp=2,tp=2", "hsdp", {}), ("resnet-tiny", "dp=2", "fsdp", {}),
+    (LLAMA, "dp=3,tp=2", None, {"memory": "450KiB"}), ("resnet-tiny", "dp=2", "fsdp", {}),
 ]  # fmt: skip
 BUCKET_BYTES = 8192.0
 
@@ -117,7 +117,7 @@ def steps(rank: int, folder: str) -> list[tuple[float, list[torch.Tensor], int]]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp"])
 def test_on_processes(strategy, tmp_path):
     """The same numbers; a bucket more of memory, with the part that was sent."""
     _, _, plan, _ = planned(GPT, "dp=2", strategy)
