@@ -65,12 +65,12 @@ class Pipeline:
         """Of a place along the axis."""
         return self.orders.stages_of(rank)
 
-    def played(self, transfers: bool = True) -> Played:
+    def played(self) -> Played:
         """The step as it is predicted."""
         c = self.costs
         return play(
             self.orders, [x.forward_seconds for x in c], [x.input_seconds for x in c], [x.weight_seconds for x in c],
-            [x.transfer_seconds for x in c[:-1]] if transfers else 0.0,
+            [x.transfer_seconds for x in c[:-1]],
         )  # fmt: skip
 
 

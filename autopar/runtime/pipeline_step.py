@@ -43,7 +43,7 @@ class PipelineStep:
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
                  groups: ProcessGroups, trains: bool):  # fmt: skip
-        self.program, self.plan, self.micro, self.stage, self.groups = program, plan, program.micro, stage, groups
+        self.program, self.plan, self.micro, self.stage = program, plan, program.micro, stage
         self.returns, self.random = captured.returns, module.random
         self.trains = trains
         if trains and captured.returns.loss is None:
@@ -55,12 +55,12 @@ class PipelineStep:
         self._bind(module)
         pipeline = plan.pipeline
         groups.bind(agree.union([group for group, _, _ in program.collectives()]))  # on all ranks, whose stages need different ones
-        self.axis_group = _torch.group_of(groups.bind([pipeline.axis])[pipeline.axis])
         schedule = pipeline.orders if trains else forwards(pipeline.orders)
         self.graphs = [StageGraphs(p, groups, self.device, schedule.splits_backward) for p in program.stages.values()]
-        self.stages = [EngineStage(g, schedule.stages, self.device, self.axis_group) for g in self.graphs]
+        self.stages = [EngineStage(g, schedule.stages, self.device, stage.line) for g in self.graphs]
         self.engine = Engine(self.stages, schedule)
-        everyone = self._along_axis({i: border_of(p) for i, p in program.stages.items()}, "what stages hand to each other")
+        mine = {i: border_of(p) for i, p in program.stages.items()}
+        everyone = stage.from_all_places(mine, "what stages hand to each other")
         borders = {i: border for theirs in everyone for i, border in theirs.items()}
         agree.everywhere(lambda: check_pipeline(pipeline.orders, borders))
         self.reduce = {i: LoadedGraph(p.deferred.reduce, groups, self.device, f"reduction of stage {i}")
@@ -70,25 +70,19 @@ class PipelineStep:
     def _bind(self, module: nn.Module) -> None:
         """Looks up the parameters and buffers of this rank's stages, and what outputs become."""
         leaves: dict[str, tuple[str, object]] = {}
-        self.layouts: dict[str, Layout] = {}
-        gradients: dict[str, Tensor] = {}
+        trained: set[str] = set()
         self.buffers = {}
         for program in self.program.stages.values():
-            sharding = program.plan.sharding
             for node in program.stage.joint.graph.nodes:
                 if node.op == "placeholder":
                     role = node.meta["role"]
-                    self.layouts[node.name] = sharding.leaves.get(node.name, Layout.replicated(node.meta["val"].dim()))
                     if role.kind == "parameter":
                         leaves[role.name] = table_of(module, role.name, "_parameters")
                     elif role.kind == "buffer":
                         self.buffers[role.name] = table_of(module, role.name, "_buffers")
-            output = output_node(program.stage.joint.graph)
-            for value, role in zip(output.args[0], output.meta["roles"]):
-                if role.kind == "gradient":
-                    gradients[role.name] = value.meta["val"]
+            trained |= {r.name for r in output_node(program.stage.joint.graph).meta["roles"] if r.kind == "gradient"}
         self.tables = leaves
-        self.names = [name for name in leaves if name in gradients]  # of what trains here
+        self.names = [name for name in leaves if name in trained]
         self.parameters = [leaves[name][0][leaves[name][1]] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
         inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
@@ -110,16 +104,9 @@ class PipelineStep:
         parts = [n * (self.micro.micro_batches if d == how else 1) for d, n in enumerate(layout.parts)]
         return Layout(layout.dims, layout.partial, tuple(parts))
 
-    def _along_axis(self, mine: object, what: str) -> list:
-        """What all ranks along the pipeline's axis say, in their order."""
-        everyone: list = [None] * dist.get_world_size(self.axis_group)
-        with watch.meeting(what):
-            dist.all_gather_object(everyone, mine, group=self.axis_group)
-        return everyone
-
     def _tie(self) -> None:
         """Parameters that several ranks along the axis train: each has a part of the gradient. Collective."""
-        everyone = self._along_axis(self.names, "which stages share parameters")
+        everyone = self.stage.from_all_places(self.names, "which stages share parameters")
         shared = sorted(name for name in {*sum(everyone, [])} if sum(name in names for names in everyone) > 1)
         self.tied = [(name, [r for r, names in enumerate(everyone) if name in names]) for name in shared]
 
@@ -134,7 +121,7 @@ class PipelineStep:
         """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks. Collective."""
         offset = time.time() - time.perf_counter()
         mine = [(action, start + offset, end + offset) for action, start, end in self.engine.times]
-        everyone = self._along_axis(mine, "when the pipeline's actions ran")
+        everyone = self.stage.from_all_places(mine, "when the pipeline's actions ran")
         orders = tuple(tuple(a for a, _, _ in times) for times in everyone)
         starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
         return Played(replace(self.engine.schedule, orders=orders), starts, ends)
@@ -172,7 +159,7 @@ class PipelineStep:
             loss = mine if mine is not None else torch.empty((), dtype=self._loss_dtype(), device=self.device)
             last = self.plan.pipeline.orders.rank_of_stage[-1]
             with watch.meeting("the loss"):
-                dist.broadcast(loss, group=self.axis_group, group_src=last)
+                dist.broadcast(loss, group=self.stage.line, group_src=last)
             outputs[self.returns.loss] = loss
         return outputs
 
@@ -201,8 +188,8 @@ class PipelineStep:
         """The sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
         others = [p for p in places if p != self.stage.place]
         received = {p: torch.empty_like(mine) for p in others}
-        work = [dist.isend(mine, group=self.axis_group, group_dst=p) for p in others]
-        work += [dist.irecv(received[p], group=self.axis_group, group_src=p) for p in others]
+        work = [dist.isend(mine, group=self.stage.line, group_dst=p) for p in others]
+        work += [dist.irecv(received[p], group=self.stage.line, group_src=p) for p in others]
         for w in work:
             w.wait()
         parts = received | {self.stage.place: mine}
