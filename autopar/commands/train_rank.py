@@ -134,11 +134,12 @@ def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:
 
 
 def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
-    return (
-        f"predicted {ms(plan.step_seconds)}, {size(plan.peak_bytes)} a device; measured {ms(seconds)}, {size(bytes_)}\n"
-        f"measured: median of forward and backward over {steps} step{'s' if steps > 1 else ''}, on the slowest rank; parameters, "
-        "buffers, gradients, optimizer state and tensors saved for the backward, on the rank with most"
-    )
+    predicted = f"predicted {ms(plan.step_seconds)}, {size(plan.peak_bytes)} a device; measured {ms(seconds)}"
+    timed = f"measured: median of forward and backward over {steps} step{'s' if steps > 1 else ''}, on the slowest rank"
+    if plan.pipeline:  # its micro-batches come and go inside of the call
+        return f"{predicted}\n{timed}; memory under a pipeline is not measured"
+    held = "parameters, buffers, gradients, optimizer state and tensors saved for the backward, on the rank with most"
+    return f"{predicted}, {size(bytes_)}\n{timed}; {held}"
 
 
 @contextmanager
