@@ -97,6 +97,17 @@ def ragged(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return inputs
 
 
+class Apart(nn.Module):
+    """A loss of the batch, and beside it an output of a parameter alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.apart = nn.Linear(6, 4), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.used(x).square().mean(), self.apart.norm()
+
+
 def forward_ops(captured: Captured) -> list[str]:
     return [n.name for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward"]
 

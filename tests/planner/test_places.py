@@ -156,15 +156,7 @@ def test_a_backward_op_begins_no_stage():
 
 
 def test_a_parameter_that_only_an_output_reads_is_on_the_last_stage():
-    class Apart(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.apart = nn.Linear(6, 4), nn.Parameter(torch.randn(3))
-
-        def forward(self, x):
-            return self.used(x).square().mean(), self.apart.norm()
-
-    captured = api.trace(Apart(), (torch.randn(4, 6),))
+    captured = api.trace(staged.Apart(), (torch.randn(4, 6),))
     places = Places(captured.graph, staged.even_cuts(captured, 2))
     apart = next(n for n in places.parameters if n.meta["role"].name == "apart")
     assert stages_of(places.parameters[apart]) == {1}

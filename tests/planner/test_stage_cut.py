@@ -13,6 +13,8 @@ from ortools.sat.python import cp_model
 from autopar.errors import MemoryInfeasibleError, StrategyError
 from autopar.planner.stage_cut import cut_stages
 from autopar.planner.stages import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Level, Piece, Shared, Timing
+from autopar.schedule.catalogue import make
+from autopar.schedule.play import play
 
 from . import pipelines
 
@@ -283,8 +285,9 @@ def test_the_step_against_pipelines_that_are_played():
         stages, micro_batches, spread = int(rng.integers(1, 7)), int(rng.integers(1, 20)), rng.choice([0.0, 0.1, 1.0])
         forward, backward = 1 + spread * rng.random(stages), 2 + 2 * spread * rng.random(stages)
         times = forward + backward
-        for order, timing in ((pipelines.gpipe, GPIPE), (pipelines.one_f_one_b, ONE_F_ONE_B)):
-            played, held = pipelines.play([order(stages, s, micro_batches) for s in range(stages)], forward, backward)
+        for timing in (GPIPE, ONE_F_ONE_B):
+            pipeline = play(make(timing.name, stages, micro_batches), forward, backward, 0.0)
+            played, held = pipeline.seconds, [pipeline.peak_of_stage(s) for s in range(stages)]
             assert held == [timing.in_flight(stages, s, micro_batches) for s in range(stages)]
             step, slowest = timing.step_seconds(times, micro_batches), int(times.argmax())
             if timing is GPIPE:

@@ -13,6 +13,8 @@ from autopar.errors import MemoryInfeasibleError, StrategyError
 from autopar.planner.stage_cut import cut_stages
 from autopar.planner.stage_loops import cut_looped
 from autopar.planner.stages import ONE_F_ONE_B, Shared, interleaved
+from autopar.schedule.catalogue import make
+from autopar.schedule.play import play
 
 from . import pipelines
 from .test_stage_cut import BLOCK, EMBED, HEAD, all_cuts, sends
@@ -128,11 +130,9 @@ def test_the_step_against_pipelines_that_are_played(spread, most):
         ranks, looped = int(rng.integers(1, 6)), int(rng.integers(2, 4))
         micro_batches, count = ranks * int(rng.integers(1, 5)), ranks * looped
         forward, backward = 1 + spread * rng.random(count), 2 + 2 * spread * rng.random(count)
-        orders = [pipelines.interleaved(ranks, looped, rank, micro_batches) for rank in range(ranks)]
-        played, _ = pipelines.play(orders, forward, backward)
+        pipeline = play(make("interleaved_1f1b", ranks, micro_batches, looped), forward, backward, 0.0)
         times = (forward + backward).reshape(looped, ranks).sum(0)
-        errors.append(interleaved(looped).step_seconds(times, micro_batches) / played - 1)
-        for rank, order in enumerate(orders):
-            held = np.cumsum([1 if way == pipelines.F else -1 for way, *_ in order]).max()
-            assert held == pytest.approx(looped * interleaved(looped).in_flight(ranks, rank, micro_batches))
+        errors.append(interleaved(looped).step_seconds(times, micro_batches) / pipeline.seconds - 1)
+        for rank in range(ranks):
+            assert pipeline.peak(rank) == pytest.approx(looped * interleaved(looped).in_flight(ranks, rank, micro_batches))
     assert np.abs(errors).max() <= most, (min(errors), max(errors))
