@@ -105,7 +105,7 @@ def of_search(planned: Planned) -> Estimate:
     by_dtype: Counter = Counter({"fp32": 0.0})
     for node in filter(is_op, planned.problem.whole.nodes):
         by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
-    once, again = by_dtype.total(), _again_flops(planned.problem, planned.evaluation)
+    once, again = by_dtype.total(), _again_flops(*planned.whole)
     (dtype, _), *_ = by_dtype.most_common(1)
     peaks = options.hardware.flops_per_second
     return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again), dtype, peaks)

@@ -91,12 +91,12 @@ class Blocks:
             counts.append((step, min(step.copies, math.ceil(left / step.freed_bytes))))
             missing -= step.freed_bytes * counts[-1][1]
             if missing + max(alive.values()) <= 0:
-                return _taking(evaluation, counts), step.price
+                return taking(evaluation, counts), step.price
         return None, steps[-1].price if steps else 0.0
 
     def at_level(self, evaluation: Evaluation, level: str) -> Evaluation:
         """The evaluation with every block at one level, whether that is needed or not."""
-        return _taking(evaluation, [(step, step.copies) for step in self.recomputation(evaluation, levels=(level,))])
+        return taking(evaluation, [(step, step.copies) for step in self.recomputation(evaluation, levels=(level,))])
 
 
 def _freed(steps: Iterable[Recomputation]) -> float:
@@ -108,7 +108,7 @@ def _freed(steps: Iterable[Recomputation]) -> float:
     return total - max(alive.values(), default=0.0)
 
 
-def _taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> Evaluation:
+def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> Evaluation:
     """The evaluation with these steps taken in so many copies each."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
     alive: dict[str, float] = defaultdict(float)

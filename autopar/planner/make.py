@@ -94,6 +94,7 @@ class Planned:
     warnings: tuple[str, ...]
     seconds: float  # that planning took
     meshes: tuple[MeshTried, ...] = ()  # if the mesh was searched for too
+    written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one compute not the same again
 
     @property
     def problem(self) -> Problem:
@@ -110,7 +111,7 @@ class Planned:
     @cached_property
     def whole(self) -> tuple[Problem, Evaluation]:
         """The problem and the plan with every block of the model, which timelines and traces are about."""
-        return whole_of(self.problem, self.evaluation)
+        return self.written or whole_of(self.problem, self.evaluation)
 
     @cached_property
     def timeline(self) -> Timeline:

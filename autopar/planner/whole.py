@@ -1,4 +1,6 @@
-"""An evaluated plan of a compact graph, written out for every block of the whole model: what timelines and traces are made of."""
+"""An evaluated plan of a compact graph, written out for every block of the whole model: what timelines and traces are made of. Or
+for the few blocks of the compact graph alone, each once.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,30 @@ def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluat
         return problem, evaluation
     problem.split(evaluation.first)
     return _Writer(problem, evaluation).write()
+
+
+def few_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
+    """A model of the compact graph's few blocks, each once, and the same plan of it; both as they are if no blocks were left out.
+    All copies of a block compute the same again (see `is_even`)."""
+    if problem.compact is None:
+        return problem, evaluation
+    problem.split(evaluation.first)
+    copies = [v.copies for v in problem.vertices]
+    few = replace(problem, vertices=[replace(v, copies=1, block=None) for v in problem.vertices], whole=problem.graph, compact=None)
+    saved = {key: bytes_ / copies[key[0]] for key, bytes_ in evaluation.saved.items()}
+    again = {b: {level: (_one_copy(step), 1) for level, (step, _) in own.items()} for b, own in evaluation.recomputed.items()}
+    transfers = [replace(t, copies=1) for t in evaluation.transfers]
+    return few, replace(evaluation, saved=saved, transfers=transfers, recomputed=again, first=0)
+
+
+def is_even(evaluation: Evaluation) -> bool:
+    """Whether all copies of a block compute the same again."""
+    return all(count == step.copies for levels in evaluation.recomputed.values() for step, count in levels.values())
+
+
+def _one_copy(step: Recomputation) -> Recomputation:
+    freed, needed = (tuple((key, bytes_ / step.copies) for key, bytes_ in held) for held in (step.freed, step.needed))
+    return replace(step, copies=1, freed=freed, needed=needed, moved=tuple(replace(t, copies=1) for t in step.moved))
 
 
 class _Writer:
