@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import capture, debug
+from . import capture, debug, pipeline_meshes
 from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
@@ -37,7 +37,6 @@ from .pipeline_plan import axis_of, inside
 from .plan import Plan, fingerprint
 from .plan_arguments import options_of
 from .plan_pipeline import PipelinePlanned, plan_pipeline
-from .planner import meshes
 from .planner import micro_batches as passes
 from .planner.explain import Explanation, explain_plan
 from .planner.fixes import Request, with_fixes
@@ -163,7 +162,7 @@ def search(
     captured = traced(example_inputs)
     try:
         if devices is not None:
-            return meshes.search(captured, devices, options, name, report)
+            return pipeline_meshes.search(captured, devices, options, name, schedule, report)
         if has_stages:
             return plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches, report=report)
         return search_plan(captured, checked, options, name, report)

@@ -28,7 +28,7 @@ from .planner.make import Planned, PlanOptions, search, solvers_of
 from .planner.pieces import Chain, chain
 from .planner.restrict import Restriction
 from .planner.search import Run
-from .planner.solve import Solver
+from .planner.solve import Solver, replaced
 from .planner.stage_again import Again
 from .planner.stage_cut import cut_stages
 from .planner.stage_judge import Judged, judge, timing_of
@@ -86,12 +86,22 @@ class PipelineSearch:
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
+        self._known: dict[int, tuple[Planned, Chain, Again | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
         self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
-        self.bound = 0.0
+
+    @cached_property
+    def fastest(self) -> Planned:
+        """The fastest plan of a micro-batch, whatever memory it takes."""
+        return self._planned(math.inf)
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a step that no pipeline with as many micro-batches undercuts."""
+        return self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
 
     @cached_property
     def micro(self) -> MicroBatched:
@@ -105,10 +115,10 @@ class PipelineSearch:
     def estimates(self) -> list[Estimate]:
         """For each schedule the best cut of the fastest plan of a micro-batch; if that has to compute again, of a smaller one
         too."""
-        first = self._planned(math.inf)
-        self.bound = self.micro_batches * first.chosen.bound_seconds / self.ranks
+        first = self.fastest
         found = self._cuts(first)
-        if self.options.recompute == AUTO and not min(found, key=lambda one: one.step_seconds).fits and any(e.fits for e in found):
+        is_short = not min(found, key=lambda one: one.step_seconds).fits
+        if self.options.recompute == AUTO and is_short and any(e.fits for e in found):
             found += [one for inner in self._priced(first) for one in self._cuts(inner)]
         return found
 
@@ -133,7 +143,7 @@ class PipelineSearch:
         return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
 
     def _priced(self, first: Planned) -> Iterator[Planned]:
-        """What is fastest where a saved byte costs as much as the cheapest step that frees one: less may have to be computed again."""
+        """What is fastest where a saved byte costs as much as the median step that frees one, so that less is computed again."""
         solver, e = first.solver, first.evaluation
         steps = sorted(step.price for step in solver.blocks.recomputation(e, solver.free))
         if steps:
@@ -145,11 +155,8 @@ class PipelineSearch:
 
     def _planned(self, limit: float) -> Planned:
         """The fastest plan of a micro-batch that holds so many bytes at most."""
-        old = self.solvers[0]
         some = min(limit, self.ranks * self.limit * 1e3)
-        solvers = [Solver(s.problem, s.pricer, some, s.search, self.report, s.free.overlap) for s in self.solvers]
-        for solver in solvers:
-            solver.found = old.found
+        solvers = [replaced(solver, solver.search, some) for solver in self.solvers]
         options = self.options if limit == math.inf else replace(self.options, refuses=True)
         return search(self.few, self.mesh, options, self.name, self.report, solvers)
 
@@ -182,9 +189,7 @@ class PipelineSearch:
 
     def judged(self, one: Estimate) -> Tried:
         """The best cut for a schedule that the judge lets fit, else the one that holds least of those tried."""
-        inner = self._of_whole(one.inner)
-        pieces, free = self._chain(inner), self.options.recompute == AUTO and not inner.evaluation.recomputed
-        again = Again(inner) if free else None
+        inner, pieces, again = self._prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
         best: tuple[Judged, Evaluation] | None = None
         for _ in range(MOST_CUTS):
@@ -218,6 +223,14 @@ class PipelineSearch:
             e = more
             judged = judge(problem, e, inner.pricer, pipeline, self.send)
         return judged, e
+
+    def _prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
+        """A plan of the whole graph, its pieces, and what may be computed again if that is free."""
+        if id(inner) not in self._known:
+            whole = self._of_whole(inner)
+            is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
+            self._known[id(inner)] = whole, self._chain(whole), Again(whole) if is_free else None
+        return self._known[id(inner)]
 
     def _of_whole(self, inner: Planned) -> Planned:
         """The same plan of the whole graph."""

@@ -56,7 +56,7 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
         raise MeshError(f"mesh {mesh} has no axis pp of more than one device", fix="name one: pp=2,dp=4")
     _check_options(options, axis)
     options.check(inside(mesh, axis))
-    kinds = _kinds(schedule, stages_per_rank)
+    kinds = kinds_of(schedule, stages_per_rank)
     batch = samples_of(captured.signature)
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
     estimates = [one for search in searches for one in search.estimates()]
@@ -66,14 +66,14 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     tried = judged(estimates)
     if not tried[0].fits and options.refuses:
         raise _refusal(tried[0], tried[0].limit)
-    return _described(tried[0], tried, captured, mesh, warnings, batch)
+    return described(tried[0], tried, captured, mesh, warnings, batch)
 
 
 def judged(estimates: Sequence[Estimate]) -> list[Tried]:
     """The most promising estimates, judged, the best first: those that fit by their seconds, then others by their bytes. With one
     number of micro-batches all its schedules are; another number only if it may be faster than all of them."""
     best_of: dict[tuple[int, str, int], Estimate] = {}
-    for one in sorted(estimates, key=_promise):
+    for one in sorted(estimates, key=promise):
         best_of.setdefault((id(one.search), one.schedule, one.stages_per_rank), one)
     tried: list[Tried] = []
     cut: set[int] = set()
@@ -85,11 +85,11 @@ def judged(estimates: Sequence[Estimate]) -> list[Tried]:
     return sorted(tried, key=lambda t: (0, t.judged.step_seconds) if t.fits else (1, t.judged.peak_bytes))
 
 
-def _promise(one: Estimate) -> tuple:
+def promise(one: Estimate) -> tuple:
     return (0, one.step_seconds) if one.fits else (1, one.peak_bytes)
 
 
-def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
+def kinds_of(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
     """Schedules to try, with their stages a rank. Raises StrategyError for one that there is not, or not with so many."""
     names = SCHEDULES if schedule in (None, AUTO) else (canonical(schedule),)
     found = [(name, v) for name in names if (v := stages_per_rank or KINDS[name].chunks or 2) == (KINDS[name].chunks or v)]
@@ -153,7 +153,7 @@ def _label(judged: Judged) -> str:
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def _described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str],
+def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str],
                batch: int) -> PipelinePlanned:  # fmt: skip
     judged, pipeline = best.judged, best.judged.pipeline
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks

@@ -3,9 +3,10 @@
 An axis has no role of its own in the search space, so a mesh is its sizes, outermost first. The innermost of several stays inside
 a node, since its neighbours are the closest; the outermost divides the batch. First come all meshes of one and two axes, then
 those of three that refine the best of them: two axes can do what one can, and only the moves of a few more tensors gain from a
-third. A mesh is searched in full only while its bound, some sweeps of the dual (autopar/planner/dual.py), is below the best plan.
+third. A mesh is searched only while its bound, some sweeps of the dual (autopar/planner/dual.py), is below the best plan, and
+roughly; the plan of the best mesh is then searched in full.
 
-Axes are called dp, cp and tp as people would name them. Pipeline stages would divide the devices before they are factorized.
+Axes are called dp, cp and tp as people would name them. Meshes with stages are tried by autopar/pipeline_meshes.py.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from ..mesh import Mesh
 from ..plan import MeshTried
 from . import make
 from . import micro_batches as passes
+from .ascend import Search
 from .dual import Dual
 from .restrict import Restriction
-from .solve import Solver
+from .solve import Solver, replaced
 
 SWEEPS = 4
-MOST_SEARCHED = 3  # meshes that are searched in full, of each round
+MOST_COARSE, MOST_FINE = 3, 2  # meshes that are searched, of one or two axes and of three
+MOST_BOUNDED = 3  # meshes of three axes that are bounded, which takes longest: those whose middle axis is shortest
+ROUGH_GAP = 2e-2  # of the search that says which mesh is best
 
 
 def candidates(devices: int, node: int, batch: int, axes: int = 2) -> list[Mesh]:
@@ -68,6 +72,7 @@ class _Tour:
     def __init__(self, captured: Captured, options: make.PlanOptions, model: str, report: Callable[[str], None]):
         self.captured, self.model, self.report = captured, model, report
         self.options = replace(options, baselines=False)
+        self.rough = replace(options.search, gap=max(options.search.gap, ROUGH_GAP))
         self.tries: list[_Try] = []
         self.refusals: list[AutoparError] = []
 
@@ -81,14 +86,14 @@ class _Tour:
     def best(self) -> _Try | None:
         return min((t for t in self.tries if t.planned), key=lambda t: t.seconds, default=None)
 
-    def visit(self, meshes: list[Mesh]) -> None:
-        """Bound all, then search the most promising ones."""
+    def visit(self, meshes: list[Mesh], most: int) -> None:
+        """Bound all, then search the `most` promising ones."""
         bounded = [t for mesh in meshes for t in self._bounded(mesh)]
         self.tries += bounded
         for i, one in enumerate(sorted(bounded, key=lambda t: t.bound)):
             if self.best and one.bound >= self.best.seconds:
                 one.note = "its bound is above the best plan"
-            elif i >= MOST_SEARCHED and self.best:
+            elif i >= most and self.best:
                 one.note = "its bound is not among the lowest"
             else:
                 self._search(one)
@@ -112,13 +117,26 @@ class _Tour:
 
         before = self.best
         try:
-            one.planned = make.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers)
+            one.planned = self._planned(one, self.rough, tell)
             one.bound = max(one.bound, one.planned.chosen.bound_seconds)
         except MemoryInfeasibleError as error:
             one.note = "does not fit"
             self.refusals.append(error)
         if before and before is not self.best:
             before.solvers = []
+
+
+    def _planned(self, one: _Try, search: Search, tell: Callable[[str], None]) -> make.Planned:
+        one.solvers = [replaced(solver, search) for solver in one.solvers]
+        return make.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers)
+
+    def settle(self, one: _Try) -> None:
+        """Search a mesh in full."""
+        if self.options.search.gap < self.rough.gap:
+            self.report(f"{one.mesh}: in full")
+            full = self._planned(one, self.options.search, self.report)
+            one.planned = min(one.planned, full, key=lambda planned: planned.evaluation.seconds)
+            one.bound = max(one.bound, full.chosen.bound_seconds)
 
 
 def search(
@@ -132,12 +150,14 @@ def search(
     if not coarse and not fine:
         raise _indivisible(devices, node, batch)
     tour = _Tour(captured, options, model, report)
-    tour.visit(coarse)
+    tour.visit(coarse, MOST_COARSE)
     best = tour.best
-    tour.visit([m for m in fine if best is None or refines(m, best.mesh)])
+    finer = [m for m in fine if best is None or refines(m, best.mesh)]
+    tour.visit(sorted(finer, key=lambda m: m.sizes[1])[:MOST_BOUNDED], MOST_FINE)
     best = tour.best
     if best is None:
         raise tour.refusal
+    tour.settle(best)
     planned = best.planned
     if options.baselines:
         others = passes.baselines(best.solvers, options.styles)

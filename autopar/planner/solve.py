@@ -97,3 +97,11 @@ class Solver:
             return Run(self, restriction, self.allowed(restriction), search).fastest()
         except AutoparError as error:
             return error
+
+
+def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:
+    """A solver of the same problem that goes so far, under another limit if one is given, and knows the choices found so far."""
+    limit = old.limit_bytes if limit_bytes is None else limit_bytes
+    new = Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
+    new.found = old.found
+    return new

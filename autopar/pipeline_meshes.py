@@ -1,0 +1,192 @@
+"""How many stages, which mesh inside of them and which micro-batch for so many devices; or no stages at all.
+
+Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs depends on tp,
+hardly on pp: so one plan of a micro-batch of one sample for each tp says how fast and how large all combinations with it are, by
+the formulas of schedules, with as much computed again as the fullest rank must (planner/stages.py). The most promising combinations
+are searched (autopar/pipeline_search.py), the best of them is judged, and the plan is that or, if it is faster, the best one
+without stages (planner/meshes.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .accumulate import samples_of
+from .capture import Captured
+from .cost.compute import flops_of
+from .errors import AutoparError, MicroBatchError, StageError
+from .graph import is_op
+from .mesh import Mesh
+from .pipeline_plan import AXIS
+from .pipeline_search import Estimate, PipelineSearch
+from .plan import MeshTried
+from .plan_pipeline import PipelinePlanned, described, judged, kinds_of, promise
+from .planner import meshes
+from .planner.forced import AUTO
+from .planner.make import Planned, PlanOptions
+from .planner.remake import FULL
+from .planner.stage_judge import timing_of
+
+SAMPLES = (1, 2, 4)  # of a replica at once that are tried
+MOST_SEARCHED = 5  # combinations
+MOST_JUDGED = 2  # schedules of the best of them
+DOUBT = 1.05  # times the seconds of the best plan: what is guessed to take longer is not searched
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Combination:
+    mesh: Mesh
+    samples: int  # of a replica at once
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.size(AXIS)
+
+
+def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[Combination]:
+    """All that are considered: tp inside of a node, stages the farthest apart, and a batch that replicas can share."""
+    found = []
+    for tp in (t for t in range(1, node + 1) if node % t == 0 and devices % t == 0):
+        for stages in (p for p in range(2, min(most_stages, devices // tp) + 1) if devices // tp % p == 0):
+            replicas = devices // tp // stages
+            axes = [(AXIS, stages), ("dp", replicas), ("tp", tp)]
+            mesh = Mesh(*map(tuple, zip(*((name, size) for name, size in axes if size > 1 or name == AXIS))))
+            some = [b for b in SAMPLES if batch % (replicas * b) == 0]
+            found += [Combination(mesh, b, batch // (replicas * b)) for b in some]
+    return found
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved bytes of all stages,
+    and the same with all computed again; `state_bytes` of all stages."""
+
+    seconds: float
+    saved_bytes: float
+    full_seconds: float
+    full_saved_bytes: float
+    state_bytes: float
+
+    @staticmethod
+    def of(search: PipelineSearch) -> Probe:
+        planned = search.fastest
+        e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
+        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
+        return Probe(e.seconds, e.saved_bytes, full.seconds, full.saved_bytes, state)
+
+    def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float) -> float:
+        """Seconds of a step with the best of some schedules, infinite if it cannot fit."""
+        p, m = one.stages, one.micro_batches
+        best = math.inf
+        for kind, v in kinds:
+            timing = timing_of(kind, p, v)
+            held = timing.in_flight(p, 0, m) * one.samples / p
+            excess = self.state_bytes / p + held * self.saved_bytes - room_bytes
+            freed = max(held * (self.saved_bytes - self.full_saved_bytes), 1.0)
+            if excess <= freed:
+                again = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
+                best = min(best, timing.step_seconds([(self.seconds + again) * one.samples / p] * p, m))
+        return best
+
+
+def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
+           report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
+    """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which its `meshes`
+    list. Raises what planning raises, if there is no plan for any."""
+    flat: Planned | None = None
+    refusal: AutoparError | None = None
+    if schedule in (None, AUTO):
+        try:
+            flat = meshes.search(captured, devices, options, name, report)
+        except AutoparError as error:
+            refusal = error
+    if options.strategy is not None or options.offload != "none" or options.micro_batches > 1:
+        tour = None  # no strategy has stages
+    else:
+        tour = _Tour(captured, devices, options, name, schedule, report)
+        tour.run(cutoff := flat.plan.step_seconds if flat else math.inf)
+    staged = tour.planned(cutoff) if tour else None
+    if flat is None and staged is None:
+        raise refusal or StageError(f"no mesh of {devices} devices has stages for this model and batch",
+                                    fix="use another batch, or leave the schedule out")  # fmt: skip
+    tried = (*(flat.meshes if flat else ()), *(tour.told() if tour else ()))
+    if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
+        return replace(staged, plan=replace(staged.plan, meshes=tuple(sorted(tried, key=_order))))
+    return replace(flat, meshes=tuple(sorted(tried, key=_order)))
+
+
+class _Tour:
+    """Searches of combinations, and the best estimates so far."""
+
+    def __init__(self, captured: Captured, devices: int, options: PlanOptions, name: str, schedule: str, report: Report):
+        self.captured, self.options, self.name, self.report = captured, replace(options, baselines=False), name, report
+        self.kinds, self.batch = kinds_of(schedule, None), samples_of(captured.signature)
+        self.room = float(options.memory_bytes or options.hardware.memory_bytes) - options.hardware.reserve_bytes
+        node = options.hardware.links[0].devices or devices
+        self.every = combinations(devices, node, self.batch, _most_stages(captured))
+        self.found: dict[Combination, list[Estimate]] = {}
+        self.error: AutoparError | None = None
+
+    def run(self, cutoff: float) -> None:
+        """Searches combinations that may take less than `cutoff` seconds."""
+        try:
+            guesses = sorted(self._guesses(), key=lambda pair: (pair[0], str(pair[1].mesh), pair[1].samples))
+            for guess, one in guesses[:MOST_SEARCHED]:
+                best = min((e.step_seconds for e in self._estimates() if e.fits), default=cutoff)
+                if guess > DOUBT * min(best, cutoff) or guess == math.inf and self.found:
+                    break
+                self.found[one] = self._search(one).estimates()
+        except MicroBatchError as error:
+            self.error = error
+
+    def planned(self, cutoff: float) -> PipelinePlanned | None:
+        """The best of what was searched, judged; None if nothing fits and may take less than `cutoff` seconds."""
+        fitting = sorted((e for e in self._estimates() if e.fits), key=promise)
+        if not fitting or fitting[0].step_seconds >= cutoff:
+            return None
+        own = [e for e in fitting if e.search is fitting[0].search][:MOST_JUDGED]
+        tried = judged(own)
+        if not tried[0].fits:
+            return None
+        return described(tried[0], tried, self.captured, own[0].search.whole_mesh, [], self.batch)
+
+    def told(self) -> list[MeshTried]:
+        rows = []
+        for one, estimates in self.found.items():
+            best = min(estimates, key=promise)
+            note = f"{best.schedule}, {one.micro_batches} micro-batches" + ("" if best.fits else ", does not fit")
+            gap = 1 - best.search.bound / best.step_seconds
+            rows.append(MeshTried(str(one.mesh), best.search.bound, best.step_seconds, best.peak_bytes, gap, note))
+        return rows
+
+    def _estimates(self) -> list[Estimate]:
+        return [e for estimates in self.found.values() for e in estimates]
+
+    def _search(self, one: Combination) -> PipelineSearch:
+        return PipelineSearch(self.captured, one.micro_batches, one.mesh, self.options, self.name, self.kinds, self.report)
+
+    def _guesses(self) -> Iterator[tuple[float, Combination]]:
+        """Every combination with the seconds of a step that it may take."""
+        by_tp: dict[int, list[Combination]] = {}
+        for one in self.every:
+            by_tp.setdefault(dict(zip(one.mesh.names, one.mesh.sizes)).get("tp", 1), []).append(one)
+        for own in by_tp.values():
+            singles = [one for one in own if one.samples == 1]
+            probe = Probe.of(self._search(singles[len(singles) // 2]))
+            yield from ((probe.guess(one, self.kinds, self.room), one) for one in own)
+
+
+def _most_stages(captured: Captured) -> int:
+    """One for each block, or, of a model without equal blocks, for each op with FLOPs."""
+    if captured.compact is not None:
+        return captured.compact.count
+    return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))
+
+
+def _order(one: MeshTried) -> tuple:
+    return math.inf if one.step_seconds is None else one.step_seconds, one.bound, one.mesh
