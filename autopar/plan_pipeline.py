@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .accumulate import data_ways, samples_of
 from .capture import Captured
@@ -82,6 +83,14 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     return _described(best, tried, captured, mesh, warnings, batch)
 
 
+def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]], options: PlanOptions,
+                   report: Report = lambda text: None) -> list[Judged]:  # fmt: skip
+    """Other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with its best cut.
+    Those that need more stages than there are pieces are left out."""
+    search = _Search(planned.micro, planned.plan.mesh, planned.plan.pipeline.axis, options, planned.plan.model, kinds, report)
+    return [tried.judged for tried in search.pipelines(planned.inner)]
+
+
 @dataclass(frozen=True)
 class _Tried:
     judged: Judged
@@ -106,9 +115,12 @@ class _Search:
         self.options = replace(options, within=mesh, micro_batches=micro.micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
         self.report(f"{micro.micro_batches} micro-batches")
-        self.solvers = solvers_of(micro.captured, self.mesh, self.options, report)
         self.tried: list[_Tried] = []
         self.bound = 0.0
+
+    @cached_property
+    def solvers(self) -> list[Solver]:
+        return solvers_of(self.micro.captured, self.mesh, self.options, self.report)
 
     def send(self, bytes_: float) -> float:
         """Seconds of a tensor of so many bytes of a device from one stage to the next."""
