@@ -276,7 +276,7 @@ def check(args: argparse.Namespace) -> None:
     if hasattr(args, "forbid"):
         forbidden(args)
         adaptations(args)
-    for file in filter(None, (getattr(args, name, None) for name in ("json", "emit", "out"))):
+    for file in filter(None, (getattr(args, name, None) for name in ("json", "emit", "out", "trace"))):
         if not (folder := Path(file).parent).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 

@@ -1,4 +1,4 @@
-"""A measured run beside the predicted one: seconds of every stage and rank as a table, then both as grids on one scale."""
+"""A measured run beside the predicted one: seconds of every stage and rank as a table, then both as grids."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from .played import Played
 ROW, GAP, LEFT, TOP, BOX = 24, 4, 62, 34, 22  # pixels; BOX: the shortest action, if the whole then fits into WIDEST
 CAPTION = 26  # over each of several runs
 NARROWEST, WIDEST = 520, 4000  # the legend needs as much
+FAR_LONGER = 4.0  # times as long as the shortest run: on one scale nothing could be seen of that
 PAGE = ('<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         "<title>{}</title><style>"
         'body {{ margin: 16px; background: #fff; overflow-x: auto; }} h1 {{ font: 600 17px system-ui, "DejaVu Sans"; }}'
@@ -31,12 +32,13 @@ STYLE = """
 
 
 def svg(played: Played | Mapping[str, Played], title: str | None = None, widest: float = WIDEST) -> str:
-    """The picture, with no file or font it depends on; of several runs by their names, one below the other, on one scale. The
-    second, fourth, ... stage of a rank has a lighter colour. `widest`: pixels."""
+    """The picture, with no file or font it depends on; of several runs by their names, one below the other, on one scale unless
+    one takes many times as long. The second, fourth, ... stage of a rank has a lighter colour. `widest`: pixels."""
     runs = {"": played} if isinstance(played, Played) else dict(played)
     some = next(iter(runs.values()))
     shortest = min((end - start for run in runs.values() for *_, start, end in run if end > start), default=1.0)
     longest = max(run.seconds for run in runs.values()) or 1.0
+    is_one_scale = longest <= FAR_LONGER * min(run.seconds for run in runs.values())
     scale = max(min(BOX / shortest, (widest - LEFT) / longest), (NARROWEST - LEFT) / longest)
     title = some.schedule.name if title is None else title
     used = [kind for kind in KINDS if any(action.kind == kind for run in runs.values() for _, action, *_ in run)]
@@ -45,9 +47,10 @@ def svg(played: Played | Mapping[str, Played], title: str | None = None, widest:
     top = TOP
     for name, run in runs.items():
         if name:
-            parts.append(f'<text x="4" y="{top + 14}">{escape(f"{name}: {ms(run.seconds)}, bubble {run.bubble:.1%}")}</text>')
+            said = f"{name}: {ms(run.seconds)}, bubble {run.bubble:.1%}{'' if is_one_scale else ', on a scale of its own'}"
+            parts.append(f'<text x="4" y="{top + 14}">{escape(said)}</text>')
             top += CAPTION
-        parts += _rows(run, top, scale)
+        parts += _rows(run, top, scale if is_one_scale else scale * longest / (run.seconds or 1.0))
         top += run.schedule.ranks * (ROW + GAP) + 4
     width = LEFT + longest * scale + 8
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{width:.0f}" height="{top}" '

@@ -12,13 +12,17 @@ WIDEST, COLUMNS = 120, 60  # columns of a grid whose shortest action is one; of 
 
 
 def text(played: Played | Mapping[str, Played]) -> str:
-    """The summary, a grid that fits a window and what its letters are; of several runs by their names, on one scale."""
+    """The summary, a grid that fits a window and what its letters are; of several runs by their names, each on its
+    own scale."""
     runs = {"": played} if isinstance(played, Played) else played
-    shortest = min((end - start for run in runs.values() for *_, start, end in run if end > start), default=1.0)
-    longest = max(run.seconds for run in runs.values())
-    unit = shortest if longest <= WIDEST * shortest else longest / COLUMNS
-    blocks = [f"{f'{name}: ' if name else ''}{summary(run)}\n{grid(run, unit)}\n" for name, run in runs.items()]
+    blocks = [f"{f'{name}: ' if name else ''}{summary(run)}\n{grid(run, _unit(run))}\n" for name, run in runs.items()]
     return "\n".join(blocks) + legend(*runs.values()) + "\n"
+
+
+def _unit(run: Played) -> float | None:
+    """Seconds of a column: the shortest action, or more where that would make too many."""
+    shortest = min((end - start for *_, start, end in run if end > start), default=1.0)
+    return None if run.seconds <= WIDEST * shortest else run.seconds / COLUMNS
 
 
 def legend(*runs: Played) -> str:
