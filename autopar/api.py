@@ -22,7 +22,8 @@ from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .capture import Captured
 from .collector import paused_collector
-from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError
+from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
+from .explain_pipeline import PipelineExplanation, explain_pipeline
 from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
@@ -184,14 +185,19 @@ def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanO
     return with_fixes(error, request, report)
 
 
-def explain(model: nn.Module | Planned, pattern: str, mesh=None, example_inputs=None, *, alternatives: int = 6,
-            **planning) -> Explanation:  # fmt: skip
+def explain(model: nn.Module | Planned | PipelinePlanned, pattern: str | None = None, mesh=None, example_inputs=None, *,
+            alternatives: int = 6, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
     """Why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob `pattern` matches, and
     what up to `alternatives` others would cost each; `print` it. `mesh`, `example_inputs` and `planning` as in `autopar.plan`;
-    a finished search (`autopar.api.search`) needs none of them. Raises subclasses of AutoparError."""
-    if isinstance(model, Planned):
-        return explain_plan(model, pattern, alternatives)
-    return explain_plan(search(model, mesh, example_inputs, **{"baselines": False} | planning), pattern, alternatives)
+    a finished search (`autopar.api.search`) needs none of them. On a mesh with an axis pp also why the pipeline is as it is, or
+    that alone without a pattern. Raises subclasses of AutoparError."""
+    found = (Planned, PipelinePlanned)
+    planned = model if isinstance(model, found) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
+    if isinstance(planned, PipelinePlanned):
+        return explain_pipeline(planned, pattern, alternatives)
+    if pattern is None:
+        raise StrategyError("without a pipeline there is nothing to explain but what a pattern names", fix='such as "*.weight"')
+    return explain_plan(planned, pattern, alternatives)
 
 
 def compile(

@@ -28,6 +28,7 @@ from .oracle import (
 )
 from .plan import Plan
 from .simulate import Simulator, assemble
+from .simulate_pipeline import simulate_pipeline
 from .simulated import plan_and_capture, simulate_step
 
 # relative: sums in another order differ by some roundings
@@ -54,7 +55,8 @@ class Divergence:
 class VerifyReport:
     """A simulated step against the unsharded model in the same precision. `loss_error` is relative (of all outputs if there is no
     loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight"), `buffer_errors` that of
-    buffers with new values; bytes are what a rank sends in a step.
+    buffers with new values; bytes are what a rank sends in a step, under a pipeline what one rank of every stage sends inside of
+    it. `sends`: between stages, how many values, forward and backward.
 
     Rounding may hide a mistake or look like one: mixed precision rounds by more than most mistakes are large, and what cancels
     out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake can be seen (`wide`;
@@ -73,6 +75,7 @@ class VerifyReport:
     rounding: dict[str, float] = field(default_factory=dict)
     wide: VerifyReport | None = None
     diverging: Divergence | None = None
+    sends: Counter = field(default_factory=Counter)
 
     @property
     def errors(self) -> dict[str, float]:
@@ -136,7 +139,7 @@ def verify_plan(
     if plan.precision != "fp32" or not result.match:
         report(f"simulating one step in {WIDE[plan.precision]}")
         result = _with_rounding(result, captured, plan, values, reference, buffers)
-    if result.match:
+    if result.match or plan.pipeline:
         return result
     report("looking for the first node that differs")
     return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[plan.precision]))
@@ -159,6 +162,8 @@ def _with_rounding(result: VerifyReport, captured: Captured, plan: Plan, values,
 
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
     """(report, the ranks' programs) of a simulated step. `buffers` of the model have the values from before it."""
+    if plan.pipeline:
+        return _compared_pipeline(captured, plan, values, reference, precision, buffers), ()
     step = simulate_step(captured, plan, values)
     mine = OneDevice(step.outputs, step.gradients, buffers | step.buffers)
     loss = None if step.loss is None else step.loss.item()
@@ -167,6 +172,21 @@ def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, prec
         sum(c.wire_bytes for c in plan.collectives), step.bytes_sent, step.collectives,
     )  # fmt: skip
     return report, step.programs
+
+
+def _compared_pipeline(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers) -> VerifyReport:
+    step = simulate_pipeline(captured, plan, values)
+    outputs = tuple(step.outputs[name] for name in sorted(step.outputs, key=int))
+    mine = OneDevice(outputs, step.gradients, buffers | step.buffers)
+    loss = captured.returns.loss
+    sends: Counter = Counter()
+    for (_, phase), count in step.sends.items():
+        sends[phase] += count
+    return VerifyReport(
+        plan, precision, None if loss is None else outputs[loss].item(), *_errors(captured, reference, mine, precision),
+        sum(c.wire_bytes for c in plan.collectives), tuple(map(sum, zip(*step.bytes_sent))), sum(step.collectives, Counter()),
+        sends=sends,
+    )  # fmt: skip
 
 
 def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision: str):

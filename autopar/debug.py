@@ -98,7 +98,11 @@ def kind_of(op: str) -> str:
 
 
 def graphs_of(subject) -> dict[str, fx.GraphModule]:
-    """Graph modules by name: of a capture, of a graph module, or the forward and the backward of a partition."""
+    """Graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, or the stages of a
+    pipeline."""
+    if isinstance(subject, list):
+        return {f"stage_{stage.index}": stage.joint for stage in subject}
+    subject = getattr(subject, "captured", subject)
     if hasattr(subject, "forward") and hasattr(subject, "backward"):
         parts = {"forward": subject.forward, "backward": subject.backward}
         return {name: part for name, part in parts.items() if part is not None}

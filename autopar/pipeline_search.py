@@ -60,13 +60,24 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Tried:
-    """A pipeline that was judged, and the plan of a micro-batch that it was made of, with what its stages compute again."""
+    """A pipeline that was judged, the plan of a micro-batch that it was cut from, and the same with what stages compute again."""
 
     judged: Judged
+    base: Planned
     inner: Planned
-    micro: MicroBatched
-    bound: float
-    limit: float
+    search: PipelineSearch
+
+    @property
+    def micro(self) -> MicroBatched:
+        return self.search.micro
+
+    @property
+    def bound(self) -> float:
+        return self.search.bound
+
+    @property
+    def limit(self) -> float:
+        return self.search.limit
 
     @property
     def fits(self) -> bool:
@@ -189,7 +200,7 @@ class PipelineSearch:
 
     def judged(self, one: Estimate) -> Tried:
         """The best cut for a schedule that the judge lets fit, else the one that holds least of those tried."""
-        inner, pieces, again = self._prepared(one.inner)
+        inner, pieces, again = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
         best: tuple[Judged, Evaluation] | None = None
         for _ in range(MOST_CUTS):
@@ -208,7 +219,13 @@ class PipelineSearch:
                 break
             room -= excess
         judged, e = best
-        return Tried(judged, replace(inner, written=(inner.whole[0], e)), self.micro, self.bound, self.limit)
+        return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+
+    def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Tried]:
+        """Other schedules for a plan of a micro-batch, judged; without those that need more stages than it has pieces."""
+        _, pieces, _ = self.prepared(inner)
+        possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(pieces.pieces)]
+        return [self.judged(self._estimate(inner, pieces, kind, v)) for kind, v in possible]
 
     def _settled(self, inner: Planned, pipeline: Pipeline, again: Again | None) -> tuple[Judged, Evaluation]:
         """A pipeline with as much computed again on each rank as its memory demands, or as can be."""
@@ -224,7 +241,7 @@ class PipelineSearch:
             judged = judge(problem, e, inner.pricer, pipeline, self.send)
         return judged, e
 
-    def _prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
+    def prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
         """A plan of the whole graph, its pieces, and what may be computed again if that is free."""
         if id(inner) not in self._known:
             whole = self._of_whole(inner)

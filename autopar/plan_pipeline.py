@@ -43,6 +43,7 @@ class PipelinePlanned:
     micro: MicroBatched
     judged: Judged
     tried: tuple[Judged, ...]
+    best: Tried
 
 
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
@@ -87,6 +88,12 @@ def judged(estimates: Sequence[Estimate]) -> list[Tried]:
 
 def promise(one: Estimate) -> tuple:
     return (0, one.step_seconds) if one.fits else (1, one.peak_bytes)
+
+
+def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]]) -> list[Judged]:
+    """Other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with its best cut.
+    Those that need more stages than there are pieces are left out."""
+    return [tried.judged for tried in planned.best.search.with_kinds(planned.best.base, kinds)]
 
 
 def kinds_of(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -177,7 +184,7 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=alternatives, warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({id(t.inner): t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
-    return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried))
+    return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried), best)
 
 
 def _exposed(judged: Judged) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from .capture import Captured
+from .debug import kind_of
 from .errors import VerifyError
 from .graph import output_node
 from .layout import local_part
@@ -44,7 +45,8 @@ class _Running:
 class PipelineStep:
     """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are global.
     `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values
-    it sent. `bytes_sent`: by stage and rank, of the collectives inside of it."""
+    it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by stage, how often its first rank
+    called which, as (kind, axes)."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -52,6 +54,7 @@ class PipelineStep:
     in_flight: tuple[int, ...]
     sends: Counter
     bytes_sent: tuple[list[float], ...]
+    collectives: tuple[Counter, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class _Simulation:
         outputs = {name: join([parts[i] for i in sorted(parts)], self.micro.joins[name]) for name, parts in self.outputs.items()}
         in_flight = tuple(stage.most_in_flight for stage in self.running)
         bytes_sent = tuple(stage.simulator.bytes_sent for stage in self.running)
-        return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent)
+        calls = tuple(Counter((kind_of(op), axes) for op, axes, group in s.simulator.calls if 0 in group) for s in self.running)
+        return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent, calls)
 
     def _copies(self, program: StageProgram, rank: int) -> dict[str, Tensor]:
         if program.copies is None:

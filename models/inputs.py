@@ -51,6 +51,12 @@ def images(config, batch: int, seq: int, dtype: torch.dtype, device: torch.devic
     }
 
 
+def pictures(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """`pixel_values` and an unrelated `target`, both (B, config.channels, config.image, config.image) of noise."""
+    shape = (batch, config.channels, config.image, config.image)
+    return {"pixel_values": floats(shape, dtype, device, seed), "target": floats(shape, dtype, device, seed + 1)}
+
+
 @contextmanager
 def fresh_weights(dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[None]:
     """Modules made inside live on `device` in `dtype`, initialised from `seed`. The caller's random state is kept."""

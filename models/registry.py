@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, nearest
-from . import gpt, llama, mlp, moe, resnet, vit
-from .inputs import features, fresh_weights, images, tokens
+from . import gpt, llama, mlp, moe, resnet, unet, vit
+from .inputs import features, fresh_weights, images, pictures, tokens
 
 
 class Builder(NamedTuple):
@@ -38,6 +38,7 @@ BUILDERS = {
     "mlp": Builder(mlp.Config, mlp.MLP, features),
     "moe": Builder(moe.Config, moe.MoE, tokens),
     "resnet": Builder(resnet.Config, resnet.ResNet, images),
+    "unet": Builder(unet.Config, unet.UNet, pictures),
     "vit": Builder(vit.Config, vit.ViT, images),
 }
 
@@ -100,6 +101,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     "mlp-tiny": ("mlp", dict(hidden=64, layers=2)),
     "moe-tiny": ("moe", dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=256, seq=128, experts=4, active=2)),
     "resnet-tiny": ("resnet", dict(depth=10, width=8, image=32, classes=10)),
+    "unet-tiny": ("unet", dict(width=8, levels=3, groups=4, image=16)),
     "vit-tiny": ("vit", dict(hidden=64, layers=2, heads=4, image=32, patch=8, classes=10)),
 }
 

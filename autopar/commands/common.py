@@ -109,18 +109,24 @@ def played(args: argparse.Namespace) -> tuple[Planned, Timeline]:
     return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
 
 
+def played_pipeline(args: argparse.Namespace) -> PipelinePlanned:
+    """The same on a mesh with pp, whose schedule is played in the search."""
+    check(args)
+    if args.slowdown is not None:
+        raise PipelineError("--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
+                            fix="leave it out, or change overlap_slowdown in a profile")  # fmt: skip
+    with progress() as report:
+        return search_pipeline(args, report)
+
+
 def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     """The finished search that the arguments of `add_search` ask for, of the model on the meta device; `options` of `api.search`
     come on top."""
     from .. import accumulate, api, models
     from ..mesh import Mesh
-    from ..pipeline_plan import axis_of
 
     quiet()
     mesh = Mesh.parse(args.mesh) if args.mesh else None
-    if mesh is not None and (axis := axis_of(mesh)):
-        raise PipelineError(f"axis {axis} of mesh {mesh} is a pipeline, which this command knows nothing of", mesh=mesh,
-                            fix="use autopar plan or estimate, or another mesh")  # fmt: skip
 
     def planned(passes: int, **more) -> Planned:
         report("building the model")
@@ -270,7 +276,7 @@ def check(args: argparse.Namespace) -> None:
     if hasattr(args, "forbid"):
         forbidden(args)
         adaptations(args)
-    for file in filter(None, (getattr(args, name, None) for name in ("json", "emit", "out"))):
+    for file in filter(None, (getattr(args, name, None) for name in ("json", "emit", "out", "trace"))):
         if not (folder := Path(file).parent).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
 

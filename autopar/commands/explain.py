@@ -1,9 +1,10 @@
-"""`autopar explain`: why the planner chose a layout or a strategy, and what every alternative would cost."""
+"""`autopar explain`: why the planner chose a layout, a strategy or a pipeline, and what every alternative would cost."""
 
 from __future__ import annotations
 
 import argparse
 
+from ..errors import AutoparError
 from . import common
 
 EXAMPLE = "autopar explain '*.c_fc.weight' --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128"
@@ -11,17 +12,24 @@ EXAMPLE = "autopar explain '*.c_fc.weight' --model gpt2 --mesh dp=2,tp=2 --batch
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "explain", "say what a choice beat, and by how much", EXAMPLE, run)
-    parser.add_argument("pattern", metavar="PATTERN", help="glob of names of parameters, ops (as in autopar graph) or modules")
+    pattern = "glob of names of parameters, ops (as in autopar graph) or modules; not needed with pp, to explain the pipeline alone"
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", help=pattern)
     common.add_search(parser)
+    common.add_pipeline(parser)
     parser.add_argument("--alternatives", type=common.count, default=6, metavar="N", help="how many to try a choice (default 6)")
 
 
 def run(args: argparse.Namespace) -> int:
     common.check(args)
+    if args.pattern is None and not common.has_pipeline(args):
+        raise AutoparError("PATTERN is missing, which only a mesh with pp can do without", fix="see autopar explain --help")
+    from ..explain_pipeline import explain_pipeline
     from ..planner.explain import explain_plan
 
     with common.progress() as report:
-        planned = common.search(args, report)
-        explanation = explain_plan(planned, args.pattern, args.alternatives, report=report)
+        if common.has_pipeline(args):
+            explanation = explain_pipeline(common.search_pipeline(args, report), args.pattern, args.alternatives, report)
+        else:
+            explanation = explain_plan(common.search(args, report), args.pattern, args.alternatives, report=report)
     print(explanation, end="")
     return 0

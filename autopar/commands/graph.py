@@ -12,7 +12,8 @@ EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --ra
 GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
 ADAPT = ("lora", "quantize", "fake_quant")  # between canonicalize and differentiate, if the command line asks for them
 LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "overlap", "partition")
-STAGES = (*GLOBAL[:2], *ADAPT, *GLOBAL[2:], "plan", *LOCAL)
+PIPELINE = ("micro_batch", "cut")  # on a mesh with pp, before the steps of each of a rank's stages
+STAGES = (*GLOBAL[:2], *ADAPT, *GLOBAL[2:], "plan", *PIPELINE, *LOCAL)
 
 
 def add(subparsers) -> None:
@@ -42,21 +43,30 @@ def run(args: argparse.Namespace) -> int:
     from .. import api, debug, models
     from ..lower import lower
     from ..mesh import Mesh
+    from ..pipeline_plan import axis_of
     from ..view.graph_text import graph_text
 
-    Mesh.parse(args.mesh).coordinate(args.rank)  # raises if there is no such rank
+    mesh = Mesh.parse(args.mesh)
+    mesh.coordinate(args.rank)  # raises if there is no such rank
+    has_pipeline = axis_of(mesh) is not None
+    if args.after in PIPELINE and not has_pipeline:
+        raise AutoparError(f"the step {args.after} is one of pipelines", fix="name an axis pp: --mesh pp=2,dp=2")
     common.quiet()
     lines: list[str] = []
     texts: dict[str, str] = {}  # of the steps up to the one that was asked for
     kept = {}
 
     def watch(stage: debug.Stage) -> None:
+        if " " in stage.name:  # the same steps for gradients that add up before they are reduced
+            return
         lines.append(stage.line())
+        again = stage.name in kept and has_pipeline  # of another stage of this rank
         kept[stage.name] = stage.result
         if args.after:
             graphs = debug.graphs_of(stage.result).values()
-            texts[stage.name] = "\n".join(map(graph_text, graphs)) if args.diff else debug.stage_text(stage.result)
-        if stage.name == args.after:
+            text = "\n".join(map(graph_text, graphs)) if args.diff else debug.stage_text(stage.result)
+            texts[stage.name] = f"{texts[stage.name]}\n{text}" if again else text
+        if stage.name == args.after and not (has_pipeline and stage.name in LOCAL):
             raise _Reached
 
     try:
@@ -68,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
             if args.after == "overlap" and not plan.overlaps:
                 raise AutoparError(f"graphs for {plan.hardware} wait at once", fix="name a GPU, such as --hardware h100")
-            if args.after != "plan":
+            if args.after != "plan" and has_pipeline:
+                _lower_stages(captured, plan, args.rank, lines, texts)
+            elif args.after != "plan":
                 lower(captured, plan, args.rank)
     except _Reached:
         pass
@@ -79,6 +91,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(texts[args.after], end="")
     return 0
+
+
+def _lower_stages(captured, plan, rank: int, lines: list[str], texts: dict[str, str]) -> None:
+    """The steps of a pipeline, then those of each stage of a rank."""
+    from ..pipeline import lower_stage, stages_of
+    from ..pipeline_plan import rank_inside
+    from ..view.graph_text import graph_text
+
+    micro, stages = stages_of(captured, plan)
+    coordinate, pipeline = plan.mesh.coordinate(rank), plan.pipeline
+    mine = pipeline.stages_of(coordinate[pipeline.axis])
+    texts["cut"] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next step begins with
+    for i in mine:
+        lines.append(f"stage {i} of {len(stages)}: {pipeline.costs[i].name}")
+        lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
 
 
 def _difference(texts: dict[str, str], after: str) -> str:

@@ -13,14 +13,30 @@ EXAMPLE = "autopar report --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --ou
 def add(subparsers) -> None:
     parser = common.command(subparsers, "report", "write a plan as one HTML page", EXAMPLE, run)
     common.add_played(parser, baselines=True)
+    common.add_pipeline(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    planned, timeline = common.played(args)
     from ..units import size
-    from ..view.report import report_page
 
-    page = report_page(planned, timeline)
+    page = _pipeline(args) if common.has_pipeline(args) else _flat(args)
     Path(args.out).write_text(page, encoding="utf-8")
     print(f"{args.out}: {size(len(page.encode()))}")
     return 0
+
+
+def _flat(args: argparse.Namespace) -> str:
+    planned, timeline = common.played(args)
+    from ..view.report import report_page
+
+    return report_page(planned, timeline)
+
+
+def _pipeline(args: argparse.Namespace) -> str:
+    planned = common.played_pipeline(args)
+    from ..explain_pipeline import explain_pipeline
+    from ..view.pipeline_report import pipeline_page
+
+    with common.progress() as report:
+        explanation = None if args.no_baselines else explain_pipeline(planned, report=report)
+    return pipeline_page(planned, explanation)

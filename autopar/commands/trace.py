@@ -14,14 +14,31 @@ EXAMPLE = "autopar trace --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --out
 def add(subparsers) -> None:
     parser = common.command(subparsers, "trace", "write the predicted step as a Chrome trace", EXAMPLE, run)
     common.add_played(parser, out="where to write it; open it at ui.perfetto.dev")
+    common.add_pipeline(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    trace, said = _pipeline(args) if common.has_pipeline(args) else _flat(args)
+    Path(args.out).write_text(json.dumps(trace) + "\n")
+    print(f"{args.out}: {said}")
+    return 0
+
+
+def _flat(args: argparse.Namespace) -> tuple[dict, str]:
     planned, timeline = common.played(args)
     from ..units import ms
     from ..view.trace import trace_of
 
-    Path(args.out).write_text(json.dumps(trace_of(planned, timeline)) + "\n")
-    print(f"{args.out}: {len(timeline.events)} events, step {ms(timeline.seconds)}, "
-          f"{ms(timeline.exposed_seconds)} of communication exposed")  # fmt: skip
-    return 0
+    exposed = f"{ms(timeline.exposed_seconds)} of communication exposed"
+    return trace_of(planned, timeline), f"{len(timeline.events)} events, step {ms(timeline.seconds)}, {exposed}"
+
+
+def _pipeline(args: argparse.Namespace) -> tuple[dict, str]:
+    planned = common.played_pipeline(args)
+    from ..units import ms
+    from ..view.pipeline_trace import pipeline_trace_of
+
+    judged = planned.judged
+    actions = sum(map(len, judged.played.schedule.orders))
+    said = f"{actions} actions of {judged.pipeline.ranks} ranks, step {ms(judged.step_seconds)}"
+    return pipeline_trace_of(planned), f"{said}, bubble {judged.played.bubble:.1%}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..errors import AdaptError, AutoparError, CheckpointError, MeshError
+from ..errors import AdaptError, AutoparError, CheckpointError, MeshError, PipelineError
 from . import common
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
@@ -18,6 +18,11 @@ def add(subparsers) -> None:
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_adapting(parser)
+    common.add_pipeline(parser)
+    trace = "how a pipeline's last step ran beside what was predicted: picture (.svg, .html), Chrome trace (.json) or text (.txt)"
+    many = "parts of the batch in a pipeline (default: as many as are best)"
+    parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
+    parser.add_argument("--trace", metavar="FILE", help=trace)
     parser.add_argument("--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format")
     parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
@@ -36,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.checkpoint is None and (args.every or args.keep or args.resume):
         raise CheckpointError("--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER")
+    _check_pipeline(args)
     adapt = common.adaptations(args)
     if args.save_adapter and args.lora is None and args.qlora is None:
         raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora or --qlora")
@@ -51,6 +57,20 @@ def run(args: argparse.Namespace) -> int:
 
     train(int(os.environ["RANK"]), devices, "env://", settings)
     return 0
+
+
+def _check_pipeline(args: argparse.Namespace) -> None:
+    """Raises PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be written."""
+    from ..schedule import catalogue, files
+
+    has_pipeline = common.has_pipeline(args)
+    for name in ("micro_batches", "trace"):
+        if getattr(args, name) is not None and not has_pipeline:
+            raise PipelineError(f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2")
+    if args.schedule is not None:
+        catalogue.canonical(args.schedule)
+    if args.trace is not None:
+        files.check_name(args.trace)
 
 
 def _spawn(settings: dict, devices: int) -> int:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 
-from .. import hardware, models
+from .. import hardware, models, schedule
 from ..calibrate import stale
 from ..errors import AutoparError
 from ..mesh import Mesh
@@ -72,7 +72,8 @@ def _run(device_mesh, settings: dict, say) -> None:
         say(f"warning: {warning}")
     say("planning ...", flush=True)
     planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
-    model = autopar.compile(source, device_mesh, inputs, **planning)
+    staged = {"schedule": settings["schedule"] or "auto", "micro_batches": settings["micro_batches"]}
+    model = autopar.compile(source, device_mesh, inputs, **planning, **staged)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
     done = _resume(model, optimizer, stream, settings, say)
@@ -99,6 +100,18 @@ def _run(device_mesh, settings: dict, say) -> None:
     figures = torch.tensor([statistics.median(timed), float(peak)], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     say("", _comparison(model.plan, *figures.tolist(), len(timed)), sep="\n")
+    if settings["trace"]:
+        _trace(model, settings, say)
+
+
+def _trace(model, settings: dict, say) -> None:
+    """How the last step ran beside what was predicted, as a table here and as a file. Rank 0 writes it, of its own pipeline."""
+    measured, predicted = model.measured_schedule(), model.plan.pipeline.played()
+    say("", schedule.beside(predicted, measured), sep="\n")
+    if dist.get_rank() == 0:
+        title = f"{settings['model']} on mesh {model.plan.mesh}, {measured.schedule.name}: predicted and measured"
+        schedule.save(settings["trace"], {"predicted": predicted, "measured": measured}, title)
+    say(f"written to {settings['trace']}")
 
 
 def _resume(model, optimizer, stream, settings: dict, say) -> int:

@@ -1,8 +1,10 @@
 """Pipeline schedules as plain data: made by name, checked, played, held against closed forms, drawn."""
 
 from .actions import Action, Schedule
+from .beside import beside
 from .catalogue import KINDS, make
+from .files import save
 from .play import check, play
 from .played import Played
 
-__all__ = ["KINDS", "Action", "Played", "Schedule", "check", "make", "play"]
+__all__ = ["KINDS", "Action", "Played", "Schedule", "beside", "check", "make", "play", "save"]

@@ -1,14 +1,23 @@
-"""A schedule as an SVG picture: a row a rank, a box an action with its micro-batch's number, times to scale."""
+"""Schedules as an SVG picture: a row a rank, a box an action with its micro-batch's number, times to scale."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from html import escape
 
+from ..units import ms
 from .actions import KINDS
 from .played import Played
 
 ROW, GAP, LEFT, TOP, BOX = 24, 4, 62, 34, 22  # pixels; BOX: the shortest action, if the whole then fits into WIDEST
-WIDEST = 4000
+CAPTION = 26  # over each of several runs
+NARROWEST, WIDEST = 520, 4000  # the legend needs as much
+FAR_LONGER = 4.0  # times as long as the shortest run: on one scale nothing could be seen of that
+PAGE = ('<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        "<title>{}</title><style>"
+        'body {{ margin: 16px; background: #fff; overflow-x: auto; }} h1 {{ font: 600 17px system-ui, "DejaVu Sans"; }}'
+        "@media (prefers-color-scheme: dark) {{ body {{ background: #12151b; color: #e6e9ef; }} }}</style>"
+        "<h1>{}</h1>\n{}\n</html>\n")
 STYLE = """
 .pipeline { font: 12px system-ui, "DejaVu Sans", sans-serif; --text: #1c2330; --idle: #eef0f4;
   --F: #5b8def; --B: #8a7ae0; --I: #2fa58b; --W: #e0a63c; }
@@ -22,30 +31,50 @@ STYLE = """
 """
 
 
-def svg(played: Played, title: str | None = None) -> str:
-    """The picture, with no file or font it depends on. The second, fourth, ... stage of a rank has a lighter colour."""
-    schedule, first = played.schedule, played.first
-    actions = list(played)
-    shortest = min((end - start for *_, start, end in actions if end > start), default=1.0)
-    scale = min(BOX / shortest, WIDEST / (played.seconds or 1.0))
-    width, height = LEFT + played.seconds * scale + 8, TOP + schedule.ranks * (ROW + GAP) + 4
+def svg(played: Played | Mapping[str, Played], title: str | None = None, widest: float = WIDEST) -> str:
+    """The picture, with no file or font it depends on; of several runs by their names, one below the other, on one scale unless
+    one takes many times as long. The second, fourth, ... stage of a rank has a lighter colour. `widest`: pixels."""
+    runs = {"": played} if isinstance(played, Played) else dict(played)
+    some = next(iter(runs.values()))
+    shortest = min((end - start for run in runs.values() for *_, start, end in run if end > start), default=1.0)
+    longest = max(run.seconds for run in runs.values()) or 1.0
+    is_one_scale = longest <= FAR_LONGER * min(run.seconds for run in runs.values())
+    scale = max(min(BOX / shortest, (widest - LEFT) / longest), (NARROWEST - LEFT) / longest)
+    title = some.schedule.name if title is None else title
+    used = [kind for kind in KINDS if any(action.kind == kind for run in runs.values() for _, action, *_ in run)]
+    parts = [f'<rect class="{kind}" x="{LEFT + 120 * n}" y="8" width="12" height="12" rx="2"/>'
+             f'<text x="{LEFT + 120 * n + 17}" y="18">{KINDS[kind]}</text>' for n, kind in enumerate(used)]  # fmt: skip
+    top = TOP
+    for name, run in runs.items():
+        if name:
+            said = f"{name}: {ms(run.seconds)}, bubble {run.bubble:.1%}{'' if is_one_scale else ', on a scale of its own'}"
+            parts.append(f'<text x="4" y="{top + 14}">{escape(said)}</text>')
+            top += CAPTION
+        parts += _rows(run, top, scale if is_one_scale else scale * longest / (run.seconds or 1.0))
+        top += run.schedule.ranks * (ROW + GAP) + 4
+    width = LEFT + longest * scale + 8
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{width:.0f}" height="{top}" '
+            f'viewBox="0 0 {width:.0f} {top}" role="img"><title>{escape(title)}</title><style>{STYLE}</style>')  # fmt: skip
+    return "\n".join([head, *parts, "</svg>"])
+
+
+def page(played: Played | Mapping[str, Played], title: str) -> str:
+    """The picture as an HTML page."""
+    return PAGE.format(escape(title), escape(title), svg(played, title))
+
+
+def _rows(run: Played, top: float, scale: float) -> Iterator[str]:
+    schedule = run.schedule
     place = {stage: n for rank in range(schedule.ranks) for n, stage in enumerate(schedule.stages_of(rank))}
-    title = schedule.name if title is None else title
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{width:.0f}" height="{height}" '
-             f'viewBox="0 0 {width:.0f} {height}" role="img"><title>{escape(title)}</title><style>{STYLE}</style>']  # fmt: skip
-    used = [kind for kind in KINDS if any(action.kind == kind for _, action, *_ in actions)]
-    parts += [f'<rect class="{kind}" x="{LEFT + 120 * n}" y="8" width="12" height="12" rx="2"/>'
-              f'<text x="{LEFT + 120 * n + 17}" y="18">{KINDS[kind]}</text>' for n, kind in enumerate(used)]  # fmt: skip
     for rank in range(schedule.ranks):
-        y = TOP + rank * (ROW + GAP)
-        parts.append(f'<text x="4" y="{y + 16}">rank {rank}</text>'
-                     f'<rect class="idle" x="{LEFT}" y="{y}" width="{played.seconds * scale:.2f}" height="{ROW}"/>')  # fmt: skip
-    for rank, action, start, end in actions:
-        x, y, wide = LEFT + (start - first) * scale, TOP + rank * (ROW + GAP), (end - start) * scale
+        y = top + rank * (ROW + GAP)
+        yield (f'<text x="4" y="{y + 16}">rank {rank}</text>'
+               f'<rect class="idle" x="{LEFT}" y="{y}" width="{run.seconds * scale:.2f}" height="{ROW}"/>')  # fmt: skip
+    for rank, action, start, end in run:
+        x, y, wide = LEFT + (start - run.first) * scale, top + rank * (ROW + GAP), (end - start) * scale
         odd = " odd" if place[action.stage] % 2 else ""
-        parts.append(f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" rx="2">'
-                     f"<title>{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}, "
-                     f"{start - first:.6g} to {end - first:.6g} s</title></rect>")  # fmt: skip
+        yield (f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" rx="2">'
+               f"<title>{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}, "
+               f"{start - run.first:.6g} to {end - run.first:.6g} s</title></rect>")  # fmt: skip
         if wide >= 7 * len(str(action.micro_batch)) + 2:
-            parts.append(f'<text class="number" x="{x + wide / 2 - 0.5:.2f}" y="{y + 16}">{action.micro_batch}</text>')
-    return "\n".join([*parts, "</svg>"])
+            yield f'<text class="number" x="{x + wide / 2 - 0.5:.2f}" y="{y + 16}">{action.micro_batch}</text>'

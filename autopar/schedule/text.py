@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
-from .actions import Action
+from collections.abc import Mapping
+
+from ..units import ms
+from .actions import KINDS, Action
 from .played import Played
+
+WIDEST, COLUMNS = 120, 60  # columns of a grid whose shortest action is one; of a grid that would be wider
+
+
+def text(played: Played | Mapping[str, Played]) -> str:
+    """The summary, a grid that fits a window and what its letters are; of several runs by their names, each on its
+    own scale."""
+    runs = {"": played} if isinstance(played, Played) else played
+    blocks = [f"{f'{name}: ' if name else ''}{summary(run)}\n{grid(run, _unit(run))}\n" for name, run in runs.items()]
+    return "\n".join(blocks) + legend(*runs.values()) + "\n"
+
+
+def _unit(run: Played) -> float | None:
+    """Seconds of a column: the shortest action, or more where that would make too many."""
+    shortest = min((end - start for *_, start, end in run if end > start), default=1.0)
+    return None if run.seconds <= WIDEST * shortest else run.seconds / COLUMNS
+
+
+def legend(*runs: Played) -> str:
+    """What the letters of grids are."""
+    used = {action.kind for run in runs for _, action, *_ in run}
+    letters = ", ".join(f"{kind} {word}" for kind, word in KINDS.items() if kind in used)
+    where = "2F0: of stage 2, micro-batch 0" if any(r.schedule.stages_per_rank > 1 for r in runs) else "F0: of micro-batch 0"
+    return f"{letters}; {where}; . waits, - goes on"
 
 
 def grid(played: Played, unit_seconds: float | None = None) -> str:
@@ -34,4 +61,7 @@ def summary(played: Played) -> str:
     peaks = played.peaks
     held = f"{min(peaks):g} to {max(peaks):g}" if min(peaks) != max(peaks) else f"{max(peaks):g}"
     bubble = f"bubble {played.bubble:.1%} ({played.bubble_in_window:.1%} in the ranks' own windows)"
-    return f"{played.schedule.name}: {played.seconds:g} s, {bubble}, in flight on a rank {held}"
+    seconds = f"{played.seconds:g} s" if played.seconds >= 1 else ms(played.seconds)
+    v = played.schedule.stages_per_rank
+    each = f", each of its {v} stages counted" if v > 1 else ""
+    return f"{played.schedule.name}: {seconds}, {bubble}, micro-batches in flight on a rank {held}{each}"

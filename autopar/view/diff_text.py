@@ -7,14 +7,16 @@ from collections import defaultdict
 
 from ..plan import Plan
 from ..plan_file import MEMORY_KINDS
-from ..units import byte_column, ms, size
-from .plan_text import in_tree_order
+from ..units import byte_column, ms, percent, size
+from .pipeline_text import balance
+from .plan_text import in_tree_order, waiting_seconds
 
 
 def diff_text(a: Plan, b: Plan) -> str:
     """`what: before -> after`, in sections; empty if nothing differs."""
     sections = {
         "made for": _pairs(_made_for(a), _made_for(b)),
+        "pipeline": _pairs(_pipeline(a), _pipeline(b)),
         "costs": _pairs(_costs(a), _costs(b)),
         "memory of a device": _memory(a, b),
         "layouts of parameters and inputs": _folded(a.layouts, b.layouts),
@@ -42,8 +44,23 @@ def _costs(plan: Plan) -> dict[str, str]:
         "offload": plan.offloaded.seconds,
         "bound": plan.bound,
     }  # fmt: skip
-    return {name: ms(value) for name, value in seconds.items()}
+    waits = {"waiting of the mean rank": ms(waiting_seconds(plan))} if plan.pipeline else {}
+    return {name: ms(value) for name, value in seconds.items()} | waits
 
+
+def _pipeline(plan: Plan) -> dict[str, str]:
+    """The schedule, and for each stage where it runs, what it holds and how long a micro-batch takes there."""
+    p = plan.pipeline
+    if p is None:
+        return {}
+    found = {
+        "schedule": p.schedule, "micro-batches": str(p.micro_batches), "stages": f"{p.stages_per_rank} on each of {p.ranks} ranks",
+        "bubble": percent(p.played().bubble, 1.0), "slowest stage": f"{balance(plan):.2f} times the mean",
+    }  # fmt: skip
+    for i, (c, rank) in enumerate(zip(p.costs, p.orders.rank_of_stage)):
+        backward = c.input_seconds + c.weight_seconds
+        found[f"stage {i}"] = f"{c.name} on rank {rank}, F {ms(c.forward_seconds)}, B {ms(backward)}"
+    return found
 
 def _memory(a: Plan, b: Plan) -> list[str]:
     kinds = [*MEMORY_KINDS, "in all"]

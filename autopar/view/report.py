@@ -33,15 +33,20 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
     plan, timeline = planned.plan, planned.timeline if timeline is None else timeline
     sections = [
         ("What it costs", _summary(planned, timeline)),
-        ("Against the experts' strategies", _alternatives(plan)),
+        ("Against the experts' strategies", alternatives_section(plan)),
         ("Meshes tried", _meshes(plan)),
         ("The step" if plan.micro_batches == 1 else f"One of the step's {plan.micro_batches} passes", _step(planned, timeline)),
         ("Memory of a device", joined([memory_chart(planned, timeline), _memory(plan)])),
-        ("Collectives", _collectives(plan)),
-        ("Modules", _modules(plan)),
-        ("Parameters and inputs", _layouts(planned)),
-        ("Notes", _notes(plan)),
+        ("Collectives", collectives_section(plan)),
+        ("Modules", modules_section(plan)),
+        ("Parameters and inputs", layouts_section(planned)),
+        ("Notes", notes_section(plan)),
     ]
+    return whole_page(plan, sections)
+
+
+def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
+    """The page of a plan with the sections that have a content."""
     title = f"{plan.model} on mesh {plan.mesh}"
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -57,7 +62,7 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
 
 def _summary(planned: Planned, timeline: Timeline) -> Html:
     plan = planned.plan
-    cards = [
+    shown = [
         ("step", ms(plan.step_seconds), f"no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})"),
         ("with overlap", *_overlapped(planned, timeline)),
         ("compute", ms(plan.compute_seconds), _recomputed(plan)),
@@ -67,8 +72,13 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
         ("parameters", count_text(plan.parameter_elements), f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
     if plan.offloaded.parameters:
-        cards.insert(4, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
-    return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in cards),
+        shown.insert(4, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
+    return cards(shown)
+
+
+def cards(shown: list[tuple[str, str, str]]) -> Html:
+    """Of (name, value, note): large numbers next to each other."""
+    return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in shown),
                class_="cards")  # fmt: skip
 
 
@@ -98,7 +108,7 @@ def _recomputed(plan: Plan) -> str:
     return f"and {ms(plan.recompute_seconds)} recomputed" if plan.recompute_seconds else "nothing recomputed"
 
 
-def _alternatives(plan: Plan) -> Html | None:
+def alternatives_section(plan: Plan) -> Html | None:
     if not plan.alternatives:
         return None
     shown, (header, cells) = costed(plan), alternatives_table(plan)
@@ -135,7 +145,7 @@ def _memory(plan: Plan) -> Html:
     return rows_of(["what the plan charges", "at the peak", *header], rows, left=2, bars=1)
 
 
-def _collectives(plan: Plan) -> Html | None:
+def collectives_section(plan: Plan) -> Html | None:
     if not plan.collectives:
         return None
     unit, sent = byte_column([c.wire_bytes for c in plan.collectives])
@@ -150,7 +160,7 @@ def _collectives(plan: Plan) -> Html | None:
     return rows_of(["axes", "collective", "time", "count", f"{unit} sent", f"{each[0]} each", "ms"], rows, left=3, bars=2)
 
 
-def _modules(plan: Plan) -> Html:
+def modules_section(plan: Plan) -> Html:
     """Modules inside of each other; a closed one shows the sums of all that is in it."""
     regions = in_tree_order(plan.regions)
     digits, again = _Digits(regions), _recomputed_rows(plan)
@@ -217,7 +227,7 @@ class _Digits:
         return [tag("em", x) for x in (compute, communication, bytes_)]
 
 
-def _layouts(planned: Planned) -> Html:
+def layouts_section(planned: Planned) -> Html:
     """Layouts of parameters and inputs, equal blocks once, with what they beat."""
     second = _runners_up(planned)
     shapes = {
@@ -250,6 +260,6 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
     }
 
 
-def _notes(plan: Plan) -> Html | None:
+def notes_section(plan: Plan) -> Html | None:
     notes = [f"{line[0].upper()}{line[1:]}" for line in (*pass_lines(plan), *offloaded_lines(plan), *plan.warnings)]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from ..plan import Plan
 from ..plan_file import MEMORY_KINDS
-from ..units import byte_column, column, table
+from ..units import byte_column, column, percent, table
+from .pipeline_text import balance
+from .plan_text import waiting_seconds
 
 
 def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
@@ -21,6 +23,13 @@ def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
     return "\n".join(table(["plan", *names], rows)) + "\n"
 
 
+MOST_STAGES = 16  # that are listed
+STAGED: dict[str, Callable[[Plan], str]] = {  # of plans with a pipeline
+    "schedule": lambda p: p.pipeline.schedule,
+    "ranks x stages each": lambda p: f"{p.pipeline.ranks} x {p.pipeline.stages_per_rank}",
+    "bubble": lambda p: percent(p.pipeline.played().bubble, 1.0),
+    "slowest stage by the mean": lambda p: f"{balance(p):.2f}",
+}
 Rows = list[tuple[str, list[str]]]
 
 
@@ -30,9 +39,20 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
         "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
         "recomputed blocks": _recomputed,
     }  # fmt: skip
-    if any(p.micro_batches > 1 for p in plans):
-        what["micro-batches"] = lambda p: str(p.micro_batches)
+    if any(p.micro_batches > 1 or p.pipeline for p in plans):
+        what["micro-batches"] = lambda p: str(p.pipeline.micro_batches if p.pipeline else p.micro_batches)
+    if any(p.pipeline for p in plans):
+        what |= {label: (lambda p, read=read: read(p) if p.pipeline else "-") for label, read in STAGED.items()}
+        most = max(len(p.pipeline.costs) for p in plans if p.pipeline)
+        what |= {f"stage {i}": (lambda p, i=i: _stage(p, i)) for i in range(min(most, MOST_STAGES))}
     return [(label, list(map(read, plans))) for label, read in what.items()]
+
+
+def _stage(plan: Plan, i: int) -> str:
+    """What a stage holds, and on which rank."""
+    if plan.pipeline is None or i >= len(plan.pipeline.costs):
+        return "-"
+    return f"{plan.pipeline.costs[i].name}, rank {plan.pipeline.orders.rank_of_stage[i]}"
 
 
 def _recomputed(plan: Plan) -> str:
@@ -50,7 +70,9 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "of it exposed": [p.exposed_seconds for p in plans],
         "recomputation": [p.recompute_seconds for p in plans],
         "offload": [p.offloaded.seconds for p in plans],
-        "no plan takes less than": [p.bound for p in plans],
+        "waiting of the mean rank": [waiting_seconds(p) for p in plans],
+        "no plan takes less than": [0.0 if p.pipeline else p.bound for p in plans],
+        "even and without waiting": [p.bound if p.pipeline else 0.0 for p in plans],
     }
     return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))
 

@@ -10,8 +10,9 @@ def verify_text(report: VerifyReport) -> str:
     """A table of relative errors, the traffic, and on the last line `match` or what differs first."""
     plan, names = report.plan, _names(report)
     loss = "" if report.loss is None else f", loss {report.loss:.6g}"
+    staged = f", {plan.pipeline.schedule} with {plan.pipeline.micro_batches} micro-batches" if plan.pipeline else ""
     lines = [
-        f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}, against eager torch{loss}",
+        f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}{staged}, against eager torch{loss}",
         "",
         *(_errors(report, names) if report.wide is None else _mixed_errors(report, names)),
         "",
@@ -63,14 +64,21 @@ def _traffic(report: VerifyReport) -> list[str]:
     least, most = min(report.sent_bytes), max(report.sent_bytes)
     sent = size(most) if least == most else f"{size(least)} to {size(most)}"
     calls = " ".join(f"{kind}[{','.join(axes)}]:{n}" for (kind, axes), n in sorted(report.collectives.items()))
+    p = report.plan.pipeline
+    if p is None:
+        return [f"sent by a rank: {sent}, predicted {size(report.predicted_bytes)}", f"collectives of rank 0: {calls or 'none'}"]
     return [
-        f"sent by a rank: {sent}, predicted {size(report.predicted_bytes)}",
-        f"collectives of rank 0: {calls or 'none'}",
+        f"sent inside of stages, by one rank of each: {sent}, predicted {size(report.predicted_bytes)}",
+        f"collectives inside of stages, of one rank of each: {calls or 'none'}",
+        f"sent between stages, values of {p.micro_batches} micro-batches: {report.sends['forward']} forward, "
+        f"{report.sends['backward']} back",
     ]
 
 
 def _divergence(report: VerifyReport) -> list[str]:
     at = report.diverging
+    if report.plan.pipeline:
+        return ["the first node that differs is looked for on meshes without pp only"]
     if at is None:
         return ["every node of the graph has the value of the unsharded graph, which is not that of eager torch"]
     where = " ".join(filter(None, (at.module, at.source)))

@@ -13,6 +13,7 @@ from autopar.mesh import Mesh
 from autopar.models import registry
 from autopar.passes.micro_batch import micro_batch
 from autopar.pipeline_plan import Pipeline, inside
+from autopar.planner import pieces as places_and_pieces
 from autopar.planner.make import PlanOptions, search, solvers_of
 from autopar.planner.pieces import chain
 from autopar.planner.places import Places
@@ -62,8 +63,14 @@ def test_pieces_add_up_to_the_plan(model, options):
     assert alone.forward_seconds + alone.backward_seconds + alone.once_seconds / passes >= e.seconds * (1 - 1e-9)
 
 
-def test_equal_blocks_are_equal_pieces_cut_beside_attention_and_mlp():
-    found = chain_of(planned("gpt:hidden=32,layers=6,heads=4,vocab=64,seq=16"), stages=3)
+def test_equal_blocks_are_equal_pieces_cut_beside_attention_and_mlp(monkeypatch):
+    plan = planned("gpt:hidden=32,layers=6,heads=4,vocab=64,seq=16")
+    fine = chain_of(plan, stages=3)  # few pieces for three stages: blocks may be cut inside too
+    monkeypatch.setattr(places_and_pieces, "ENOUGH", 1)
+    found = chain_of(plan, stages=3)
+    assert {*found.starts} < {*fine.starts}
+    least = max(piece.boundary_bytes for piece in found.pieces)
+    assert all(piece.boundary_bytes >= least for name, piece in zip(fine.starts, fine.pieces) if name not in found.starts)
     kinds = [piece.kind for piece in found.pieces]
     assert len(kinds) == 2 * 6 + 1 and len(set(kinds)) < len(kinds) - 4
     assert kinds[3:9:2].count(kinds[3]) == 3 and kinds[4:10:2].count(kinds[4]) == 3

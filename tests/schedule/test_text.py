@@ -44,9 +44,11 @@ def test_the_trace_has_every_action():
     played = play(make("zb_h1", 3, 4), 1e-3, 2e-3, 1e-3)
     trace = json.loads(json.dumps(trace_of(played)))
     boxes = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert [(e["tid"], e["name"]) for e in boxes] == [(rank, str(action)) for rank, action, *_ in played]
+    assert [(e["pid"], e["name"]) for e in boxes] == [(rank, str(action)) for rank, action, *_ in played]
     assert {e["cat"]: e["dur"] for e in boxes} == {"forward": 1000, "input gradient": 2000, "weight gradient": 1000}
-    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"} == {"rank 0", "rank 1", "rank 2"}
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    held = [e["args"]["in flight"] for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == 0]
+    assert max(held) == played.peak(0) and held[0] == held[-1] == 0
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,0 +1,25 @@
+"""The predicted step of a pipeline as a Chrome trace: a process a rank, with its actions, its sends and its bytes."""
+
+from __future__ import annotations
+
+from ..plan_pipeline import PipelinePlanned
+from ..planner.live_bytes import SAVED
+from ..schedule.trace import ACTIONS, trace_of
+
+
+def pipeline_trace_of(planned: PipelinePlanned) -> dict:
+    """The trace as plain data for `json.dump`. Gradients are reduced after a rank's last action."""
+    judged = planned.judged
+    staying = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in judged.memory]
+    transfers = [cost.transfer_seconds for cost in judged.pipeline.costs[:-1]]
+    trace = trace_of(judged.played, transfers, staying)
+    for event in trace["traceEvents"]:
+        if event["name"] == "process_name":
+            event["args"]["name"] += f" of {planned.plan.model} on mesh {planned.plan.mesh}, predicted"
+    for rank, (ends, seconds) in enumerate(zip(judged.played.ends, judged.once_seconds)):
+        if seconds and ends:
+            trace["traceEvents"].append({
+                "ph": "X", "pid": rank, "tid": ACTIONS, "name": "reduce gradients", "cat": "reduction",
+                "ts": round((ends[-1] - judged.played.first) * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": {},
+            })  # fmt: skip
+    return trace
