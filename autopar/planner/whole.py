@@ -95,7 +95,7 @@ class _Writer:
 
         def twin(v: int) -> int:
             """What this copy has, or reads, in place of a vertex."""
-            if not copy or len(self.twins[v]) > copy or (block, v) not in self.reads:
+            if self.small.vertices[v].block == block or (block, v) not in self.reads:
                 return self.twins[v][min(copy, len(self.twins[v]) - 1)]
             reader, position = self.reads[block, v]
             return self.problem.vertices[self.twins[reader][copy]].inputs[position][0]
