@@ -38,7 +38,6 @@ class _Writer:
             rule_of={t: rule for v, rule in small.rule_of.items() for t in self.twins[v]},
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
         )  # fmt: skip
-
         self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
             (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
         }
@@ -60,7 +59,7 @@ class _Writer:
             e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=recomputed
         )
 
-    def _before_recomputation(self) -> tuple[Counter, set[Key]]:
+    def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
         """What all copies save and keep alike, before some of them drop a part of it."""
         saved, kept = Counter(self.evaluation.saved), set(self.evaluation.kept)
         for levels in self.evaluation.recomputed.values():
@@ -69,9 +68,9 @@ class _Writer:
                     for key, bytes_ in held:
                         saved[key] += sign * bytes_ * count / step.copies
                 kept -= {key for key, _ in step.needed}
-        whole = Counter()
-        for (v, output, layout), bytes_ in saved.items():
-            whole.update({(t, output, layout): bytes_ / len(self.twins[v]) for t in self.twins[v]})
+        whole = {
+            (t, output, layout): bytes_ / len(self.twins[v]) for (v, output, layout), bytes_ in saved.items() for t in self.twins[v]
+        }
         return whole, {(t, output, layout) for v, output, layout in kept for t in self.twins[v]}
 
     def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
@@ -91,11 +90,12 @@ class _Writer:
                 yield name, {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count}
 
     def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
-        block = next(self.small.vertices[v].block for v in step.again)
+        tower, _, number = step.block.rpartition(".")
+        block = int(number) if tower == self.small.compact.tower else None
 
         def twin(v: int) -> int:
             """What this copy has, or reads, in place of a vertex."""
-            if self.small.vertices[v].block == block or (block, v) not in self.reads:
+            if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
                 return self.twins[v][min(copy, len(self.twins[v]) - 1)]
             reader, position = self.reads[block, v]
             return self.problem.vertices[self.twins[reader][copy]].inputs[position][0]
