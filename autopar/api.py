@@ -141,9 +141,10 @@ def plan(
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
     pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=None, schedule="auto",
-    recompute="auto", refuses=True, offload="none", fixes=True, name=None, report=lambda text: None,
+    stages_per_rank=None, recompute="auto", refuses=True, offload="none", fixes=True, name=None, report=lambda text: None,
 ) -> Planned | PipelinePlanned:  # fmt: skip
-    """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same."""
+    """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same.
+    `stages_per_rank`: of a pipeline (None: as many as are best)."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
@@ -165,7 +166,8 @@ def search(
         if devices is not None:
             return pipeline_meshes.search(captured, devices, options, name, schedule, report)
         if has_stages:
-            return plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches, report=report)
+            return plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches,
+                                 stages_per_rank=stages_per_rank, report=report)  # fmt: skip
         return search_plan(captured, checked, options, name, report)
     except MemoryInfeasibleError as error:
         if not fixes or has_stages:

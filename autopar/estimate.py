@@ -87,16 +87,18 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module, mesh, example_inputs, *, strategy: str | None = None, recompute: str = "auto", micro_batches: int = 1,
+    model: nn.Module, mesh, example_inputs, *, strategy: str | None = None, recompute: str = "auto",
+    micro_batches: int | None = None, schedule: str = "auto", stages_per_rank: int | None = None,
     report: Callable[[str], None] = lambda text: None, **planning,
 ) -> Estimate:  # fmt: skip
-    """The cost of a strategy with a level of recomputation and so many micro-batches. `mesh` and `planning` as in `autopar.plan`;
-    what the strategy leaves open is chosen as a plan would be. Raises subclasses of AutoparError, but none for memory."""
-    planned = api.search(
-        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches, refuses=False,
-        report=report, **{"baselines": False} | planning,
+    """The cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis pp, by a schedule with
+    so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is chosen as a plan would be. Raises
+    subclasses of AutoparError, but none for memory."""
+    found = api.search(
+        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches, schedule=schedule,
+        stages_per_rank=stages_per_rank, refuses=False, report=report, **{"baselines": False} | planning,
     )  # fmt: skip
-    return of_search(planned)
+    return of_pipeline(found) if isinstance(found, PipelinePlanned) else of_search(found)
 
 
 def of_search(planned: Planned) -> Estimate:

@@ -4,12 +4,10 @@
 
 Nothing here was measured by autopar. Each source is a table of its own: seconds of a step as published, as the serial sum of
 compute and communication, and as simulated with overlap, then both after one factor for the whole source, the geometric mean of
-published over predicted: what is left is how well the model ranks configurations. No constant of a profile is fitted to these.
+published over predicted (Megatron: of three rows): what is left is how well the model ranks configurations. No constant of a
+profile is fitted to these.
 
-Megatron   Narayanan et al., SC'21, arXiv 2104.04473, table 1, the rows without pipeline. Seconds from its TFLOP/s by its formula F.
-           Micro-batches and full recomputation as in github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh. These runs had
-           unfused attention with dropout; the model here has FlashAttention, and no optimizer step. F counts the last product of
-           a block as computed again, 8 % of all, which autopar's recomputation leaves out.
+Megatron   Narayanan et al., SC'21, ten rows from 1.7 B to 1 T parameters, pipelines included: benchmarks/published_megatron.py.
 torchtitan github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, with torch.compile, bf16.
            Those H100 have 2.4 TB/s and run at 500 W, the profile has 3.35 TB/s at 700 W. Its selective checkpointing also
            recomputes every second matrix product, ours none.
@@ -25,6 +23,8 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
+
+import published_megatron
 
 import autopar
 from autopar import models
@@ -52,23 +52,6 @@ class Row:
     @property
     def batch(self) -> int:
         return self.samples * autopar.Mesh.parse(self.mesh).size("dp")
-
-
-def megatron() -> list[Row]:
-    """(name, heads, hidden, layers, tensor ways, data ways, batch, micro-batch, TFLOP/s of hardware FLOPs)."""
-    rows = [
-        ("1.7B", 24, 2304, 24, 1, 32, 512, 16, 137), ("3.6B", 32, 3072, 30, 2, 32, 512, 16, 138),
-        ("7.5B", 32, 4096, 36, 4, 32, 512, 16, 142), ("18.4B", 48, 6144, 40, 8, 32, 1024, 8, 135),
-    ]  # fmt: skip
-    found, seq, vocab = [], 2048, 51200
-    for name, heads, hidden, layers, tp, dp, batch, samples, tflops in rows:
-        flops = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
-        model = f"gpt:hidden={hidden},layers={layers},heads={heads},vocab={vocab},seq={seq}"
-        mesh = f"dp={dp},tp={tp}" if tp > 1 else f"dp={dp}"
-        strategy = "megatron" if tp > 1 else "ddp"
-        seconds = flops / (tp * dp * tflops * 1e12)
-        found.append(Row(name, model, mesh, seq, samples, batch // (samples * dp), strategy, "full", "a100", seconds))
-    return found
 
 
 def torchtitan() -> list[Row]:
@@ -101,9 +84,9 @@ def foundry(hardware: str) -> list[Row]:
     return found
 
 
+MEGATRON = "Megatron"
 SOURCES = {
-    "Megatron": megatron, "torchtitan": torchtitan, "foundry-a100": partial(foundry, "a100"),
-    "foundry-h100": partial(foundry, "h100"),
+    "torchtitan": torchtitan, "foundry-a100": partial(foundry, "a100"), "foundry-h100": partial(foundry, "h100"),
 }  # fmt: skip
 
 
@@ -160,10 +143,12 @@ def _off(value: float, published: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SOURCES)
+    parser.add_argument("--only", choices=(MEGATRON, *SOURCES))
     only = parser.parse_args().only
     quiet()
     print("Published steps against predictions of the cost model, which was fitted to none of them (benchmarks/published.py)\n")
+    if only in (None, MEGATRON):
+        print("\n".join(published_megatron.lines()), flush=True)
     for source, rows in SOURCES.items():
         if only in (None, source):
             print("\n".join(table_of(source, rows())), flush=True)

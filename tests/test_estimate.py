@@ -10,6 +10,7 @@ import autopar
 from autopar import models
 from autopar.cli import main
 from autopar.errors import StrategyError
+from tests.planner.planning import toy
 
 BATCH, SEQ, LAYERS, HIDDEN, VOCAB = 8, 64, 1, 64, 256
 GPT = f"gpt:hidden={HIDDEN},layers={LAYERS},heads=4,vocab={VOCAB},seq={SEQ}"
@@ -36,6 +37,32 @@ def test_flops_are_those_of_the_paper():
     assert e.dtype == "fp32" and e.utilization == pytest.approx(model / (4 * e.plan.step_seconds) / e.peaks["fp32"])
     rate = e.tflops_per_device(e.model_flops, e.plan.step_seconds)
     assert rate == pytest.approx(model / (4 * e.plan.step_seconds) / 1e12)
+
+
+# a machine on which only products take time
+COMPUTES = toy(flops=1e9, memory=1e18, link=1e18)
+
+
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_a_pipeline_has_the_flops_and_the_bubble_of_the_paper(schedule, stages):
+    """Section 2.2 of the same: idle over ideal time is (p - 1) / (v m), here over the whole step; all but the head is even."""
+    ranks, many, layers, hidden, batch, vocab = 2, 4, 4, 64, 16, 8
+    e = estimated(
+        f"gpt:hidden={hidden},layers={layers},heads=4,vocab={vocab},seq={SEQ}", f"pp={ranks},tp=2", batch, schedule=schedule,
+        stages_per_rank=stages, micro_batches=many, strategy="megatron", recompute="full", hardware=COMPUTES,
+    )  # fmt: skip
+    common = batch * SEQ * layers * hidden**2
+    assert e.model_flops == pytest.approx(72 * common * (1 + SEQ / (6 * hidden) + vocab / (12 * layers * hidden)))
+    assert e.hardware_flops == pytest.approx(96 * common * (1 + SEQ / (6 * hidden) + vocab / (16 * layers * hidden)) - 8 * common)
+    pipeline, each = e.plan.pipeline, layers // (ranks * stages) * (12 * hidden**2 + 13 * hidden)
+    outside = [(vocab + SEQ) * hidden, *[0] * (ranks * stages - 2), (vocab + 2) * hidden]  # the head is the embedding
+    assert [cost.parameters for cost in pipeline.costs] == [each + more for more in outside]
+    assert pipeline.played().bubble == pytest.approx((ranks - 1) / (stages * many + ranks - 1), rel=0.03)
+    if stages == 1:
+        seconds = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in pipeline.costs]
+        assert pipeline.played().seconds == pytest.approx(sum(seconds) + (many - 1) * max(seconds))
+    computed = 24 * common / many * (1 + SEQ / (12 * hidden) + vocab / (12 * layers * hidden))  # half of the scores are masked
+    assert sum(c.forward_seconds for c in pipeline.costs) * 2 * 1e9 == pytest.approx(computed, rel=1e-3)
 
 
 def test_memory_is_never_refused():

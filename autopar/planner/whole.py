@@ -4,7 +4,7 @@ for the few blocks of the compact graph alone, each once.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -64,30 +64,40 @@ class _Writer:
             rule_of={t: rule for v, rule in small.rule_of.items() for t in self.twins[v]},
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
         )  # fmt: skip
+        self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
+            (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
+        }
 
     def write(self) -> tuple[Problem, Evaluation]:
-        e, spans = self.evaluation, self._spans()
+        e, recomputed = self.evaluation, dict(self._recomputed())
+        saved, kept = self._before_recomputation()
+        for levels in recomputed.values():
+            for step, _ in levels.values():  # a later step may drop what an earlier one needs
+                for key, _ in step.freed:
+                    saved.pop(key, None)
+                    kept.discard(key)
+                saved |= dict(step.needed)
+                kept |= {key for key, _ in step.needed}
         choice = {t: k for v, k in e.choice.items() for t in self.twins[v]}
-        saved, kept = {}, set()
-        for (v, output, layout), bytes_ in e.saved.items():
-            some = self.twins[v][spans[v, output, layout]]
-            saved |= {(t, output, layout): bytes_ / len(some) for t in some}
-        for v, output, layout in e.kept:
-            kept |= {(t, output, layout) for t in self.twins[v][spans[v, output, layout]]}
         transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
-        whole = replace(
-            e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=dict(self._recomputed())
+        saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
+        return self.problem, replace(
+            e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=recomputed
         )
-        return self.problem, whole
 
-    def _spans(self) -> dict[Key, slice]:
-        """Which of its copies save a value: not the first ones where recomputed blocks drop it, those alone where they need it."""
-        spans: dict[Key, slice] = defaultdict(lambda: slice(None))
+    def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
+        """What all copies save and keep alike, before some of them drop a part of it."""
+        saved, kept = Counter(self.evaluation.saved), set(self.evaluation.kept)
         for levels in self.evaluation.recomputed.values():
-            for step, count in levels.values():  # a later step may drop what an earlier one needs
-                spans |= {key: slice(0, count) for key, _ in step.needed}
-                spans |= {key: slice(count, spans[key].stop) for key, _ in step.freed}
-        return spans
+            for step, count in levels.values():
+                for held, sign in ((step.freed, 1), (step.needed, -1)):
+                    for key, bytes_ in held:
+                        saved[key] += sign * bytes_ * count / step.copies
+                kept -= {key for key, _ in step.needed}
+        whole = {
+            (t, output, layout): bytes_ / len(self.twins[v]) for (v, output, layout), bytes_ in saved.items() for t in self.twins[v]
+        }
+        return whole, {(t, output, layout) for v, output, layout in kept for t in self.twins[v]}
 
     def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
         for twin in self.twins[transfer.producer]:
@@ -106,8 +116,15 @@ class _Writer:
                 yield name, {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count}
 
     def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
+        tower, _, number = step.block.rpartition(".")
+        block = int(number) if tower == self.small.compact.tower else None
+
         def twin(v: int) -> int:
-            return self.twins[v][min(copy, len(self.twins[v]) - 1)]
+            """What this copy has, or reads, in place of a vertex."""
+            if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
+                return self.twins[v][min(copy, len(self.twins[v]) - 1)]
+            reader, position = self.reads[block, v]
+            return self.problem.vertices[self.twins[reader][copy]].inputs[position][0]
 
         def held(values) -> tuple[tuple[Key, float], ...]:
             return tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)

@@ -144,15 +144,18 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
     assert sum(m["parameters"] for m in looped.memory) - sum(m["parameters"] for m in v.memory) == embedding
 
 
-def test_a_deep_model_is_planned_by_few_blocks():
+@pytest.mark.parametrize("mesh, asked", [
+    ("pp=2,dp=2", {"recompute": "selective"}),
+    ("pp=2,tp=2", {"recompute": "full", "strategy": "megatron"}),  # each block makes again what it reads from the one before
+])  # fmt: skip
+def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     model, inputs = registry.build("gpt:hidden=32,layers=20,heads=4,vocab=64,seq=16", batch=8, seq=16, device="meta")
     micro = micro_batch(api.trace_to_plan(model, inputs, None, forms_of(model), "bf16"), 4).captured
     assert micro.compact is not None and len(micro.compact.graph.nodes) < len(micro.graph.nodes) / 2
-    mesh, options = Mesh.parse("pp=2,dp=2"), PlanOptions(toy(), micro_batches=4, baselines=False, recompute="selective",
-                                                       precision="bf16")
-    options = replace(options, within=mesh)
+    mesh = Mesh.parse(mesh)
+    options = PlanOptions(toy(), within=mesh, micro_batches=4, baselines=False, precision="bf16", **asked)
     few, every = (search(c, inside(mesh), options) for c in (micro, replace(micro, compact=None)))
     assert few.evaluation.seconds == pytest.approx(every.evaluation.seconds)
-    assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes)
+    assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes, rel=1e-3)  # which of two equal blocks holds an input
     few_parts, all_parts = (Parts(*p.whole, p.pricer, chain_of(p).starts).found for p in (few, every))
     assert [part.saved_bytes for part in few_parts] == pytest.approx([part.saved_bytes for part in all_parts])
