@@ -109,9 +109,9 @@ enter("autopar.linear.default", einsum("... i, o i -> ... o", [0], [1]))
 enter("autopar.linear_dx.default", einsum("... o, o i -> ... i", [0], [1]))
 enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 
-# products of rows, sorted by group, with their group's matrix: which rows are whose no shard of the rows would know
-enter("autopar.grouped_mm.default", einsum("_ k, _ k n, _ -> _ n", [0], [1]))
-enter("autopar.grouped_mm_dw.default", einsum("_ k, _ n, _ -> _ k n", [0], [1]))
+# products of rows with the matrix of their group
+enter("autopar.grouped_mm.default", einsum("r k, _ k n, r -> r n", [0], [1]))
+enter("autopar.grouped_mm_dw.default", einsum("r k, r n, r -> _ k n", [0], [1]))
 
 # quantized weights
 enter("autopar.dequantize.default", layers.dequantize)
