@@ -11,11 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from ..graph import call
 from .canonicalize_attention import attention
 from .canonicalize_batch_norm import batch_norm
 from .canonicalize_experts import bmm, grouped_mm
 from .canonicalize_loss import cross_entropy
 from .canonicalize_random import has_formula, number_streams, random_op, refuse_the_rest
+from .canonicalize_rows import index, squeeze
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -55,13 +57,6 @@ def _rewrite_of(node: fx.Node) -> Callable | None:
     if node.op != "call_function":
         return None
     return REWRITES.get(node.target) or REWRITES.get(str(node.target))
-
-
-def call(node: fx.Node, target, *args) -> fx.Node:
-    """A new node in the place of `node` that remembers where it comes from."""
-    new = node.graph.call_function(target, args)
-    new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-    return new
 
 
 def _linear(graph_module, node: fx.Node) -> fx.Node:
@@ -122,6 +117,8 @@ REWRITES = {
     aten.addmm.default: _conv1d,
     aten.embedding.default: _embedding,
     aten.bmm.default: bmm,
+    aten.index.Tensor: index,
+    aten.squeeze.default: squeeze,
     aten.matmul.default: _matmul,
     aten._grouped_mm.default: grouped_mm,
     "transformers.grouped_mm_fallback.default": grouped_mm,

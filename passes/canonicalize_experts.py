@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from .._torch import schema_names
+from ..graph import call
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
@@ -18,9 +19,9 @@ def grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:
     x, weight, ends, *rest = map(given.get, names)
     if x.meta["val"].dim() != 2 or weight.meta["val"].dim() != 3 or ends is None or any(rest):
         return None
-    row = _call(node, aten.arange.start, 0, x.meta["val"].shape[0], device=x.meta["val"].device)
-    group = _call(node, aten.bucketize.Tensor, row, ends, right=True)
-    return _call(node, autopar.grouped_mm.default, x, weight, group)
+    row = call(node, aten.arange.start, 0, x.meta["val"].shape[0], device=x.meta["val"].device)
+    group = call(node, aten.bucketize.Tensor, row, ends, right=True)
+    return call(node, autopar.grouped_mm.default, x, weight, group)
 
 
 def bmm(graph_module, node: fx.Node) -> fx.Node | None:
@@ -35,8 +36,8 @@ def bmm(graph_module, node: fx.Node) -> fx.Node | None:
             continue
         weight, group = picked
         if turns:
-            weight = _call(node, aten.transpose.int, weight, 1, 2)
-        product = _call(back, autopar.grouped_mm.default, rows.args[0], weight, group)
+            weight = call(node, aten.transpose.int, weight, 1, 2)
+        product = call(back, autopar.grouped_mm.default, rows.args[0], weight, group)
         product.meta["val"] = back.meta["val"]
         back.replace_all_uses_with(product)
         node.graph.erase_node(back)
@@ -59,10 +60,3 @@ def _is_call(node, target) -> bool:
 
 def _dim(node: fx.Node, ndim: int) -> int:
     return node.args[1] % ndim
-
-
-def _call(node: fx.Node, target, *args, **kwargs) -> fx.Node:
-    """A new node in the place of `node` that remembers where it comes from."""
-    new = node.graph.call_function(target, args, kwargs)
-    new.meta = {key: value for key, value in node.meta.items() if key != "val"}
-    return new

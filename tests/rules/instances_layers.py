@@ -123,6 +123,8 @@ places = aten.max_pool2d_with_indices(image, [2, 2], [2, 2])[1]
 op("max_pool2d_with_indices_backward", real(5, 6, 2, 2), image, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
 op("avg_pool2d_backward", real(5, 6, 2, 2), image, [2, 2], [2, 2], [0, 0], False, True, None)
 op("_adaptive_avg_pool2d_backward", real(5, 6, 2, 2), image)
+op("adaptive_max_pool2d", image, [2, 2])
+op("adaptive_max_pool2d_backward", real(5, 6, 2, 2), image, aten.adaptive_max_pool2d(image, [2, 2])[1])
 op("upsample_nearest2d", image, [8, 8])
 op("upsample_bilinear2d", image, [8, 8], False)
 op("upsample_nearest2d.vec", image, None, [2.0, 2.0])
