@@ -22,6 +22,7 @@ from ._torch import tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
+from .experts import in_order
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
@@ -138,7 +139,7 @@ def export(
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
     try:
-        with fake_state(model, mode, forms), kept_backwards():
+        with fake_state(model, mode, forms), in_order(model), kept_backwards():
             program = _program(wrapper, inputs)
     except AutoparError:
         raise

@@ -163,6 +163,13 @@ def renumbered(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+def call(node: fx.Node, target, *args, **kwargs) -> fx.Node:
+    """A new node in the place of `node` that remembers where it comes from."""
+    new = node.graph.call_function(target, args, kwargs)
+    new.meta = {key: value for key, value in node.meta.items() if key != "val"}
+    return new
+
+
 def describe(node: fx.Node) -> str:
     """`mm_3: aten.mm.default (8, 16) (16, 4) -> (8, 4)` with global shapes, for errors and listings."""
     name = str(node.target) if node.op == "call_function" else node.op

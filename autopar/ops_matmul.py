@@ -1,9 +1,9 @@
 """The canonical products of several matrices at once.
 
 Stacks of matrices, whose leading dims stay dims: ATen flattens them into one (`bmm`), and a merged dim cannot be sharded by batch
-and by heads at once. Grouped products of a mixture of experts: rows sorted by group, each with the matrix of its group. torch has
-kernels for them that take bf16 alone where it is traced (`_grouped_mm`), transformers has an op of its own for the other types;
-both are one op here, of any type.
+and by heads at once. Grouped products of a mixture of experts: each row has the matrix of its group. Elsewhere the rows are sorted
+by group (`_grouped_mm`), so that only all of them together tell which rows a group has, or there is a copy of its matrix for each
+row (`bmm`). Here a row comes with its group, in any order: rows are a dim that may be sharded, and the op sorts those that it gets.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ matmul.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ct
 
 
 @custom_op("autopar::grouped_mm", mutates_args=())
-def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """(r, k), (g, k, n), (g) -> (r, n): the rows of x from ends[i - 1] to ends[i] times weight[i]; zero after the last end."""
+def grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
+    """(r, k), (g, k, n), (r) -> (r, n): each row of x times the matrix of its group; zero where there is no such group."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
-    for group, rows in _groups(ends):
-        torch.mm(x[rows], weight[group], out=y[rows])
+    for i, rows in _rows_of(group, weight.shape[0]):
+        y[rows] = x[rows] @ weight[i]
     return y
 
 
 @custom_op("autopar::grouped_mm_dw", mutates_args=())
-def grouped_mm_dw(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """(r, k), (r, n), (g) -> (g, k, n): of each group x.T @ grad over its rows."""
-    dw = x.new_zeros(ends.shape[0], x.shape[1], grad.shape[1])
-    for group, rows in _groups(ends):
-        torch.mm(x[rows].t(), grad[rows], out=dw[group])
+def grouped_mm_dw(x: Tensor, grad: Tensor, group: Tensor, groups: int) -> Tensor:
+    """(r, k), (r, n), (r) -> (g, k, n): of each of so many groups x.T @ grad over its rows."""
+    dw = x.new_zeros(groups, x.shape[1], grad.shape[1])
+    for i, rows in _rows_of(group, groups):
+        torch.mm(x[rows].t(), grad[rows], out=dw[i])
     return dw
 
 
-def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    start = 0
-    for group, end in enumerate(ends.tolist()):
+def _rows_of(group: Tensor, groups: int) -> Iterator[tuple[int, Tensor]]:
+    """The groups that have rows, and the indices of those."""
+    found, order = group.sort(stable=True)
+    ends = torch.searchsorted(found, torch.arange(groups + 1, device=group.device, dtype=group.dtype)).tolist()
+    for i, (start, end) in enumerate(zip(ends, ends[1:])):
         if end > start:
-            yield group, slice(start, end)
-            start = end
+            yield i, order[start:end]
 
 
-grouped_mm.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
-grouped_mm_dw.register_fake(lambda x, grad, ends: x.new_empty(ends.shape[0], x.shape[1], grad.shape[1]))
+grouped_mm.register_fake(lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[2]))
+grouped_mm_dw.register_fake(lambda x, grad, group, groups: x.new_empty(groups, x.shape[1], grad.shape[1]))
 
 
 def _grouped_backward(ctx, grad):
-    x, weight, ends = ctx.saved_tensors
-    dx = grouped_mm(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    dw = grouped_mm_dw(x, grad, ends) if ctx.needs_input_grad[1] else None
+    x, weight, group = ctx.saved_tensors
+    dx = grouped_mm(grad, weight.transpose(1, 2), group) if ctx.needs_input_grad[0] else None
+    dw = grouped_mm_dw(x, grad, group, weight.shape[0]) if ctx.needs_input_grad[1] else None
     return dx, dw, None
 
 

@@ -20,7 +20,7 @@ from ..errors import MicroBatchError
 from ..graph import OutputRole, describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
 from ..layout import Layout
 from ..mesh import Mesh
-from ..rules import Rule, rule_of, strategy_of
+from ..rules import Rule, cut_inside, rule_of, strategy_of
 from ..rules.reading import input_shapes, output_indices, output_shapes
 from ..rules.rule import Inner, entries_of, name_of
 from ..sharding import NodeSharding
@@ -33,6 +33,7 @@ MADE = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, at
 OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
 
 Tensor = tuple[fx.Node, int]
+Factor = tuple[str, int]  # its name, and the number of equal parts of it that each have samples of their own
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class _Samples:
     def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
         self.rules = rules
         self.place: dict[Tensor, tuple[int, int]] = {}
-        self.factor: dict[fx.Node, str] = {}
+        self.factor: dict[fx.Node, Factor] = {}
         self.users: dict[Tensor, list[fx.Node]] = {}
         for node in rules:
             for argument in tensor_arguments(node):
@@ -101,15 +102,17 @@ class _Samples:
 
     def _spread(self, node: fx.Node) -> None:
         """From the tensors of an op whose place is known to its others."""
-        factors = {self._factor_at(dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
+        factors = {self._factor_at(node, dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
         if not factors:
             return
         if len(factors) != 1 or None in factors:
             raise _mixes(node)
         (factor,) = factors
         self.factor[node] = factor
+        name, inside = factor
         for tensor, dims in self._tensors(node):
-            place = next(((d, _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == factor), None)
+            places = ((d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name)
+            place = next(places, None)
             if self.place.get(tensor, place) != place:
                 raise _mixes(node)
             if place is not None and tensor not in self.place:
@@ -124,9 +127,14 @@ class _Samples:
             inputs = [(tensor, dims) for tensor, dims in inputs if any(dims)]
         return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
 
-    def _factor_at(self, dims: tuple, place: tuple[int, int]) -> str | None:
+    def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> Factor | None:
+        """The factor that the samples are in, or are inside equal parts of (heads and samples in one dim)."""
         dim, parts = place
-        return next((name_of(e) for e in entries_of(dims[dim]) if _parts(e) == parts), None)
+        for entry in entries_of(dims[dim]):
+            if _parts(entry) == parts:
+                return name_of(entry), 1
+        whole = next((name_of(e) for e in entries_of(dims[dim])), None)
+        return (whole, parts) if whole in cut_inside(node, self.rules[node], parts) else None
 
 
 def _parts(entry: str | Inner) -> int:
@@ -202,7 +210,7 @@ class _Layouts:
     def _op(self, node: fx.Node) -> NodeSharding:
         arguments, rule = tensor_arguments(node), self.rules[node]
         layouts = [self.layout[tensor_of(a)] for a in arguments]
-        factor = self.samples.factor.get(node, "")
+        factor, inside = self.samples.factor.get(node, ("", 1))
         if rule is None:
             layouts = [self._whole(node, a) if l.partial else l for a, l in zip(arguments, layouts)]
             return NodeSharding(tuple(layouts), tuple(Layout.replicated(v.dim()) for v in values_of(node)))
@@ -210,12 +218,12 @@ class _Layouts:
             self.shares[node] = frozenset()
             return NodeSharding((layouts[0],), (layouts[0],))
         partial = self._partial(node, rule, layouts, bool(factor))
-        for i, argument in enumerate(arguments):
+        for i, argument in enumerate(arguments if node.target not in MADE else ()):
             if layouts[i].partial and i not in partial:
                 layouts[i] = self._whole(node, argument)
             elif i in partial and not layouts[i].partial:
                 layouts[i] = self._share(node, argument)
-        label = factor or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
+        label = (factor if inside == 1 else f"{factor}/{inside}") or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
         chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
         if chosen is None or list(chosen.inputs) != layouts and node.target not in MADE:
             raise _mixes(node)

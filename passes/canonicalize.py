@@ -11,11 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from .._torch import schema_names
+from ..graph import call
 from .canonicalize_attention import attention
 from .canonicalize_batch_norm import batch_norm
+from .canonicalize_experts import bmm, grouped_mm
 from .canonicalize_loss import cross_entropy
 from .canonicalize_random import has_formula, number_streams, random_op, refuse_the_rest
+from .canonicalize_rows import index, squeeze
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -55,13 +57,6 @@ def _rewrite_of(node: fx.Node) -> Callable | None:
     if node.op != "call_function":
         return None
     return REWRITES.get(node.target) or REWRITES.get(str(node.target))
-
-
-def call(node: fx.Node, target, *args) -> fx.Node:
-    """A new node in the place of `node` that remembers where it comes from."""
-    new = node.graph.call_function(target, args)
-    new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-    return new
 
 
 def _linear(graph_module, node: fx.Node) -> fx.Node:
@@ -116,22 +111,17 @@ def _embedding(graph_module, node: fx.Node) -> fx.Node | None:
     return call(node, autopar.embedding.default, weight, index, padding_idx, 0)
 
 
-def _grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:
-    names = schema_names(node.target)
-    given = dict(zip(names, node.args)) | dict(node.kwargs)
-    x, weight, ends, *rest = map(given.get, names)
-    is_plain = x.meta["val"].dim() == 2 and weight.meta["val"].dim() == 3 and ends is not None and not any(rest)
-    return call(node, autopar.grouped_mm.default, x, weight, ends) if is_plain else None
-
-
 REWRITES = {
     aten.batch_norm.default: batch_norm,
     aten.linear.default: _linear,
     aten.addmm.default: _conv1d,
     aten.embedding.default: _embedding,
+    aten.bmm.default: bmm,
+    aten.index.Tensor: index,
+    aten.squeeze.default: squeeze,
     aten.matmul.default: _matmul,
-    aten._grouped_mm.default: _grouped_mm,
-    "transformers.grouped_mm_fallback.default": _grouped_mm,
+    aten._grouped_mm.default: grouped_mm,
+    "transformers.grouped_mm_fallback.default": grouped_mm,
     aten.scaled_dot_product_attention.default: attention,
     aten.cross_entropy_loss.default: cross_entropy,
 }

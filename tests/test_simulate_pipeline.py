@@ -44,7 +44,8 @@ def check(case: staged.Case, micro_batches: int, note: str, tolerance: float = s
     ("vit", 4, "pp=4,tp=2", "dualpipev", "megatron"),
     ("bert", 2, "pp=2,dp=2", "naive", "zero1"),
     ("bert", 4, "pp=2", "v_min", "auto"),
-    ("mixtral", 1, "pp=2,dp=2", "1f1b", "fsdp"),
+    ("mixtral", 2, "pp=2,dp=2", "1f1b", "fsdp"),
+    ("mixtral", 4, "pp=2,ep=2", "zbv", "auto"),
     ("resnet", 1, "pp=2,dp=2", "zbv", "ddp"),
 ])  # fmt: skip
 def test_against_one_device(name, micro_batches, mesh, schedule, strategy):

@@ -8,15 +8,17 @@
     indexing.py  split, slice, cat, gather, index and their backwards
     settle.py    what every rule must obey for the sizes and dtypes of its node
     localize.py  global constants in arguments -> one device's: `local_call`
-    parts.py     which factors may be sharded inside equal parts (fused weights): `propagate_parts`, `factor_parts`
+    parts.py     which factors may be sharded inside equal parts (fused weights): `propagate_parts`, `factor_parts`, `cut_inside`
     reading.py   how rules read a node
 
 A new op is one line in the table and one instance in tests/rules: the property tests do the rest.
 """
 
 from .localize import local_call
-from .parts import factor_parts, propagate_parts
+from .parts import cut_inside, factor_parts, propagate_parts
 from .rule import Rule, Strategy, strategies, strategy_of
 from .table import rule_of
 
-__all__ = ["Rule", "Strategy", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies", "strategy_of"]
+__all__ = [
+    "Rule", "Strategy", "cut_inside", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies", "strategy_of",
+]  # fmt: skip

@@ -148,9 +148,10 @@ def _spatial(node: fx.Node, made: Rule, linear: tuple[frozenset[int], ...], grou
 
 def weight_norm(node: fx.Node) -> Rule:
     """Every slice along `dim` is scaled to a length of its own; forward and backward alike."""
-    dim = bound(node)["dim"]
+    arguments = bound(node)
     sides = (input_shapes(node), output_shapes(node))
-    return Rule(*(tuple(tuple("d" if i == dim else None for i in range(len(s))) for s in side) for side in sides))
+    dims = (tuple(tuple("d" if i == arguments["dim"] else None for i in range(len(s))) for s in side) for side in sides)
+    return Rule(*dims, sets(([0],)) if "grad_w" in arguments else ())
 
 
 def per_channel(node: fx.Node) -> Rule:

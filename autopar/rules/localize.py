@@ -93,13 +93,10 @@ def _unflatten(call: Call) -> dict[str, Any]:
 
 
 def _repeat(call: Call) -> dict[str, Any]:
-    """Copies of a dim of size 1 are as many as the device holds; copies of a longer dim are all on every device."""
-    source, result, repeats = input_shapes(call.node)[0], call.output(), list(call.arguments["repeats"])
-    new = len(repeats) - len(source)
-    for d in range(len(repeats)):
-        if d < new or source[d - new] == 1:
-            repeats[d] = result[d]
-    return {"repeats": repeats}
+    """As many copies of a dim as the device holds."""
+    source, result = call.input(0), call.output()
+    source = (1,) * (len(result) - len(source)) + source
+    return {"repeats": [size // max(of, 1) for size, of in zip(result, source)]}
 
 
 def _arange(call: Call) -> dict[str, Any]:

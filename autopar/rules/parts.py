@@ -52,6 +52,11 @@ def factor_parts(node: fx.Node, rule: Rule, candidates: Candidates) -> dict[str,
     return _Op(node, rule).allowed(lambda tensor, d: candidates[tensor][d])
 
 
+def cut_inside(node: fx.Node, rule: Rule, parts: int) -> set[str]:
+    """Factors of a node's rule that may be sharded inside so many equal parts."""
+    return set(_Op(node, rule).allowed(lambda tensor, d: {parts}))
+
+
 class _Op:
     """A node seen through its rule.
 

@@ -109,9 +109,9 @@ enter("autopar.linear.default", einsum("... i, o i -> ... o", [0], [1]))
 enter("autopar.linear_dx.default", einsum("... o, o i -> ... i", [0], [1]))
 enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 
-# products of rows, sorted by group, with their group's matrix: which rows are whose no shard of the rows would know
-enter("autopar.grouped_mm.default", einsum("_ k, _ k n, _ -> _ n", [0], [1]))
-enter("autopar.grouped_mm_dw.default", einsum("_ k, _ n, _ -> _ k n", [0], [1]))
+# products of rows with the matrix of their group
+enter("autopar.grouped_mm.default", einsum("r k, _ k n, r -> r n", [0], [1]))
+enter("autopar.grouped_mm_dw.default", einsum("r k, r n, r -> _ k n", [0], [1]))
 
 # quantized weights
 enter("autopar.dequantize.default", layers.dequantize)
@@ -167,8 +167,9 @@ enter("autopar.square_deviation.default autopar.batch_norm.default", layers.chan
 enter("autopar.batch_norm_sums.default autopar.batch_norm_dx.default", layers.channelwise)
 enter("convolution", layers.convolution)
 enter("convolution_backward", layers.convolution_backward)
-enter("max_pool2d_with_indices", keeps_last(2))
-enter("max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward", keeps_last(2, [0]))
+enter("max_pool2d_with_indices adaptive_max_pool2d", keeps_last(2))
+enter("max_pool2d_with_indices_backward adaptive_max_pool2d_backward", keeps_last(2, [0]))
+enter("avg_pool2d avg_pool2d_backward", keeps_last(2, [0]))
 enter("_adaptive_avg_pool2d _adaptive_avg_pool2d_backward reflection_pad2d replication_pad2d", keeps_last(2, [0]))
 enter("upsample_nearest2d upsample_nearest2d.vec upsample_nearest2d_backward", keeps_last(2, [0]))
 enter("upsample_bilinear2d upsample_bilinear2d.vec upsample_bilinear2d_backward", keeps_last(2, [0]))

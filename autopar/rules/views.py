@@ -128,7 +128,8 @@ def expand(node: fx.Node) -> Rule:
 
 
 def repeat(node: fx.Node) -> Rule:
-    """Copies of a dim are equal parts of the output; copies of nothing (a new dim or one of size 1) as in `expand`."""
+    """Copies of a dim are equal parts of the output, and a factor of the output alone; copies of nothing (a new dim or one of size
+    1) as in `expand`."""
     (source,), (target,) = input_shapes(node), output_shapes(node)
     names, new = named(len(target)), len(target) - len(source)
     outputs: list[Dim] = list(names)
@@ -136,7 +137,7 @@ def repeat(node: fx.Node) -> Rule:
     for d in range(new, len(target)):
         copies = target[d] // max(source[d - new], 1)
         if copies > 1 and source[d - new] > 1:
-            outputs[d], even[names[d]] = Inner(names[d], copies), source[d - new]
+            outputs[d], even[names[d]], even[f"c{d}"] = (f"c{d}", Inner(names[d], copies)), source[d - new], copies
     inputs = tuple(None if size == 1 else names[new + d] for d, size in enumerate(source))
     return Rule((inputs,), (tuple(outputs),), LINEAR, even=even)
 

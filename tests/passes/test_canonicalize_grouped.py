@@ -1,13 +1,15 @@
-"""Grouped products of a mixture of experts, as torch and transformers write them, become one op of any type."""
+"""Grouped products of a mixture of experts, as torch and transformers write them, become one op of any type and order of rows."""
 
 import pytest
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.integrations.moe import _grouped_mm
 
 from autopar import simulated
 from autopar.compare import verify_model
 from autopar.cost.compute import flops_of
+from autopar.experts import in_order
 from autopar.graph import is_op
 
 ENDS = {"even": [3, 6, 9], "an empty group": [5, 5, 9], "all in the last": [0, 0, 9]}
@@ -40,3 +42,59 @@ def test_numbers(ends):
     model, x = Experts(torch.float32, False), torch.randn(9, 8)
     report = verify_model(model, (x, torch.tensor(ENDS[ends], dtype=torch.int32)), "tp=3")
     assert report.match, str(report)
+
+
+class Picked(nn.Module):
+    """(r, 8) -> (r, 16), every row with a copy of the matrix of its expert."""
+
+    def __init__(self, turned: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, *((16, 8) if turned else (8, 16)), generator=torch.Generator().manual_seed(0)))
+        self.turned = turned
+
+    def forward(self, x, expert):
+        x, matrices = torch.tanh(x), self.weight[expert]
+        y = torch.bmm(matrices, x.unsqueeze(-1)).squeeze(-1) if self.turned else torch.bmm(x.unsqueeze(1), matrices).squeeze(1)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_matrix_for_each_row(turned):
+    torch.manual_seed(0)
+    model, inputs = Picked(turned), (torch.randn(8, 8), torch.tensor([2, 0, 0, 2, 2, 0, 2, 2]))  # none in 1
+    report = verify_model(model, inputs, "dp=2", strategy="ddp")
+    assert report.match, str(report)
+    _, captured = simulated.plan_and_capture(model, "dp=2", inputs, hardware="cpu-gloo", baselines=False)
+    targets = [str(n.target) for n in captured.graph.nodes if is_op(n)]
+    assert "autopar.grouped_mm.default" in targets and not {"aten.bmm.default", "aten.index.Tensor"} & set(targets)
+
+
+def test_a_stack_of_rows_stays_a_product_of_stacks():
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 4))
+
+        def forward(self, x, which):
+            return torch.bmm(x, self.weight[which]).square().sum()  # (r, 2, 8)
+
+    inputs = (torch.randn(4, 2, 8), torch.tensor([0, 2, 2, 1]))
+    _, captured = simulated.plan_and_capture(Stacked(), "dp=2", inputs, hardware="cpu-gloo", baselines=False)
+    assert not any("grouped" in str(n.target) for n in captured.graph.nodes)
+
+
+def test_the_configuration_of_experts_is_lent():
+    """Of a model, of one inside it, and of one that has an implementation of its own."""
+    class Outer(PretrainedConfig):
+        sub_configs = {"text": PretrainedConfig}
+
+    inner, other = PretrainedConfig(), PretrainedConfig()
+    outer = Outer(text=inner)
+    assert outer.text is inner
+    outer._experts_implementation, inner._experts_implementation, other._experts_implementation = "grouped_mm", "eager", "sonicmoe"
+    model = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity()])
+    for module, config in zip(model, (outer, inner, other)):
+        module.config = config
+    with in_order(model):
+        assert [m.config._experts_implementation for m in model] == ["batched_mm", "batched_mm", "sonicmoe"]
+    assert [m.config._experts_implementation for m in model] == ["grouped_mm", "eager", "sonicmoe"]

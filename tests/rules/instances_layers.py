@@ -11,9 +11,9 @@ from .instances import between, op, real, whole
 aten = torch.ops.aten
 
 # products
-rows, matrices, ends = real(7, 4), real(3, 4, 6), torch.tensor([2, 5, 7])
-op("autopar.grouped_mm.default", rows, matrices, ends)
-op("autopar.grouped_mm_dw.default", rows, real(7, 6), ends)
+rows, matrices, group = real(7, 4), real(3, 4, 6), torch.tensor([2, 0, 0, 3, 2, 0, 2])  # none in 1, and one in no group
+op("autopar.grouped_mm.default", rows, matrices, group)
+op("autopar.grouped_mm_dw.default", rows, real(7, 6), group, 3)
 op("mm", real(5, 6), real(6, 7))
 op("mm", real(8, 4), real(4, 1))
 op("bmm", real(4, 5, 6), real(4, 6, 7))
@@ -123,6 +123,8 @@ places = aten.max_pool2d_with_indices(image, [2, 2], [2, 2])[1]
 op("max_pool2d_with_indices_backward", real(5, 6, 2, 2), image, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
 op("avg_pool2d_backward", real(5, 6, 2, 2), image, [2, 2], [2, 2], [0, 0], False, True, None)
 op("_adaptive_avg_pool2d_backward", real(5, 6, 2, 2), image)
+op("adaptive_max_pool2d", image, [2, 2])
+op("adaptive_max_pool2d_backward", real(5, 6, 2, 2), image, aten.adaptive_max_pool2d(image, [2, 2])[1])
 op("upsample_nearest2d", image, [8, 8])
 op("upsample_bilinear2d", image, [8, 8], False)
 op("upsample_nearest2d.vec", image, None, [2.0, 2.0])
