@@ -101,31 +101,36 @@ def add_played(parser, baselines: bool = False, out: str = "where to write it") 
     parser.add_argument("--out", required=True, metavar="FILE", help=out)
 
 
-def played(args: argparse.Namespace) -> tuple[Planned, Timeline]:
-    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan."""
+def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timeline | None]:
+    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a pipeline, whose
+    schedule was played in the search."""
     check(args)
     with progress() as report:
         planned = search(args, report)
-    return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
-
-
-def played_pipeline(args: argparse.Namespace) -> PipelinePlanned:
-    """The same on a mesh with pp, whose schedule is played in the search."""
-    check(args)
+    if not is_pipeline(planned):
+        return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
     if args.slowdown is not None:
         raise PipelineError("--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
                             fix="leave it out, or change overlap_slowdown in a profile")  # fmt: skip
-    with progress() as report:
-        return search_pipeline(args, report)
+    return planned, None
 
 
-def search(args: argparse.Namespace, report: Report, **options) -> Planned:
-    """The finished search that the arguments of `add_search` ask for, of the model on the meta device; `options` of `api.search`
-    come on top."""
+def is_pipeline(planned: Planned | PipelinePlanned) -> bool:
+    """Whether a search found stages."""
+    from ..plan_pipeline import PipelinePlanned
+
+    return isinstance(planned, PipelinePlanned)
+
+
+def search(args: argparse.Namespace, report: Report, **options) -> Planned | PipelinePlanned:
+    """The finished search that the arguments of `add_search` and `add_pipeline` ask for, of the model on the meta device; `options`
+    of `api.search` come on top."""
     from .. import accumulate, api, models
     from ..mesh import Mesh
 
     quiet()
+    if has_pipeline(args):
+        return search_pipeline(args, report, **options)
     mesh = Mesh.parse(args.mesh) if args.mesh else None
 
     def planned(passes: int, **more) -> Planned:
@@ -134,6 +139,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
         return api.search(
             model, mesh or args.devices, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args),
             report=report, adapt=adaptations(args), micro_batches=passes, recompute=args.recompute,
+            schedule=getattr(args, "schedule", None) or "auto",
             **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options | more,
         )  # fmt: skip
 
@@ -152,14 +158,16 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
 
 
 def has_pipeline(args: argparse.Namespace) -> bool:
-    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none."""
+    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none and cannot get
+    one."""
     from ..mesh import Mesh
     from ..pipeline_plan import axis_of
 
     if args.mesh is not None and axis_of(Mesh.parse(args.mesh)):
         return True
     for name in ("schedule", "stages_per_rank"):
-        if getattr(args, name) is not None:
+        may_be_chosen = name == "schedule" and getattr(args, "devices", None) is not None
+        if getattr(args, name, None) is not None and not may_be_chosen:
             raise PipelineError(f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4")
     return False
 

@@ -28,10 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from ..estimate import of_pipeline, of_search
 
     with common.progress() as report:
-        if common.has_pipeline(args):
-            found = of_pipeline(common.search_pipeline(args, report, refuses=False))
-        else:
-            found = of_search(common.search(args, report, refuses=False))
+        planned = common.search(args, report, refuses=False)
+    found = of_pipeline(planned) if common.is_pipeline(planned) else of_search(planned)
     text = json.dumps(found.to_json(), indent=1, sort_keys=True, allow_nan=False)
     if args.json == "-":
         print(text)

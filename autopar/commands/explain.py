@@ -21,15 +21,22 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     common.check(args)
-    if args.pattern is None and not common.has_pipeline(args):
-        raise AutoparError("PATTERN is missing, which only a mesh with pp can do without", fix="see autopar explain --help")
+    if args.pattern is None and args.mesh is not None and not common.has_pipeline(args):
+        raise _no_pattern()
     from ..explain_pipeline import explain_pipeline
     from ..planner.explain import explain_plan
 
     with common.progress() as report:
-        if common.has_pipeline(args):
-            explanation = explain_pipeline(common.search_pipeline(args, report), args.pattern, args.alternatives, report)
+        planned = common.search(args, report)
+        if common.is_pipeline(planned):
+            explanation = explain_pipeline(planned, args.pattern, args.alternatives, report)
+        elif args.pattern is None:
+            raise _no_pattern()
         else:
-            explanation = explain_plan(common.search(args, report), args.pattern, args.alternatives, report=report)
+            explanation = explain_plan(planned, args.pattern, args.alternatives, report=report)
     print(explanation, end="")
     return 0
+
+
+def _no_pattern() -> AutoparError:
+    return AutoparError("PATTERN is missing, which only a pipeline can do without", fix="see autopar explain --help")

@@ -23,7 +23,7 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     common.check(args)
     with common.progress() as report:
-        planned = common.search_pipeline(args, report) if common.has_pipeline(args) else common.search(args, report)
+        planned = common.search(args, report)
     plan = planned.plan
     if args.json == "-":
         print(json.dumps(plan.to_json(), indent=1, sort_keys=True, allow_nan=False))

@@ -19,24 +19,23 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..units import size
 
-    page = _pipeline(args) if common.has_pipeline(args) else _flat(args)
+    planned, timeline = common.played(args)
+    page = _pipeline(planned, args.no_baselines) if timeline is None else _flat(planned, timeline)
     Path(args.out).write_text(page, encoding="utf-8")
     print(f"{args.out}: {size(len(page.encode()))}")
     return 0
 
 
-def _flat(args: argparse.Namespace) -> str:
-    planned, timeline = common.played(args)
+def _flat(planned, timeline) -> str:
     from ..view.report import report_page
 
     return report_page(planned, timeline)
 
 
-def _pipeline(args: argparse.Namespace) -> str:
-    planned = common.played_pipeline(args)
+def _pipeline(planned, alone: bool) -> str:
     from ..explain_pipeline import explain_pipeline
     from ..view.pipeline_report import pipeline_page
 
     with common.progress() as report:
-        explanation = None if args.no_baselines else explain_pipeline(planned, report=report)
+        explanation = None if alone else explain_pipeline(planned, report=report)
     return pipeline_page(planned, explanation)

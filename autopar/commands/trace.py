@@ -18,14 +18,14 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    trace, said = _pipeline(args) if common.has_pipeline(args) else _flat(args)
+    planned, timeline = common.played(args)
+    trace, said = _pipeline(planned) if timeline is None else _flat(planned, timeline)
     Path(args.out).write_text(json.dumps(trace) + "\n")
     print(f"{args.out}: {said}")
     return 0
 
 
-def _flat(args: argparse.Namespace) -> tuple[dict, str]:
-    planned, timeline = common.played(args)
+def _flat(planned, timeline) -> tuple[dict, str]:
     from ..units import ms
     from ..view.trace import trace_of
 
@@ -33,8 +33,7 @@ def _flat(args: argparse.Namespace) -> tuple[dict, str]:
     return trace_of(planned, timeline), f"{len(timeline.events)} events, step {ms(timeline.seconds)}, {exposed}"
 
 
-def _pipeline(args: argparse.Namespace) -> tuple[dict, str]:
-    planned = common.played_pipeline(args)
+def _pipeline(planned) -> tuple[dict, str]:
     from ..units import ms
     from ..view.pipeline_trace import pipeline_trace_of
 
