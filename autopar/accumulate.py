@@ -13,13 +13,12 @@ import torch
 
 from .calls import CallSignature
 from .errors import InputError, MemoryInfeasibleError
-from .mesh import Mesh
+from .mesh import NOT_DATA, Mesh
 from .planner.make import Planned
 from .planner.restrict import DATA, Restriction
 
 AUTO = "auto"
 MOST_CAPTURES = 3  # of a model at different batches, when the number of passes is looked for
-NOT_DATA = ("tp", "cp", "sp", "ep", "pp")  # names of axes that do not carry the batch, where no strategy gives them roles
 
 
 def data_ways(mesh: Mesh, strategy: str | None) -> int:

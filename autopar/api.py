@@ -208,6 +208,7 @@ def compile(
     example_inputs=None,
     *,
     inputs: str = "global",
+    outputs: str = "stage",
     plan: Plan | str | Path | None = None,
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
@@ -237,10 +238,14 @@ def compile(
     An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it into
     `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a name of
     autopar/schedule/catalogue.py, or "auto". It computes the gradients at once, `loss.backward()` hands them out. The loss is known
-    on every rank, other outputs where their stage is; elsewhere they are None. Each rank has the parameters of its stages.
+    on every rank; other outputs (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which
+    each gets its shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
+    part, as those along tp do.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
+    if outputs not in ("stage", "everywhere"):
+        raise InputError(f"outputs is {outputs!r}", fix='use "stage" or "everywhere"')
     adaptations = order.checked(adapt)
     compute_dtype(precision)
     if not hasattr(mesh, "get_group"):
@@ -249,7 +254,7 @@ def compile(
             fix='torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))',
         )
     arguments = dict(
-        inputs=inputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
+        inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
         adapt=adaptations, micro_batches=micro_batches, offload=offload, schedule=schedule,
     )  # fmt: skip
@@ -261,7 +266,7 @@ def compile(
     return CompiledAtFirstCall(model, compile_for) if example_inputs is None else compile_for(example_inputs)
 
 
-def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weights, adapt, **options):
+def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, **options):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
 
@@ -274,7 +279,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, plan, loss_fn, weigh
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
-        return ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment)
+        return ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere")
     except BaseException:
         with contextlib.suppress(MovedParameterError):  # what was taken over cannot be given back
             attachment.undo()
@@ -319,7 +324,8 @@ class _Compiler:
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         graph = traced.captured.graph
         leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
-        known = {"input": traced.fixed, "parameter": layouts or {}}
+        inputs = traced.fixed if self.axis is None else {}  # a pipeline has the whole batch on every rank, whatever is passed
+        known = {"input": inputs, "parameter": layouts or {}}
         fixed = {name: known[r.kind][r.name] for r, name in leaves.items() if r.name in known.get(r.kind, ())}
 
         def make() -> dict:

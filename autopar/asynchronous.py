@@ -81,7 +81,7 @@ class AsynchronousPipeline:
         (mine,) = program.stages.values()
         self._device = torch.device(self._on.device_mesh.device_type)
         (loaded,) = step.graphs  # the same as in synchronous training
-        graphs = {"forward": loaded.forward, "reduce": step.reduce.get(self.place)}
+        graphs = {"forward": loaded.forward, "reduce": step.gradients.reduce.get(self.place)}
         graphs |= {"backward": loaded.backward.first} if loaded.has_backward else {}
         agree.everywhere(lambda: _check_types(mine))
         self._buffers, parameters = {}, {}

@@ -14,6 +14,8 @@ from functools import cached_property
 
 from .errors import MeshError
 
+NOT_DATA = ("tp", "cp", "sp", "ep", "pp")  # names of axes that do not carry the batch, where no strategy gives them roles
+
 
 @dataclass(frozen=True)
 class Mesh:

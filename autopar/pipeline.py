@@ -80,22 +80,24 @@ def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]
     return micro, debug.run_pass("cut", cut, micro.captured.graph_module, plan.pipeline.cuts)
 
 
-def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> PipelineProgram:
-    """What a rank runs of a pipeline. Raises as `stages_of` and `lower` do."""
+def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False) -> PipelineProgram:
+    """What a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction too. Raises as
+    `stages_of` and `lower` do."""
     micro, stages = stages_of(captured, plan)
     pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
     here = rank_inside(plan.sharding.mesh, coordinate)
     leaves = [frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)]
     mine = pipeline.stages_of(coordinate[pipeline.axis])
-    return PipelineProgram(rank, micro, {i: lower_stage(stages[i], micro, plan, here, check) for i in mine}, tuple(leaves))
+    return PipelineProgram(rank, micro, {i: lower_stage(stages[i], micro, plan, here, check, waits) for i in mine}, tuple(leaves))
 
 
-def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None) -> StageProgram:
+def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None,
+                waits: bool = False) -> StageProgram:  # fmt: skip
     """One rank's graphs for one stage. `rank`: in the stage's mesh."""
     captured = replace(micro.captured, graph_module=stage.joint)
     plan = replace(plan, mesh=plan.sharding.mesh, sharding=stage.sharding(plan.sharding))
     whole = lower(captured, plan, rank, check)
-    waits = micro.micro_batches > 1 and whole.parts.backward is not None
+    waits = (waits or micro.micro_batches > 1) and whole.parts.backward is not None
     deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None
     forward, copies = compute_once(whole.parts.forward) if micro.micro_batches > 1 else (whole.parts.forward, None)
     return StageProgram(stage, captured, plan, whole, forward, copies, deferred)

@@ -9,7 +9,7 @@ machine does falls on all alike; of the rounds, in each the slower process, the 
 of a process, which says more where other work shares the cores. A step is forward and backward, as in a plan's `step_seconds`.
 "by curves" is the plan's compute with each collective that its graphs run priced alone (autopar/cost/collectives.py). Memory is
 predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes of all live tensors of a step with its AdamW update
-(tests/allocations.py), of the rank that holds most. Kendall's tau compares the order of pairs of plans whose measured times
+(autopar/allocations.py), of the rank that holds most. Kendall's tau compares the order of pairs of plans whose measured times
 differ by more than 5 %, within a model and over both; the mean error is also that after one factor for all plans, which a
 machine whose speed drifts between calibration and measurement changes.
 

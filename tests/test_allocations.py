@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .allocations import PASSING, Allocations
+from autopar.allocations import PASSING, Allocations
 
 
 def test_a_storage_counts_once_and_until_its_last_view_is_freed():

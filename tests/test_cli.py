@@ -224,7 +224,7 @@ def test_train():
 def test_train_under_torchrun(tmp_path):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", "train"]
     process = subprocess.Popen(
-        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "dp=2", "--steps", "2", "--lora", "r=2",
+        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "pp=2", "--steps", "2", "--lora", "r=2",
          "--save-adapter", str(tmp_path / "adapter")], text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def test_train_under_torchrun(tmp_path):
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 0, err
-    assert out.count("step 1  loss") == 1 and "; measured " in out  # the first rank alone speaks
+    assert out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out  # the first rank alone speaks
     assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 

@@ -9,8 +9,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.collector", "autopar.errors", "autopar.mesh", "autopar.layout", "autopar.hardware", "autopar.hardware_model",
      "autopar.hardware_profiles", "autopar.schedule", "autopar.units"},
-    {"autopar._torch", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4", "autopar.ops_quant",
-     "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.experts", "autopar.fake_state",
+    {"autopar._torch", "autopar.allocations", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4",
+     "autopar.ops_quant", "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.experts",
+     "autopar.fake_state",
      "autopar.functions", "autopar.precision", "autopar.compact", "autopar.unroll", "autopar.quantized", "autopar.rules",
      "autopar.adapt"},
     {"autopar.cost", "autopar.pipeline_plan", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file",

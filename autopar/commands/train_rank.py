@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 
 from .. import hardware, models, schedule
+from ..allocations import Allocations
 from ..calibrate import stale
 from ..errors import AutoparError
 from ..mesh import Mesh
@@ -74,19 +75,22 @@ def _run(device_mesh, settings: dict, say) -> None:
     planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
     staged = {"schedule": settings["schedule"] or "auto", "micro_batches": settings["micro_batches"]}
     model = autopar.compile(source, device_mesh, inputs, **planning, **staged)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
+    trained = [p for p in model.parameters() if p.requires_grad] or [torch.zeros(0, requires_grad=True)]  # stages may be frozen
+    optimizer = torch.optim.AdamW(trained, lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
     done = _resume(model, optimizer, stream, settings, say)
     seconds, peak = [], 0
     for step in range(done + 1, steps + 1):
         call = next(stream)
+        follows = model.plan.pipeline is not None and step == min(done + WARM_UP, steps)
         start = time.perf_counter()
-        with _saved_bytes(model) as saved:
-            loss = model(**call).loss
-        loss.backward()
-        seconds.append(time.perf_counter() - start)
-        optimizer.step()
-        peak = max(peak, saved() + _state_bytes(model, optimizer))
+        with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
+            with _saved_bytes(model) as saved:
+                loss = model(**call).loss
+            loss.backward()
+            seconds.append(time.perf_counter() - start)
+            optimizer.step()
+        peak = max(peak, most() if model.plan.pipeline else saved() + _state_bytes(model, optimizer))
         optimizer.zero_grad()
         whole = time.perf_counter() - start
         say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
@@ -149,10 +153,20 @@ def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:
 def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
     predicted = f"predicted {ms(plan.step_seconds)}, {size(plan.peak_bytes)} a device; measured {ms(seconds)}"
     timed = f"measured: median of forward and backward over {steps} step{'s' if steps > 1 else ''}, on the slowest rank"
-    if plan.pipeline:  # its micro-batches come and go inside of the call
-        return f"{predicted}\n{timed}; memory under a pipeline is not measured"
     held = "parameters, buffers, gradients, optimizer state and tensors saved for the backward, on the rank with most"
+    if plan.pipeline:
+        held = "bytes of all live tensors but the batch, of one step before these, on the rank with most"
     return f"{predicted}, {size(bytes_)}\n{timed}; {held}"
+
+
+@contextmanager
+def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) -> Iterator[Callable[[], int]]:
+    """A function that says how many bytes were alive at once inside, at the most: under a pipeline micro-batches come and go in the
+    call. Every op inside takes longer."""
+    with Allocations() as seen:
+        seen.hold_state(model, optimizer)
+        seen.leave_out(x for x in call.values() if isinstance(x, torch.Tensor))
+        yield lambda: seen.peak_bytes
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
-    gathered, reduced = _bucket_bytes(problem, evaluation, pricer)
+    gathered, reduced = bucket_bytes(problem, evaluation, pricer)
     changes[BUCKETS][0] += gathered
     backward = next((i for i, run in enumerate(order.runs) if run.phase == "backward"), count)
     changes[BUCKETS][backward] += max(0.0, reduced - gathered)
@@ -273,7 +273,7 @@ def _is_packed(step: Step) -> bool:
     return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
 
 
-def _bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
+def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
     """Buffers in which parameters are gathered, and gradients reduced: a bucket, or all of them if they are less. Beside a bucket
     of gathered parameters is the part of it that was sent, and, where gathers run ahead (passes/overlap.py), the next one. Beside
     a packed bucket of gradients is what waited for it and is more than the shards that stay."""

@@ -6,7 +6,8 @@ seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a r
     step = max over ranks (end of the last action + reductions of its stages)
 
     bytes of a rank = parameters, gradients, optimizer state of its stages + what its micro-batches in flight save
-                      + the most that comes and goes in one of its stages + messages + reserve
+                      + the most that comes and goes in one of its stages + outputs of the call + messages + reserve
+                      or, after all micro-batches, what reduces gradients or joins outputs
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, s
                   transfers[:-1], [p.saved_bytes for p in parts])  # fmt: skip
     for rank, held in enumerate(memory):
         held[SAVED] += played.peak(rank)
+        held[PASSING] += besides(held, [parts[s] for s in orders.stages_of(rank)], pipeline.micro_batches)
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
     costs = tuple(
@@ -109,6 +111,15 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
         held[BUCKETS] += sum(parts[s - 1].sent) + sum(parts[s - 1].returned) if s else 0.0
     held[PASSING] += max(parts[s].transient_bytes for s in stages)
     return held
+
+
+def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
+    """What a rank's stages hold besides what one of their micro-batches at work does: outputs of the others; or, when nothing else
+    comes and goes any more, those of all and the whole that they are joined to, or gradients in the buffers that reduce them."""
+    bytes_ = sum(part.output_bytes for part in parts)
+    joining = 2 * micro_batches * bytes_ if micro_batches > 1 else 0.0
+    working = held[SAVED] + held[PASSING] + held[BUCKETS]
+    return max((micro_batches - 1) * bytes_, max(joining, *(part.reducing_bytes for part in parts)) - working)
 
 
 def timing_of(schedule: str, ranks: int, stages_per_rank: int) -> Timing:

@@ -20,7 +20,7 @@ from torch import fx
 from ..graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from .blocks import block_of, recomputed_vertices
 from .evaluate import Evaluation, Pricer, Transfer, unreduced_bytes, uses_by_tensor
-from .live_bytes import AGAIN, BUCKETS, GATHERED, GRADIENTS, PARAMETERS, PASSING, LiveBytes, live_bytes, staying_of
+from .live_bytes import AGAIN, BUCKETS, GATHERED, GRADIENTS, PARAMETERS, PASSING, LiveBytes, bucket_bytes, live_bytes, staying_of
 from .places import Places, first_of
 from .problem import Problem
 
@@ -52,7 +52,8 @@ class Part:
     parameters on the host). `saved_bytes`: what a micro-batch holds from its forward to its backward; `staying`: parameters,
     optimizer state and buffers, by kind; `computing_bytes`: copies of parameters in the type that computes; `gradient_bytes`:
     shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that
-    comes and goes while an op of the part runs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the
+    comes and goes while an op of the part runs; `reducing_bytes`: the same while gradients that waited are reduced; `output_bytes`:
+    what a micro-batch gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the
     forward, and of each that comes back from there. `modules`: of its forward ops, in order. All bytes are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
@@ -64,6 +65,8 @@ class Part:
     gradient_bytes: float = 0.0
     whole_bytes: float = 0.0
     transient_bytes: float = 0.0
+    reducing_bytes: float = 0.0
+    output_bytes: float = 0.0
     parameters: int = 0
     sent: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)
@@ -131,6 +134,7 @@ class Parts:
         self._transfers()
         self._saved()
         self._passing()
+        self._outputs()
         self._transients(live or live_bytes(problem, e, pricer))
 
     def _where(self) -> dict[fx.Node, int]:
@@ -263,6 +267,14 @@ class Parts:
                 for border in range(first, at):
                     self.found[border].returned.append(bytes_)
 
+    def _outputs(self) -> None:
+        """What leaves the call, in the layout in which it does."""
+        output = output_node(self.problem.graph)
+        for value, role, use in zip(output.args[0], output.meta["roles"], self.problem.output_uses):
+            if role.kind == "output" and value.meta["val"].dim():
+                layout = self._strategy(use.consumer).inputs[use.slot]
+                self.found[first_of(self.where[value], 0)].output_bytes += self.pricer.bytes_of(value.meta["val"], layout)
+
     def _local_bytes(self, node: fx.Node, tensors) -> float:
         producer, item = tensor_of(node)
         values = producer.meta["val"]
@@ -274,8 +286,12 @@ class Parts:
 
     def _transients(self, live: LiveBytes) -> None:
         passing = [live.kinds[kind] for kind in (AGAIN, GATHERED, PASSING, BUCKETS) if kind in live.kinds]
+        gathered, reduced = bucket_bytes(self.problem, self.e, self.pricer)
+        later = max(0.0, reduced - gathered) if self.e.reduces_once else 0.0  # not beside the activations
+        for part in self.found if self.e.reduces_once else ():
+            part.reducing_bytes = min(reduced, 2 * (part.gradient_bytes + part.whole_bytes))
         for i, run in enumerate(live.order.runs):
-            bytes_ = float(sum(kind[i] for kind in passing))
+            bytes_ = float(sum(kind[i] for kind in passing)) - (later if run.phase == "backward" else 0.0)
             for part in self._charged(self.where.get(self.problem.vertices[run.vertex].node, 0)):
                 part.transient_bytes = max(part.transient_bytes, bytes_)
 

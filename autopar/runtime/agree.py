@@ -146,16 +146,30 @@ def _digest(entries: list) -> str:
     return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
-def check_batches(names: list[str], tensors: list[torch.Tensor]) -> None:
-    """Raises InputError on every rank if ranks pass different global batches."""
-    everyone = _gather([_checksum(t) for t in tensors])
-    for rank, others in enumerate(everyone):
-        for name, a, b in zip(names, everyone[0], others):
+def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | None = None) -> None:
+    """Raises InputError on every rank if ranks pass different global batches, or different tensors for one `part` of the batch:
+    the place of this rank's part, as (axis, number) pairs."""
+    everyone = _gather((part, [_checksum(t) for t in tensors]))
+    first: dict[tuple | None, int] = {}
+    for rank, (where, others) in enumerate(everyone):
+        same = first.setdefault(where, rank)
+        for name, a, b in zip(names, everyone[same][1], others):
             if a != b:
-                raise InputError(
-                    f"rank {rank} passes another {name} than rank 0, but inputs='global' wants the same global batch on every rank",
-                    fix="pass the same batch everywhere, or compile with inputs='local' if each rank loads its own part",
-                )
+                raise InputError(f"rank {rank} passes another {name} than rank {same}, {_both(where)}", fix=_same_batch(where))
+
+
+def _both(part: tuple | None) -> str:
+    if part is None:
+        return "but inputs='global' wants the same global batch on every rank"
+    place = " and ".join(f"{axis} {number}" for axis, number in part)
+    return f"but inputs='local' wants one part of the batch for all ranks at {place}" if part else "and no axis carries the batch"
+
+
+def _same_batch(part: tuple | None) -> str:
+    if part is None:
+        return "pass the same batch everywhere, or compile with inputs='local' if each rank loads its own part"
+    axes = ", ".join(axis for axis, _ in part)
+    return f"load the part of a rank's place along {axes}, as DistributedSampler(rank=place) does" if part else "load one batch"
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -86,7 +86,7 @@ class Backward:
         """Gradients of this backward and of those before that were not reduced, which are taken out of `.grad`."""
         taken = {
             i: parameters[i] for i, spec in self.deferred.items()
-            if _has_spec(parameters[i].grad, spec) and _torch.accumulates(nodes[i])
+            if has_spec(parameters[i].grad, spec) and _torch.accumulates(nodes[i])
         }  # fmt: skip
         if not taken:
             gradients = self._dtensors(self.reduced(values), {})
@@ -126,7 +126,7 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def _has_spec(gradient: torch.Tensor | None, spec) -> bool:
+def has_spec(gradient: torch.Tensor | None, spec) -> bool:
     return isinstance(gradient, DTensor) and gradient._spec == spec
 
 

@@ -21,7 +21,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..calls import describe_call
 from ..capture import Captured
@@ -88,8 +87,8 @@ class Captures:
     """The captures of `module`, and how it gets more. `layouts` are those of its parameters."""
 
     def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: str,
-                 mesh, device_mesh, stage: StageMesh):  # fmt: skip
-        self.stage = stage
+                 mesh, device_mesh, stage: StageMesh, everywhere: bool = False):  # fmt: skip
+        self.stage, self.everywhere = stage, everywhere  # whether all outputs are on all ranks
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
         self.mesh, self.device_mesh = mesh, device_mesh
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
@@ -148,9 +147,7 @@ class Captures:
         if capture is None:
             capture = self._compile(call, args, kwargs, gradients)
         tensors = capture.inputs.match(args, kwargs)
-        if self.mode == "global":
-            whole = [(n, t) for n, t in zip(capture.inputs.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
-            agree.check_batches([n for n, _ in whole], [t for _, t in whole])
+        capture.inputs.check(tensors)
         capture.is_met = True
         return capture, tensors
 
@@ -187,7 +184,8 @@ class Captures:
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         if isinstance(program, PipelineProgram):
             trains = any(r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"])  # on whatever rank
-            step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, trains)
+            step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, self.accumulation,
+                                trains, self.everywhere)  # fmt: skip
         else:
             step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
         if self.compile_options is not None:
@@ -199,11 +197,12 @@ class Captures:
     def prepare_no_sync(self) -> None:
         """All captures get what the backward inside of no_sync runs; on all ranks together."""
         for capture in self.table:
-            if capture.step.backward is not None and capture.step.backward.unreduced is None:
-                self._load_deferred(capture.traced, capture.plan, capture.step)
+            self._load_deferred(capture.traced, capture.plan, capture.step)
 
-    def _load_deferred(self, traced: Traced, plan: Plan, step: Step) -> None:
-        if step.backward is not None:
+    def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
+        if isinstance(step, PipelineStep):
+            step.prepare_no_sync()
+        elif step.backward is not None and step.backward.unreduced is None:
             program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
             agree.check_programs(plan.hash, program.collectives(), plan.mesh)
             step.backward.load_deferred(program)
@@ -211,8 +210,8 @@ class Captures:
     def unreduced_bytes(self) -> int:
         """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial then."""
         first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
-        if first.plan.pipeline is not None:  # which reduces in every call
-            return 0
+        if isinstance(first.step, PipelineStep):
+            return first.step.gradients.unreduced_bytes
         graph = first.traced.captured.graph
         shapes = {r.name: n.meta["val"] for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
                   if r.kind == "gradient"}  # fmt: skip

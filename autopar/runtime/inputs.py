@@ -10,15 +10,26 @@ from torch.distributed.tensor import DTensor
 from ..calls import CallSignature, describe_call, split_example
 from ..errors import InputError
 from ..layout import Layout, local_part, local_shape
-from ..mesh import Mesh
+from ..mesh import NOT_DATA, Mesh
+from ..pipeline_plan import axis_of
+from . import agree, watch
 from .dtensors import as_dtensor, layout_of, redistributed
+
+
+def data_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which inputs="local" means parts: those named for data, or the first one. Under a pipeline the first one that
+    is not named for something else; none on a mesh that has no such axis, where the only part is the batch."""
+    named = tuple(a for a in mesh.names if a.startswith("dp") or a == "data")
+    if named or axis_of(mesh) is None:
+        return named or mesh.names[:1]
+    return tuple(a for a in mesh.names if a not in NOT_DATA)[:1]
 
 
 def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:
     """`(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by input name:
     of DTensors, and with inputs="local" of each rank's part."""
     signature, tensors = CallSignature.of(*split_example(example_inputs))
-    axes = tuple(a for a in mesh.names if a.startswith("dp") or a == "data") or mesh.names[:1]
+    axes = data_axes(mesh)
     fixed: dict[str, Layout] = {}
     whole = []
     for name, x in zip(signature.tensor_names, tensors):
@@ -59,6 +70,13 @@ class Inputs:
         like = zip(self.parts, self.signature.dtypes)
         return describe_call(*self.signature.rebuild([torch.empty(s, dtype=d, device="meta") for s, d in like if s is not None]))
 
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Raises InputError on every rank if ranks that are to pass the same, all of them or those at one part of the batch, pass
+        different tensors. What is a DTensor says itself which ranks have the same."""
+        plain = [(n, t) for n, t in zip(self.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
+        part = tuple((a, self.coordinate[a]) for a in data_axes(self.mesh)) if self.is_local else None
+        agree.check_batches([n for n, _ in plain], [t for _, t in plain], part)
+
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's parts of a call's tensors. Raises InputError for a DTensor of another mesh."""
         return [self._local(name, t) for name, t in zip(self.signature.tensor_names, tensors)]
@@ -68,10 +86,7 @@ class Inputs:
         if layout is None:  # the graph does not read it
             return tensor
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh != self.device_mesh:
-                raise InputError(
-                    f"{name} is a DTensor of another mesh", mesh=tensor.device_mesh, fix="use the mesh given to autopar.compile"
-                )
+            self._check_mesh(name, tensor)
             return redistributed(tensor, layout, self.mesh, self.device_mesh)
         if not self.is_local:
             return local_part(tensor, layout, self.mesh, self.coordinate).to(self.device)
@@ -80,6 +95,12 @@ class Inputs:
         shape = self.signature.shape_of(name)  # a given plan may want it otherwise
         whole = as_dtensor(tensor.to(self.device), shape, self.fixed[name], self.mesh, self.device_mesh)
         return redistributed(whole, layout, self.mesh, self.device_mesh)
+
+    def _check_mesh(self, name: str, tensor: DTensor) -> None:
+        if tensor.device_mesh != self.device_mesh:
+            raise InputError(
+                f"{name} is a DTensor of another mesh", mesh=tensor.device_mesh, fix="use the mesh given to autopar.compile"
+            )
 
     def shard(self, args: tuple, kwargs: dict) -> tuple | dict:
         """See ParallelModule.shard_inputs."""
@@ -100,12 +121,16 @@ class Inputs:
 
 
 class WholeInputs(Inputs):
-    """Under a pipeline a call's tensors stay whole until they are cut into micro-batches."""
+    """Under a pipeline every rank gets the whole batch, which is cut into micro-batches and then as each stage wants it: a
+    micro-batch is a stretch of the batch, whoever has its samples, so that what it draws does not depend on how they came. Parts of
+    the batch travel to the ranks that have others, once a call."""
 
     def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self.is_local or isinstance(tensor, DTensor):
-            raise InputError(
-                f"{name} is a part of the batch, and a pipeline cuts the whole batch into micro-batches",
-                fix='pass the same global batch on every rank, and inputs="global"',
-            )
-        return tensor.to(self.device)
+        if not isinstance(tensor, DTensor):
+            if not self.is_local or self.fixed[name].is_replicated:
+                return tensor.to(self.device)
+            shape = self.signature.shape_of(name)
+            tensor = as_dtensor(tensor.to(self.device), shape, self.fixed[name], self.mesh, self.device_mesh)
+        self._check_mesh(name, tensor)
+        with watch.meeting(f"the parts of {name}"):
+            return tensor.full_tensor()

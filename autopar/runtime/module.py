@@ -37,11 +37,12 @@ class ParallelModule(nn.Module):
     the mesh of `stage_mesh`. Values come from the source or from `weights`.
 
     Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
-    `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device."""
+    `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where their stage is,
+    or `everywhere`."""
 
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
-        weights: Weights | None = None, attachment: Attachment | None = None,
+        weights: Weights | None = None, attachment: Attachment | None = None, everywhere: bool = False,
     ):  # fmt: skip
         super().__init__()
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
@@ -60,7 +61,8 @@ class ParallelModule(nn.Module):
         )
         translate_states(self, self.layouts, stage, self.elsewhere)
         object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
-        self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh, stage)
+        self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh, stage,
+                                  everywhere)  # fmt: skip
         self._captures.add(traced, self.plan, program)
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False
@@ -84,7 +86,9 @@ class ParallelModule(nn.Module):
 
         Inside, the `.grad` of such a parameter is a Partial DTensor: `zero_grad` drops it, `full_tensor()` gives its value, and
         an optimizer or clipping that reads it makes DTensor reduce it, tensor by tensor. It is as large as what the rank
-        computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient are sharded (ZeRO)."""
+        computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient are sharded (ZeRO).
+        Under a pipeline they come on top of the sums of the micro-batches of the next call, which the plan counts, and a parameter
+        that several stages share is reduced in each backward."""
         self._captures.prepare_no_sync()
         with self._captures.accumulation.deferring():
             yield

@@ -1,7 +1,8 @@
 """One call of a model under a pipeline: all its micro-batches, forward and backward, as one differentiable function.
 
-The call runs the whole schedule and keeps the gradients; `loss.backward()` scales them and hands them to autograd. So the training
-loop is that of any module. The loss is known on every rank; another output is where its stage is, and None elsewhere.
+The call runs the whole schedule and keeps the gradients; `loss.backward()` scales and reduces them and hands them to autograd. So
+the training loop is that of any module. The loss is known on every rank; another output is where its stage is, and None elsewhere,
+or is sent from there to all places along the pipeline.
 """
 
 from __future__ import annotations
@@ -18,76 +19,94 @@ from .. import _torch
 from ..capture import Captured
 from ..errors import InputError, StageError
 from ..graph import output_node
-from ..layout import Layout, local_part
+from ..layout import Layout, local_part, local_shape
 from ..micro_batches import join, parts_of
-from ..pipeline import PipelineProgram
+from ..pipeline import PipelineProgram, lower_pipeline
 from ..plan import Plan
 from ..schedule.actions import Action, Schedule
 from ..schedule.played import Played
 from . import agree, watch
+from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .dtensors import spec_of
-from .loaded import LoadedGraph
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
+from .pipeline_gradients import StageGradients, Sums
 from .process_groups import ProcessGroups
 from .stage_mesh import StageMesh
 
 
 class PipelineStep:
-    """Runs the stages of `program` on the parameters and buffers of `module`. Raises StageError for a call that trains without a
-    scalar loss."""
-
-    backward = None  # gradients are reduced in every call: no_sync has nothing to put off
+    """Runs the stages of `program` on the parameters and buffers of `module`. `everywhere`: all outputs are on all ranks. Raises
+    StageError for a call that trains without a scalar loss."""
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
-                 groups: ProcessGroups, trains: bool):  # fmt: skip
-        self.program, self.plan, self.micro, self.stage = program, plan, program.micro, stage
-        self.returns, self.random = captured.returns, module.random
-        self.trains = trains
+                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool):  # fmt: skip
+        self.plan, self.micro, self.stage, self.groups, self.accumulation = plan, program.micro, stage, groups, accumulation
+        self.captured, self.returns, self.random = captured, captured.returns, module.random
+        self.trains, self.is_deferring = trains, False
         if trains and captured.returns.loss is None:
             raise StageError(
                 "a pipeline trains with a scalar loss of the model's own, and this call returns none",
                 fix="return a loss from the model (output.loss), or pass loss_fn= to autopar.compile",
             )
         self.device = torch.device(stage.device_mesh.device_type)
-        self._bind(module)
-        pipeline = plan.pipeline
-        groups.bind(agree.union([group for group, _, _ in program.collectives()]))  # on all ranks, whose stages need different ones
-        schedule = pipeline.orders if trains else forwards(pipeline.orders)
-        self.graphs = [StageGraphs(p, groups, self.device, schedule.splits_backward) for p in program.stages.values()]
-        self.stages = [EngineStage(g, schedule.stages, self.device, stage.line) for g in self.graphs]
+        self._bind(program, module)
+        self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
+        self._load(program)
+        made = {role.name for graphs in self.graphs for role in graphs.gives if role.kind == "output"}
+        places = list(enumerate(stage.from_all_places(made, "where outputs are")))
+        named = sorted({*self.output_forms} if everywhere else {str(captured.returns.loss)} & {*self.output_forms}, key=int)
+        self.sources = {name: next(place for place, there in places if name in there) for name in named}
+
+    def _load(self, program: PipelineProgram) -> None:
+        """On all ranks together."""
+        self.program, pipeline = program, self.plan.pipeline
+        self.groups.bind(agree.union([group for group, _, _ in program.collectives()]))  # also those that only other stages need
+        schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
+        self.graphs = [StageGraphs(p, self.groups, self.device, schedule.splits_backward) for p in program.stages.values()]
+        self.stages = [EngineStage(g, schedule.stages, self.device, self.stage.line) for g in self.graphs]
         self.engine = Engine(self.stages, schedule)
         mine = {i: border_of(p) for i, p in program.stages.items()}
-        everyone = stage.from_all_places(mine, "what stages hand to each other")
+        everyone = self.stage.from_all_places(mine, "what stages hand to each other")
         borders = {i: border for theirs in everyone for i, border in theirs.items()}
         agree.everywhere(lambda: check_pipeline(pipeline.orders, borders))
-        self.reduce = {i: LoadedGraph(p.deferred.reduce, groups, self.device, f"reduction of stage {i}")
-                       for i, p in program.stages.items() if p.deferred and p.deferred.layouts}  # fmt: skip
-        self._tie()
+        self.gradients = StageGradients(program.stages, self.names, self.specs, self.stage, self.groups, self.accumulation)
+        if self.compile_options is not None:
+            self.compile(self.compile_options)
 
-    def _bind(self, module: nn.Module) -> None:
+    def prepare_no_sync(self) -> None:
+        """Gradients of one micro-batch are reduced where they are made, until somebody wants them unreduced; those of several wait
+        anyway. On all ranks together."""
+        if not self.trains or self.micro.micro_batches > 1 or self.is_deferring:
+            return
+        self.is_deferring = True
+        program = agree.everywhere(lambda: lower_pipeline(self.captured, self.plan, dist.get_rank(), waits=True))
+        agree.check_programs(self.plan.hash, program.collectives(), self.plan.mesh, alike=False)
+        self._load(program)
+
+    def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
         """Looks up the parameters and buffers of this rank's stages, and what outputs become."""
         leaves: dict[str, tuple[str, object]] = {}
         trained: set[str] = set()
         self.buffers = {}
-        for program in self.program.stages.values():
-            for node in program.stage.joint.graph.nodes:
+        for mine in program.stages.values():
+            for node in mine.stage.joint.graph.nodes:
                 if node.op == "placeholder":
                     role = node.meta["role"]
                     if role.kind == "parameter":
                         leaves[role.name] = table_of(module, role.name, "_parameters")
                     elif role.kind == "buffer":
                         self.buffers[role.name] = table_of(module, role.name, "_buffers")
-            trained |= {r.name for r in output_node(program.stage.joint.graph).meta["roles"] if r.kind == "gradient"}
+            trained |= {r.name for r in output_node(mine.stage.joint.graph).meta["roles"] if r.kind == "gradient"}
         self.tables = leaves
         self.names = [name for name in leaves if name in trained]
         self.parameters = [leaves[name][0][leaves[name][1]] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
         inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
         self.input_layouts = {n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs}
-        self.output_specs = {}
+        self.output_specs, self.output_forms = {}, {}  # by output; local shape and dtype
         output = output_node(self.micro.captured.graph)
         for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
             if role.kind == "output" and value.meta["val"].dim():
@@ -96,6 +115,10 @@ class PipelineStep:
                     shape[how] *= self.micro.micro_batches
                 joined = self._joined_layout(layout, how)
                 self.output_specs[role.name] = spec_of(joined, shape, like.dtype, self.stage.mesh, self.stage.device_mesh)
+                local = local_shape(shape, joined, self.stage.mesh, self.stage.coordinate)
+                self.output_forms[role.name] = local, like.dtype
+            elif role.kind == "output":
+                self.output_forms[role.name] = (), value.meta["val"].dtype
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
         """Of the micro-batches' outputs one after the other: each is sharded for itself."""
@@ -104,18 +127,11 @@ class PipelineStep:
         parts = [n * (self.micro.micro_batches if d == how else 1) for d, n in enumerate(layout.parts)]
         return Layout(layout.dims, layout.partial, tuple(parts))
 
-    def _tie(self) -> None:
-        """Parameters that several ranks along the axis train: each has a part of the gradient. Collective."""
-        everyone = self.stage.from_all_places(self.names, "which stages share parameters")
-        shared = sorted(name for name in {*sum(everyone, [])} if sum(name in names for names in everyone) > 1)
-        self.tied = [(name, [r for r, names in enumerate(everyone) if name in names]) for name in shared]
-
     def compile(self, options: Mapping[str, object]) -> None:
         """All graphs through torch.compile, with these options of it."""
-        for graphs in self.graphs:
+        self.compile_options = options
+        for graphs in (*self.graphs, self.gradients):
             graphs.compile(options)
-        for graph in self.reduce.values():
-            graph.compile(options)
 
     def measured(self) -> Played:
         """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks. Collective."""
@@ -135,8 +151,8 @@ class PipelineStep:
             outputs, _ = self.run(inputs)
         return self.returns.rebuild(outputs)
 
-    def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
-        """(outputs by position, gradients of the parameters `names` as DTensors)."""
+    def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], Sums]:
+        """(outputs by position, what the stages leave of gradients)."""
         call = _Call(self, inputs)
         batch = Batch(call.leaf, call.output)
         with torch.no_grad():
@@ -144,59 +160,29 @@ class PipelineStep:
                 self.engine.run(batch)
             call.write_buffers()
             outputs = self._outputs(call.outputs)
-            gradients = self._gradients(batch.gradients) if self.trains else []
-        return outputs, gradients
+        return outputs, batch.gradients
 
     def _outputs(self, parts: dict[str, dict[int, Tensor]]) -> list[Tensor | None]:
-        """Whole outputs: those of this rank's stages, and the loss."""
+        """Whole outputs: those of this rank's stages, and those that all ranks get."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
-            whole = join([values[i] for i in sorted(values)], self.micro.joins[name])
-            spec = self.output_specs.get(name)
-            outputs[int(name)] = whole if spec is None else _torch.as_dtensor(whole, spec)
-        if self.returns.loss is not None:
-            mine = outputs[self.returns.loss]
-            loss = mine if mine is not None else torch.empty((), dtype=self._loss_dtype(), device=self.device)
-            last = self.plan.pipeline.orders.rank_of_stage[-1]
-            with watch.meeting("the loss"):
-                dist.broadcast(loss, group=self.stage.line, group_src=last)
-            outputs[self.returns.loss] = loss
-        return outputs
+            outputs[int(name)] = join([values[i] for i in sorted(values)], self.micro.joins[name])
+        for name, place in self.sources.items():
+            what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
+            outputs[int(name)] = self._from(place, outputs[int(name)], name, what)
+        specs = [self.output_specs.get(str(at)) for at in range(len(outputs))]
+        return [o if o is None or spec is None else _torch.as_dtensor(o, spec) for o, spec in zip(outputs, specs)]
 
-    def _loss_dtype(self) -> torch.dtype:
-        output = output_node(self.micro.captured.graph)
-        found = {r.name: v.meta["val"].dtype for v, r in zip(output.args[0], output.meta["roles"]) if r.kind == "output"}
-        return found[str(self.returns.loss)]
-
-    def _gradients(self, by_stage: dict[int, dict[str, Tensor]]) -> list[Tensor]:
-        """Reduced over the stage's ranks, summed over the stages that share a parameter."""
-        total: dict[str, Tensor] = {}
-        for i, sums in by_stage.items():
-            if i in self.reduce:
-                waiting = list(self.program.stages[i].deferred.layouts)
-                results = self.reduce[i].run([sums[name] for name in waiting])
-                sums |= dict(zip(waiting, results))
-            for name, gradient in sums.items():
-                total[name] = total[name] + gradient if name in total else gradient
-        for name, places in self.tied:
-            if self.stage.place in places:
-                with watch.meeting(f"the gradient of {name}, which stages share"):
-                    total[name] = self._exchange(total[name].contiguous(), places)
-        return [_torch.as_dtensor(total[name], spec) for name, spec in zip(self.names, self.specs)]
-
-    def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:
-        """The sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
-        others = [p for p in places if p != self.stage.place]
-        received = {p: torch.empty_like(mine) for p in others}
-        work = [dist.isend(mine, group=self.stage.line, group_dst=p) for p in others]
-        work += [dist.irecv(received[p], group=self.stage.line, group_src=p) for p in others]
-        for w in work:
-            w.wait()
-        parts = received | {self.stage.place: mine}
-        total = parts[places[0]].clone()
-        for p in places[1:]:
-            total += parts[p]
-        return total
+    def _from(self, place: int, mine: Tensor | None, name: str, what: str) -> Tensor:
+        """This rank's part of an output that a place along the pipeline has."""
+        if self.stage.place == place:
+            tensor = mine.contiguous()
+        else:
+            shape, dtype = self.output_forms[name]
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        with watch.meeting(what):
+            dist.broadcast(tensor, group=self.stage.line, group_src=place)
+        return tensor
 
 
 class _Call:
@@ -242,7 +228,8 @@ class _PipelineLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step: PipelineStep, inputs: list[Tensor], *anchor_and_parameters):
-        outputs, ctx.gradients = step.run(inputs)
+        outputs, ctx.sums = step.run(inputs)
+        ctx.step = step
         loss = step.returns.loss
         ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at != loss and isinstance(o, Tensor)])
         ctx.set_materialize_grads(False)
@@ -252,19 +239,17 @@ class _PipelineLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *tangents):
         refuse_second_derivatives()
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        step, sums, ctx.sums = ctx.step, ctx.sums, None
+        if sums is None:
             raise InputError(
                 "a second backward through one call: under a pipeline the first one takes the gradients away",
                 fix="call the model again, or leave out retain_graph=True",
             )
         scale = tangents[ctx.loss]
         if scale is None:
-            return None, None, None, *[None] * len(gradients)
-        local = [_torch.local_of(g) for g in gradients]
-        if local:
-            torch._foreach_mul_(local, scale)
-        return None, None, None, *gradients
+            return None, None, None, *[None] * len(step.names)
+        _, *nodes = [node for node, _ in ctx.next_functions]  # the first is the anchor's
+        return None, None, None, *step.gradients(sums, scale, step.parameters, nodes)
 
 
 def forwards(schedule: Schedule) -> Schedule:

@@ -1,5 +1,6 @@
 """Pieces of a plan add up to the plan; cuts are where little passes; links of a stage are those of the whole mesh."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,8 @@ from autopar.planner import pieces as places_and_pieces
 from autopar.planner.make import PlanOptions, search, solvers_of
 from autopar.planner.pieces import chain
 from autopar.planner.places import Places
-from autopar.planner.stage_judge import judge
-from autopar.planner.stage_parts import INPUT, WEIGHT, Parts
+from autopar.planner.stage_judge import besides, judge
+from autopar.planner.stage_parts import INPUT, WEIGHT, Part, Parts
 from tests.planner.planning import captured, toy
 
 GPT = "gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16"
@@ -159,3 +160,11 @@ def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes, rel=1e-3)  # which of two equal blocks holds an input
     few_parts, all_parts = (Parts(*p.whole, p.pricer, chain_of(p).starts).found for p in (few, every))
     assert [part.saved_bytes for part in few_parts] == pytest.approx([part.saved_bytes for part in all_parts])
+
+
+def test_outputs_and_reductions_are_held_beside_a_micro_batch_or_after_all():
+    held, logits = Counter({"activations": 10.0, "values between ops": 20.0}), Part(output_bytes=4.0)
+    assert besides(held, [logits], 1) == 0  # counted where the op that makes it runs
+    assert besides(held, [logits], 4) == 3 * 4  # beside the last micro-batch; 32 while they are joined is less than 42
+    assert besides(held, [logits], 16) == 2 * 16 * 4 - 30
+    assert besides(held, [logits, Part(reducing_bytes=100.0)], 4) == 100 - 30

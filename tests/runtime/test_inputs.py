@@ -54,6 +54,7 @@ def _ways(rank, plan, other_plan):
     _check(parallel, reference, parts, batch)
     # local: each its own part
     parallel, reference = pair(tiny.Regressor(loss=True), mesh, mine, inputs="local")
+    errors["other part"] = _error(lambda: parallel(x=mine["x"] + (rank == 3), target=mine["target"]))
     assert parallel.plan.layouts["x"] == "dp:S(0)"
     _check(parallel, reference, mine, batch)
     # local parts under a plan that wants another layout
@@ -75,6 +76,7 @@ def test_global_local_and_dtensor_inputs():
     expected = {
         "other batch": "InputError: rank 3 passes another x than rank 0",
         "other shape on one rank": "InputError: rank {} is called with target (8, 4), x ({}, 6); train and rank",
+        "other part": "InputError: rank 3 passes another x than rank 2, but inputs='local' wants one part of the batch for all",
         "other mesh": "InputError: x is a DTensor of another mesh",
         "other example": "InputError: rank 1 compiles for args[0] (7, 6) and rank 0 for args[0] (8, 6)",
     }

@@ -1,0 +1,153 @@
+"""From the sums that the stages of a rank leave to the gradients of its parameters, in the backward of a call.
+
+Each stage reduces what waited for all of its micro-batches, and stages that share a parameter add up its gradients. Inside of
+`no_sync` the reductions wait for the next backward outside (see accumulation.py): gradients are Partial over the ranks of their
+stage. What stages share is reduced at once all the same, one by one, since no DTensor is Partial over stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch
+from ..graph import output_node
+from ..layout import Layout, local_part, local_shape
+from ..pipeline import StageProgram
+from . import watch
+from .accumulation import Accumulation, is_unreduced
+from .backward import has_spec
+from .dtensors import as_dtensor, spec_of
+from .loaded import LoadedGraph
+from .process_groups import ProcessGroups
+from .stage_mesh import StageMesh
+
+Sums = dict[int, dict[str, Tensor]]  # by stage and parameter, local
+
+
+class StageGradients:
+    """Gradients of the parameters `names`, which have the DTensor `specs`. `programs`: of this rank's stages. All ranks make one
+    together."""
+
+    def __init__(self, programs: Mapping[int, StageProgram], names: list[str], specs: list, stage: StageMesh, groups: ProcessGroups,
+                 accumulation: Accumulation):  # fmt: skip
+        self.names, self.specs, self.stage, self.accumulation = names, dict(zip(names, specs)), stage, accumulation
+        deferred = {i: p.deferred for i, p in programs.items() if p.deferred and p.deferred.layouts}
+        self.waiting: dict[int, dict[str, Layout]] = {i: d.layouts for i, d in deferred.items()}
+        self.reduce = {i: LoadedGraph(d.reduce, groups, stage.device, f"reduction of stage {i}") for i, d in deferred.items()}
+        mine = {i: _trained(p) for i, p in programs.items()}
+        everyone = stage.from_all_places(mine, "which stages share parameters")
+        times = Counter(name for theirs in everyone for trained in theirs.values() for name in trained)
+        self.shared = frozenset(name for name, count in times.items() if count > 1)
+        places = {n: [p for p, theirs in enumerate(everyone) if any(n in t for t in theirs.values())] for n in sorted(self.shared)}
+        self.tied = {name: ranks for name, ranks in places.items() if len(ranks) > 1}
+        self.unreduced = {
+            name: spec_of(layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh, stage.device_mesh)
+            for layouts in self.waiting.values() for name, layout in layouts.items() if name not in self.shared
+        }  # fmt: skip
+
+    def compile(self, options: Mapping[str, object]) -> None:
+        for graph in self.reduce.values():
+            graph.compile(options)
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Bytes of this rank's gradients that are Partial inside of no_sync."""
+        layouts = {name: layout for mine in self.waiting.values() for name, layout in mine.items() if name in self.unreduced}
+        shapes = {n: local_shape(self.specs[n].shape, x, self.stage.mesh, self.stage.coordinate) for n, x in layouts.items()}
+        return sum(math.prod(shape) * self.specs[n].tensor_meta.dtype.itemsize for n, shape in shapes.items())
+
+    def __call__(self, sums: Sums, scale: Tensor, parameters: Sequence[Tensor], nodes: Sequence) -> list[Tensor]:
+        """In the order of `names`, `scale` times: the gradient of the loss. `nodes` are what autograd does with them next. The sums
+        are used up."""
+        for of_stage in sums.values():
+            if of_stage:
+                torch._foreach_mul_(list(of_stage.values()), scale)
+        takers = dict(zip(self.names, zip(parameters, nodes)))
+        if self.accumulation.is_deferring:
+            return self._unreduced(sums, takers)
+        pending = self.accumulation.is_pending and any(map(_torch.accumulates, nodes))
+        if pending:
+            self._take_pending(sums, takers)
+        total = self._reduced(sums)
+        if pending:
+            self.accumulation.reduce_rest()
+        return [_torch.as_dtensor(total[name], self.specs[name]) for name in self.names]
+
+    def _take_pending(self, sums: Sums, takers: Mapping) -> None:
+        """Adds the gradients before that were not reduced, and takes them out of `.grad`."""
+        for i, layouts in self.waiting.items():
+            for name in layouts:
+                parameter, node = takers[name]
+                spec = self.unreduced.get(name)
+                if spec is not None and has_spec(parameter.grad, spec) and _torch.accumulates(node):
+                    sums[i][name].add_(_torch.local_of(parameter.grad))
+                    parameter.grad = None
+
+    def _reduced(self, sums: Sums) -> dict[str, Tensor]:
+        total: dict[str, Tensor] = {}
+        for i, of_stage in sums.items():
+            if i in self.reduce:
+                results = self.reduce[i].run([of_stage.pop(name) for name in self.waiting[i]])
+                of_stage |= dict(zip(self.waiting[i], results))
+            _add(total, of_stage)
+        return self._shared(total)
+
+    def _unreduced(self, sums: Sums, takers: Mapping) -> list[Tensor]:
+        total: dict[str, Tensor] = {}
+        for i, of_stage in sums.items():
+            for name in [n for n in self.waiting.get(i, ()) if n in self.shared]:
+                of_stage[name] = self._reduced_alone(of_stage[name], name, self.waiting[i][name])
+            _add(total, of_stage)
+        total = self._shared(total)
+        for name, (parameter, node) in takers.items():
+            spec = self.unreduced.get(name)
+            old = parameter.grad
+            if is_unreduced(old) and not (spec and has_spec(old, spec)) and _torch.accumulates(node):
+                self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
+        self.accumulation.is_pending = True
+        return [_torch.as_dtensor(total[name], self.unreduced.get(name, self.specs[name])) for name in self.names]
+
+    def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
+        """A sum in its parameter's layout, without a graph."""
+        stage, shape = self.stage, self.specs[name].shape
+        with watch.meeting(f"the gradient of {name}, which stages share"):
+            whole = as_dtensor(mine, shape, layout, stage.mesh, stage.device_mesh).full_tensor()
+        parameter = self.accumulation.layouts[name]
+        return local_part(whole, parameter, stage.mesh, stage.coordinate)
+
+    def _shared(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Adds up what several ranks along the pipeline have a part of."""
+        for name, places in self.tied.items():
+            if self.stage.place in places:
+                with watch.meeting(f"the gradient of {name}, which stages share"):
+                    total[name] = self._exchange(total[name].contiguous(), places)
+        return total
+
+    def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:
+        """The sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
+        others = [p for p in places if p != self.stage.place]
+        received = {p: torch.empty_like(mine) for p in others}
+        work = [dist.isend(mine, group=self.stage.line, group_dst=p) for p in others]
+        work += [dist.irecv(received[p], group=self.stage.line, group_src=p) for p in others]
+        for w in work:
+            w.wait()
+        parts = received | {self.stage.place: mine}
+        total = parts[places[0]].clone()
+        for p in places[1:]:
+            total += parts[p]
+        return total
+
+
+def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    for name, gradient in more.items():
+        total[name] = total[name] + gradient if name in total else gradient
+
+
+def _trained(program: StageProgram) -> list[str]:
+    return [r.name for r in output_node(program.stage.joint.graph).meta["roles"] if r.kind == "gradient"]

@@ -1,0 +1,118 @@
+"""The contract of a call is the same with a pipeline: parts of a batch, DTensors, outputs on all ranks, no_sync."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import autopar
+from autopar.errors import InputError
+from autopar.mesh import Mesh
+from autopar.runtime.inputs import data_axes
+from tests import gloo
+
+from . import tiny
+from .parity import assert_close, device_mesh, full, pair
+
+MESH = "pp=2,dp=2"
+
+
+def _batch(seed: int) -> dict:
+    ids = torch.randint(1, 96, (4, 12), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for i in range(len(ids)):  # another number of tokens for each sample
+        labels[i, : 2 * i + 1] = -100
+    return dict(input_ids=ids, labels=labels)
+
+
+def _assert_gradients(parallel, reference, what: str) -> None:
+    for name, parameter in parallel.named_parameters():
+        assert_close(parameter.grad, full(reference.get_parameter(name).grad), f"{what}: {name}", 2e-5)
+
+
+def _inputs_and_outputs(rank: int) -> dict[str, str]:
+    """Messages of calls that must fail, by what is wrong with them."""
+    mesh, errors, batch, place = device_mesh(MESH), {}, _batch(1), rank % 2
+    mine = {k: v[2 * place : 2 * place + 2] for k, v in batch.items()}
+
+    def refused(what: str, call) -> None:
+        with pytest.raises(InputError) as caught:
+            call()
+        errors[what] = str(caught.value)
+
+    def build():
+        return tiny.gpt2(n_layer=1, embd_pdrop=0.1, resid_pdrop=0.1)[0]
+
+    whole = autopar.compile(build(), mesh, batch, micro_batches=2, schedule="1f1b", strategy="ddp")
+    parallel, reference = pair(build(), mesh, mine, inputs="local", outputs="everywhere", plan=whole.plan)
+    refused("parts that differ along pp", lambda: parallel(**{k: v + (rank == 2) for k, v in mine.items()}))
+    wanted, output = whole(**batch), parallel(**mine)
+    assert_close(output.loss, wanted.loss, "the same masks")
+    assert (wanted.logits is None) == (rank < 2) and not output.logits.requires_grad
+    wanted.loss.backward(), output.loss.backward()
+    _assert_gradients(parallel, whole, "parts")
+    for m in (parallel, reference):
+        m.eval()
+    with torch.no_grad():
+        expected = reference(**batch)
+        assert_close(parallel(**mine).loss, expected.loss)
+        assert_close(parallel(**mine).logits, expected.logits, "logits in the order of the batch")
+        cut = distribute_tensor(batch["input_ids"], mesh, [Replicate(), Shard(0)])
+        odd = distribute_tensor(batch["labels"], mesh, [Shard(1), Shard(0)])  # also along the pipeline
+        assert_close(parallel(input_ids=cut, labels=odd).loss, expected.loss, "DTensors")
+        away = distribute_tensor(batch["input_ids"], mesh["dp"], [Shard(0)])
+        refused("another mesh", lambda: parallel(input_ids=away, labels=odd))
+        refused("uneven parts", lambda: parallel(**{k: v[[0, 1, 1][: 1 + 2 * place]] for k, v in mine.items()}))
+    return errors
+
+
+@pytest.mark.gloo
+def test_parts_of_the_batch_and_outputs_everywhere(monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CHECK", "1")
+    for errors in gloo.run(4, _inputs_and_outputs, seconds=240):
+        assert errors["another mesh"].startswith("input_ids is a DTensor of another mesh")
+        assert "is called with input_ids (3, 12)" in errors["uneven parts"] or "(1, 12)" in errors["uneven parts"]
+        assert errors["parts that differ along pp"].startswith(
+            "rank 2 passes another input_ids than rank 0, but inputs='local' wants one part of the batch for all ranks at dp 0"
+        )
+
+
+def _accumulate(rank: int) -> bool:
+    """Tied embeddings are on both places; with one micro-batch gradients are reduced as they are made until no_sync; a batch of two
+    samples cannot be cut over dp, so that its gradients are not Partial."""
+    first, short, *others = _batch(0), {k: v[:2] for k, v in _batch(1).items()}, _batch(2), _batch(3)
+    for micro_batches, strategy, batches in ((2, "fsdp", [first, short, *others]), (1, "ddp", [first, *others])):
+        model, _ = tiny.gpt2(n_layer=1)
+        options = dict(micro_batches=micro_batches, schedule="1f1b", strategy=strategy)
+        parallel, reference = pair(model, device_mesh(MESH), first, **options)
+        for again in range(2):  # the second time over what the first one left
+            for step, batch in enumerate(batches):
+                reference(**batch).loss.backward()
+                with parallel.no_sync() if step < len(batches) - 1 else nullcontext():
+                    (parallel(**batch).loss * 2).mul(0.5).backward()
+                if not again and step == 0:
+                    partial = {n: p.grad.to_local() for n, p in parallel.named_parameters() if p.grad.placements[0].is_partial()}
+                    assert partial and "transformer.wte.weight" not in partial
+                    assert sum(g.numel() * 4 for g in partial.values()) == parallel.unreduced_gradient_bytes
+            _assert_gradients(parallel, reference, f"{strategy} {again}")
+        for m in (parallel, reference):
+            with parallel.no_sync():
+                m(**others[0]).loss.backward()
+            m.zero_grad()  # drops what waits
+            m(**others[0])  # and a call that nobody differentiates adds nothing
+            m(**first).loss.backward()
+        _assert_gradients(parallel, reference, f"{strategy} after zero_grad")
+    return True
+
+
+@pytest.mark.gloo
+def test_gradients_that_wait_for_the_last_of_several_calls():
+    assert all(gloo.run(4, _accumulate, seconds=240))
+
+
+def test_which_axes_have_parts():
+    wanted = {"pp=2": (), "pp=2,tp=2": (), "pp=2,x=2": ("x",), "pp=2,tp=2,dp_a=2,dp_b=2": ("dp_a", "dp_b"), "x=2,y=2": ("x",)}
+    assert {text: data_axes(Mesh.parse(text)) for text in wanted} == wanted
