@@ -110,6 +110,7 @@ def plan(
     baselines: bool = True,
     micro_batches: int | None = None,
     schedule: str = "auto",
+    stages_per_rank: int | None = None,
     recompute: str = "auto",
     offload: str = "none",
     fixes: bool = True,
@@ -126,7 +127,8 @@ def plan(
     the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
     one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a mesh with
     an axis pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a `schedule` of
-    autopar/schedule/catalogue.py ("auto": the best). `recompute`:
+    autopar/schedule/catalogue.py ("auto": the best) with so many stages a rank. For a number of devices the plan may have stages or
+    not; it has some if a schedule is asked for. `recompute`:
     "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
     their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). Raises subclasses of
     AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes
@@ -134,7 +136,8 @@ def plan(
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
         pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
-        schedule=schedule, recompute=recompute, offload=offload, fixes=fixes, name=name, report=report,
+        schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes, name=name,
+        report=report,
     ).plan  # fmt: skip
 
 
@@ -164,7 +167,7 @@ def search(
     captured = traced(example_inputs)
     try:
         if devices is not None:
-            return pipeline_meshes.search(captured, devices, options, name, schedule, report)
+            return pipeline_meshes.search(captured, devices, options, name, schedule, stages_per_rank, report)
         if has_stages:
             return plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches,
                                  stages_per_rank=stages_per_rank, report=report)  # fmt: skip
@@ -223,6 +226,7 @@ def compile(
     micro_batches: int | None = None,
     offload: str = "none",
     schedule: str = "auto",
+    stages_per_rank: int | None = None,
 ) -> nn.Module:
     """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global batch.
 
@@ -237,7 +241,7 @@ def compile(
 
     An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it into
     `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a name of
-    autopar/schedule/catalogue.py, or "auto". It computes the gradients at once, `loss.backward()` hands them out. The loss is known
+    autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes the gradients at once, `loss.backward()` hands them out. The loss is known
     on every rank; other outputs (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which
     each gets its shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
     part, as those along tp do.
@@ -257,6 +261,7 @@ def compile(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
         adapt=adaptations, micro_batches=micro_batches, offload=offload, schedule=schedule,
+        stages_per_rank=stages_per_rank,
     )  # fmt: skip
     passes.check(1 if micro_batches is None else micro_batches)
 
@@ -340,7 +345,8 @@ class _Compiler:
             elif self.given is not None:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
-            schedule, micro_batches = options.pop("schedule"), options.pop("micro_batches")
+            micro_batches = options.pop("micro_batches")
+            staged = {name: options.pop(name) for name in ("schedule", "stages_per_rank")} | {"micro_batches": micro_batches}
             count = 1 if self.axis is not None or micro_batches is None else micro_batches
             options = options_of(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
             options = replace(options, styles=styles_of(self.model))
@@ -348,8 +354,7 @@ class _Compiler:
             if self.axis is not None and first is not None:
                 return plan_same_stages(traced.captured, first, options, name).to_json()
             if self.axis is not None:
-                planned = plan_pipeline(traced.captured, self.mesh, options, name, schedule=schedule, micro_batches=micro_batches)
-                return with_owners(traced.captured, planned.plan).to_json()
+                return with_owners(traced.captured, plan_pipeline(traced.captured, self.mesh, options, name, **staged).plan).to_json()
             try:
                 return make_plan(traced.captured, self.mesh, options, name).to_json()
             except MemoryInfeasibleError as error:

@@ -95,12 +95,12 @@ class Probe:
 
 
 def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
-           report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
+           stages_per_rank: int | None = None, report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
     """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which its `meshes`
     list. Raises what planning raises, if there is no plan for any."""
     flat: Planned | None = None
     refusal: AutoparError | None = None
-    if schedule in (None, AUTO):
+    if schedule in (None, AUTO) and stages_per_rank is None:
         try:
             flat = meshes.search(captured, devices, options, name, report)
         except AutoparError as error:
@@ -108,7 +108,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     if options.strategy is not None or options.offload != "none" or options.micro_batches > 1:
         tour = None  # no strategy has stages
     else:
-        tour = _Tour(captured, devices, options, name, schedule, report)
+        tour = _Tour(captured, devices, options, name, kinds_of(schedule, stages_per_rank), report)
         tour.run(cutoff := flat.plan.step_seconds if flat else math.inf)
     staged = tour.planned(cutoff) if tour else None
     if flat is None and staged is None:
@@ -123,9 +123,10 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
 class _Tour:
     """Searches of combinations, and the best estimates so far."""
 
-    def __init__(self, captured: Captured, devices: int, options: PlanOptions, name: str, schedule: str, report: Report):
+    def __init__(self, captured: Captured, devices: int, options: PlanOptions, name: str, kinds: list[tuple[str, int]],
+                 report: Report):  # fmt: skip
         self.captured, self.options, self.name, self.report = captured, replace(options, baselines=False), name, report
-        self.kinds, self.batch = kinds_of(schedule, None), samples_of(captured.signature)
+        self.kinds, self.batch = kinds, samples_of(captured.signature)
         self.room = float(options.memory_bytes or options.hardware.memory_bytes) - options.hardware.reserve_bytes
         node = options.hardware.links[0].devices or devices
         self.every = combinations(devices, node, self.batch, _most_stages(captured))

@@ -192,4 +192,4 @@ def _exposed(judged: Judged) -> float:
     works = list(itertools.chain.from_iterable(part.work.values() for part in judged.parts))
     overlap = judged.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.again for w in works)
-    return (alone * judged.pipeline.micro_batches + sum(judged.once_seconds)) / judged.pipeline.ranks
+    return (max(0.0, alone) * judged.pipeline.micro_batches + sum(judged.once_seconds)) / judged.pipeline.ranks

@@ -139,7 +139,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned | Pip
         return api.search(
             model, mesh or args.devices, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args),
             report=report, adapt=adaptations(args), micro_batches=passes, recompute=args.recompute,
-            schedule=getattr(args, "schedule", None) or "auto",
+            schedule=getattr(args, "schedule", None) or "auto", stages_per_rank=getattr(args, "stages_per_rank", None),
             **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options | more,
         )  # fmt: skip
 
@@ -166,8 +166,7 @@ def has_pipeline(args: argparse.Namespace) -> bool:
     if args.mesh is not None and axis_of(Mesh.parse(args.mesh)):
         return True
     for name in ("schedule", "stages_per_rank"):
-        may_be_chosen = name == "schedule" and getattr(args, "devices", None) is not None
-        if getattr(args, name, None) is not None and not may_be_chosen:
+        if getattr(args, name, None) is not None and getattr(args, "devices", None) is None:
             raise PipelineError(f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4")
     return False
 

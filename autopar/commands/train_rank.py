@@ -73,7 +73,7 @@ def _run(device_mesh, settings: dict, say) -> None:
         say(f"warning: {warning}")
     say("planning ...", flush=True)
     planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
-    staged = {"schedule": settings["schedule"] or "auto", "micro_batches": settings["micro_batches"]}
+    staged = {"schedule": settings["schedule"] or "auto"} | {k: settings[k] for k in ("micro_batches", "stages_per_rank")}
     model = autopar.compile(source, device_mesh, inputs, **planning, **staged)
     trained = [p for p in model.parameters() if p.requires_grad] or [torch.zeros(0, requires_grad=True)]  # stages may be frozen
     optimizer = torch.optim.AdamW(trained, lr=settings["lr"])
