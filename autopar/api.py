@@ -241,10 +241,10 @@ def compile(
 
     An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it into
     `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a name of
-    autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes the gradients at once, `loss.backward()` hands them out. The loss is known
-    on every rank; other outputs (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which
-    each gets its shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
-    part, as those along tp do.
+    autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes the gradients at once,
+    `loss.backward()` hands them out. The loss is known on every rank; other outputs (`outputs="stage"`) where their stage is, None
+    elsewhere, or ("everywhere") on all ranks, of which each gets its shard of them. Each rank has the parameters of its stages.
+    With inputs="local" the ranks along pp pass the same part, as those along tp do.
     Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
@@ -354,7 +354,8 @@ class _Compiler:
             if self.axis is not None and first is not None:
                 return plan_same_stages(traced.captured, first, options, name).to_json()
             if self.axis is not None:
-                return with_owners(traced.captured, plan_pipeline(traced.captured, self.mesh, options, name, **staged).plan).to_json()
+                planned = plan_pipeline(traced.captured, self.mesh, options, name, **staged)
+                return with_owners(traced.captured, planned.plan).to_json()
             try:
                 return make_plan(traced.captured, self.mesh, options, name).to_json()
             except MemoryInfeasibleError as error:
