@@ -1,10 +1,10 @@
 """How many stages, which mesh inside of them and which micro-batch for so many devices; or no stages at all.
 
 Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs depends on tp,
-hardly on pp: so one plan of a micro-batch of one sample for each tp says how fast and how large all combinations with it are, by
-the formulas of schedules, with as much computed again as the fullest rank must (planner/stages.py). The most promising combinations
-are searched (autopar/pipeline_search.py), the best of them is judged, and the plan is that or, if it is faster, the best one
-without stages (planner/meshes.py).
+hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say how fast and how large all
+combinations with it are, by the formulas of schedules, with as much computed again as the fullest rank must (planner/stages.py).
+The most promising combinations are searched (autopar/pipeline_search.py), the best of them is judged, and the plan is that or, if
+it is faster, the best one without stages (planner/meshes.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from .pipeline_search import Estimate, PipelineSearch
 from .plan import MeshTried
 from .plan_pipeline import PipelinePlanned, described, judged, kinds_of, promise
 from .planner import meshes
+from .planner.ascend import BeyondCutoff
 from .planner.forced import AUTO
 from .planner.make import Planned, PlanOptions
 from .planner.remake import FULL
 from .planner.stage_judge import timing_of
 
+SCHEDULES = ("zb_h1", "interleaved_zero_bubble", "zbv")  # others take no less, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried
-MOST_SEARCHED = 5  # combinations
+MOST_SEARCHED = 4  # combinations
 MOST_JUDGED = 2  # schedules of the best of them
 DOUBT = 1.05  # times the seconds of the best plan: what is guessed to take longer is not searched
 
@@ -62,29 +64,31 @@ def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[
 
 
 @dataclass(frozen=True)
-class Probe:
-    """What a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved bytes of all stages,
-    and the same with all computed again; `state_bytes` of all stages."""
+class Point:
+    """What a plan of a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved bytes of all
+    stages, and the same with all computed again; `state_bytes` of all stages. `left`: the share of a bubble that weight gradients
+    cannot fill, (F + I - W) / (F + I + W) by Qi et al., arXiv 2401.10241, with half of the backward's compute as W."""
 
     seconds: float
     saved_bytes: float
     full_seconds: float
     full_saved_bytes: float
     state_bytes: float
+    left: float
 
     @staticmethod
-    def of(search: PipelineSearch) -> Probe:
-        planned = search.fastest
+    def of(planned: Planned) -> Point:
         e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
         state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
-        return Probe(e.seconds, e.saved_bytes, full.seconds, full.saved_bytes, state)
+        left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
+        return Point(e.seconds, e.saved_bytes, full.seconds, full.saved_bytes, state, left)
 
     def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float) -> float:
         """Seconds of a step with the best of some schedules, infinite if it cannot fit."""
         p, m = one.stages, one.micro_batches
         best = math.inf
         for kind, v in kinds:
-            timing = timing_of(kind, p, v)
+            timing = timing_of(kind, p, v, self.left)
             held = timing.in_flight(p, 0, m) * one.samples / p
             excess = self.state_bytes / p + held * self.saved_bytes - room_bytes
             freed = max(held * (self.saved_bytes - self.full_saved_bytes), 1.0)
@@ -98,26 +102,28 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
            stages_per_rank: int | None = None, report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
     """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which its `meshes`
     list. Raises what planning raises, if there is no plan for any."""
-    flat: Planned | None = None
-    refusal: AutoparError | None = None
-    if schedule in (None, AUTO) and stages_per_rank is None:
+    asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
+    tour = _Tour(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
+    if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
+        tour.run()
+    refusal: AutoparError | None = tour.error if asked else None
+    if not asked:
+        cutoff = replace(options.search, cutoff_seconds=DOUBT * tour.seconds)
         try:
-            flat = meshes.search(captured, devices, options, name, report)
+            flat = meshes.search(captured, devices, replace(options, search=cutoff), name, report)
+            told = flat.meshes
+        except BeyondCutoff as error:
+            told = error.tried
         except AutoparError as error:
             refusal = error
-    if options.strategy is not None or options.offload != "none" or options.micro_batches > 1:
-        tour = None  # no strategy has stages
-    else:
-        tour = _Tour(captured, devices, options, name, kinds_of(schedule, stages_per_rank), report)
-        tour.run(cutoff := flat.plan.step_seconds if flat else math.inf)
-    staged = tour.planned(cutoff) if tour else None
-    if flat is None and staged is None:
-        raise refusal or StageError(f"no mesh of {devices} devices has stages for this model and batch",
-                                    fix="use another batch, or leave the schedule out")  # fmt: skip
-    tried = (*(flat.meshes if flat else ()), *(tour.told() if tour else ()))
+    staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
+    tried = tuple(sorted((*told, *tour.told()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
-        return replace(staged, plan=replace(staged.plan, meshes=tuple(sorted(tried, key=_order))))
-    return replace(flat, meshes=tuple(sorted(tried, key=_order)))
+        return replace(staged, plan=replace(staged.plan, meshes=tried))
+    if flat is None:
+        raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
+                                    fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
+    return replace(flat, meshes=tried)
 
 
 class _Tour:
@@ -133,26 +139,28 @@ class _Tour:
         self.found: dict[Combination, list[Estimate]] = {}
         self.error: AutoparError | None = None
 
-    def run(self, cutoff: float) -> None:
-        """Searches combinations that may take less than `cutoff` seconds."""
+    @property
+    def seconds(self) -> float:
+        """Of the best estimate that fits."""
+        return min((one.step_seconds for one in self._estimates() if one.fits), default=math.inf)
+
+    def run(self) -> None:
+        """Searches the combinations that promise most."""
         try:
             guesses = sorted(self._guesses(), key=lambda pair: (pair[0], str(pair[1].mesh), pair[1].samples))
             for guess, one in guesses[:MOST_SEARCHED]:
-                best = min((e.step_seconds for e in self._estimates() if e.fits), default=cutoff)
-                if guess > DOUBT * min(best, cutoff) or guess == math.inf and self.found:
+                if guess > DOUBT * self.seconds or guess == math.inf:
                     break
                 self.found[one] = self._search(one).estimates()
         except MicroBatchError as error:
             self.error = error
 
-    def planned(self, cutoff: float) -> PipelinePlanned | None:
-        """The best of what was searched, judged; None if nothing fits and may take less than `cutoff` seconds."""
-        fitting = sorted((e for e in self._estimates() if e.fits), key=promise)
-        if not fitting or fitting[0].step_seconds >= cutoff:
-            return None
-        own = [e for e in fitting if e.search is fitting[0].search][:MOST_JUDGED]
-        tried = judged(own)
-        if not tried[0].fits:
+    def planned(self) -> PipelinePlanned | None:
+        """The best of what was searched, judged; None if nothing fits."""
+        fitting = sorted((one for one in self._estimates() if one.fits), key=promise)
+        own = [one for one in fitting if one.search is fitting[0].search][:MOST_JUDGED]
+        tried = judged(own) if own else []
+        if not tried or not tried[0].fits:
             return None
         return described(tried[0], tried, self.captured, own[0].search.whole_mesh, [], self.batch)
 
@@ -178,8 +186,13 @@ class _Tour:
             by_tp.setdefault(dict(zip(one.mesh.names, one.mesh.sizes)).get("tp", 1), []).append(one)
         for own in by_tp.values():
             singles = [one for one in own if one.samples == 1]
-            probe = Probe.of(self._search(singles[len(singles) // 2]))
-            yield from ((probe.guess(one, self.kinds, self.room), one) for one in own)
+            points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
+            yield from ((min(point.guess(one, self.kinds, self.room) for point in points), one) for one in own)
+
+
+def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
+    kinds = kinds_of(schedule, stages_per_rank)
+    return [one for one in kinds if one[0] in SCHEDULES] or kinds
 
 
 def _most_stages(captured: Captured) -> int:

@@ -1,10 +1,10 @@
 """The pipelines of one mesh and one number of micro-batches: plans of a micro-batch, and for each schedule the best cut of them.
 
-    plans of one micro-batch: the fastest; if memory is short, one at the price of what it makes compute again     (planner/make.py)
+    plans of one micro-batch: the fastest; if memory is short, those that are at ever higher prices of memory     (planner/make.py)
         for some schedules                                                                     (schedule/catalogue.py)
             the best cut into stages, with how much of each is computed again     (planner/pieces.py, stage_cut.py, stage_loops.py)
-                an estimate, by the formulas of the schedule                      (planner/stages.py)
-                judged: the schedule played with the stages' seconds and bytes    (planner/stage_judge.py)
+                estimated: the schedule played with the seconds of the cut's pieces
+                judged: the same with the whole graph's seconds and bytes, stage by stage     (planner/stage_judge.py)
 
 Estimates need the few blocks of a deep model's compact graph alone; what is judged is the whole graph.
 """
@@ -22,8 +22,9 @@ from .errors import MemoryInfeasibleError
 from .mesh import Mesh
 from .passes.micro_batch import MicroBatched, few_blocks, micro_batch
 from .pipeline_plan import Pipeline, axis_of, inside
+from .planner.ascend import Search
 from .planner.evaluate import Evaluation
-from .planner.forced import AUTO
+from .planner.forced import AUTO, NONE
 from .planner.make import Planned, PlanOptions, search, solvers_of
 from .planner.pieces import Chain, chain
 from .planner.restrict import Restriction
@@ -33,13 +34,19 @@ from .planner.stage_again import Again
 from .planner.stage_cut import cut_stages
 from .planner.stage_judge import Judged, judge, timing_of
 from .planner.stage_loops import cut_looped
+from .planner.stage_parts import Part
 from .planner.stages import StageCut
 from .planner.whole import is_even
 from .schedule.catalogue import KINDS
+from .schedule.play import play
+from .units import size
 
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
+LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
+MEMORY_PRICES = (0.1, 1.0)  # the same to others
+ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
 MOST_AGAIN = 4  # times that a cut is given more to compute again
 
 Report = Callable[[str], None]
@@ -106,7 +113,7 @@ class PipelineSearch:
 
     @cached_property
     def fastest(self) -> Planned:
-        """The fastest plan of a micro-batch, whatever memory it takes."""
+        """The fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small one."""
         return self._planned(math.inf)
 
     @property
@@ -124,14 +131,28 @@ class PipelineSearch:
         return self.collectives.seconds("send", (self.axis,), bytes_)
 
     def estimates(self) -> list[Estimate]:
-        """For each schedule the best cut of the fastest plan of a micro-batch; if that has to compute again, of a smaller one
-        too."""
-        first = self.fastest
-        found = self._cuts(first)
-        is_short = not min(found, key=lambda one: one.step_seconds).fits
-        if self.options.recompute == AUTO and is_short and any(e.fits for e in found):
-            found += [one for inner in self._priced(first) for one in self._cuts(inner)]
+        """For each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those are of use."""
+        found: list[Estimate] = []
+        for inner in self.plans():
+            new = self._cuts(inner)
+            found += new
+            if min(new, key=lambda one: one.step_seconds).fits:
+                break
         return found
+
+    def plans(self) -> Iterator[Planned]:
+        """Plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher prices."""
+        yield self.fastest
+        if self.options.recompute != AUTO:
+            return
+        solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
+        restriction = replace(Restriction.of(self.options.strategy, self.mesh), forbidden=self.options.forbid)
+        run = Run(solver, restriction, solver.allowed(restriction, dict(self.options.pin)), solver.search)
+        for price in MEMORY_PRICES:
+            one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
+            if one.evaluation.choice not in seen:
+                seen.append(one.evaluation.choice)
+                yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
 
     def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
         """The same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
@@ -153,22 +174,15 @@ class PipelineSearch:
         pieces = self._chain(inner if is_even(inner.evaluation) else self._of_whole(inner))
         return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
 
-    def _priced(self, first: Planned) -> Iterator[Planned]:
-        """What is fastest where a saved byte costs as much as the median step that frees one, so that less is computed again."""
-        solver, e = first.solver, first.evaluation
-        steps = sorted(step.price for step in solver.blocks.recomputation(e, solver.free))
-        if steps:
-            restriction = replace(Restriction.of(self.options.strategy, self.mesh), forbidden=self.options.forbid)
-            run = Run(solver, restriction, solver.allowed(restriction, dict(self.options.pin)), solver.search)
-            priced = run.at(replace(solver.free, byte_seconds=steps[len(steps) // 2], saved=True))
-            if priced.evaluation.choice != e.choice:
-                yield replace(first, chosen=replace(priced, bound_seconds=first.chosen.bound_seconds))
-
     def _planned(self, limit: float) -> Planned:
         """The fastest plan of a micro-batch that holds so many bytes at most."""
-        some = min(limit, self.ranks * self.limit * 1e3)
-        solvers = [replaced(solver, solver.search, some) for solver in self.solvers]
-        options = self.options if limit == math.inf else replace(self.options, refuses=True)
+        solvers = [replaced(solver, solver.search, min(limit, self.ranks * self.limit)) for solver in self.solvers]
+        options = replace(self.options, refuses=True)
+        if limit == math.inf:
+            level = NONE if self.options.recompute == AUTO else self.options.recompute
+            options = replace(self.options, refuses=False, recompute=level)
+            for solver in solvers:
+                solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
         return search(self.few, self.mesh, options, self.name, self.report, solvers)
 
     def _chain(self, inner: Planned) -> Chain:
@@ -182,19 +196,47 @@ class PipelineSearch:
         return enough if len(self.kinds) > 1 else list(self.kinds)
 
     def _estimate(self, inner: Planned, pieces: Chain, kind: str, v: int) -> Estimate:
-        reserve, fits = inner.problem.reserve_bytes, True
+        reserve, timing = inner.problem.reserve_bytes, timing_of(kind, self.ranks, v)
+        once = pieces.once_seconds / self.ranks
         try:
-            found = self._cut(pieces, kind, v, self.limit - reserve)
-        except MemoryInfeasibleError:
-            found, fits = self._cut(pieces, kind, v, math.inf), False
-        seconds = found.step_seconds + pieces.once_seconds / self.ranks
-        return Estimate(self, inner, kind, v, seconds, reserve + max(stage.total_bytes for stage in found.stages), fits)
+            self._check_state(pieces, self.limit - reserve)
+            found = self._cut(pieces, kind, v, self.limit - reserve, is_rough=True)
+        except MemoryInfeasibleError as error:
+            even = [sum(piece.levels[0].seconds for piece in pieces.pieces) / self.ranks] * self.ranks
+            missing = error.missing_bytes * (v if KINDS[kind].v_shaped else 1)
+            return Estimate(self, inner, kind, v, timing.step_seconds(even, self.micro_batches) + once, self.limit + missing, False)
+        bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
+        seconds = self._played(pieces, found, kind, v) + once
+        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True)
 
-    def _cut(self, pieces: Chain, kind: str, v: int, room: float) -> StageCut:
+    def _played(self, pieces: Chain, cut: StageCut, kind: str, v: int) -> float:
+        """Seconds of the schedule with the seconds of a cut's pieces; what is computed again is in the backward."""
+        works = {}
+        for stage in cut.stages:
+            spans = [pieces.parts[first:end] for first, end in stage.spans]
+            own = [_seconds(span) for span in spans]
+            again = stage.seconds / sum(map(sum, own))
+            for (first, _), (forward, inputs, weight) in zip(stage.spans, own):
+                works[first] = forward, (forward + inputs + weight) * again - forward - weight, weight
+        firsts = sorted(works)
+        sends = [max(pieces.pieces[first - 1].boundary_seconds) for first in firsts[1:]]
+        orders = Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, ("",) * (self.ranks * v - 1)).orders
+        return play(orders, *map(list, zip(*(works[first] for first in firsts))), sends).seconds
+
+    def _check_state(self, pieces: Chain, room: float) -> None:
+        """Raises MemoryInfeasibleError if even cuts leave no room for activations, so that no cut has to be looked for."""
+        state = sum(piece.state_bytes for piece in pieces.pieces) - sum(one.bytes_ for one in pieces.shared)
+        if state / self.ranks > room:
+            missing = state / self.ranks - room
+            raise MemoryInfeasibleError(f"parameters and optimizer state need {size(missing)} more a device",
+                                        missing_bytes=math.ceil(missing), fix="use more devices")  # fmt: skip
+
+    def _cut(self, pieces: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
+        """Raises MemoryInfeasibleError for one that does not fit."""
         timing = timing_of(kind, self.ranks, v)
         if KINDS[kind].v_shaped:
             return cut_stages(pieces.pieces, self.ranks * v, self.micro_batches, room / v, timing, pieces.shared)
-        return cut_looped(pieces.pieces, self.ranks, self.micro_batches, room, timing, pieces.shared)
+        return cut_looped(pieces.pieces, self.ranks, self.micro_batches, room, timing, pieces.shared, is_rough)
 
     # judging
 
@@ -261,3 +303,8 @@ class PipelineSearch:
     @cached_property
     def _whole_solvers(self) -> list[Solver]:
         return solvers_of(self.micro.captured, self.mesh, self.options, self.report)
+
+
+def _seconds(parts: Sequence[Part]) -> tuple[float, float, float]:
+    """Of a stage: forward, input gradients, weight gradients."""
+    return tuple(sum(getattr(part, f"{what}_seconds") for part in parts) for what in ("forward", "input", "weight"))

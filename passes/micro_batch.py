@@ -54,7 +54,9 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
         return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={})
     samples = next((shape[0] for shape in captured.signature.shapes if shape), 1)
     axis = batch_axis(graph, micro_batches, samples)
-    local = _local(captured.graph_module, axis)
+    small = captured.compact and _few(captured.compact, micro_batches, samples)
+    is_checked = small is not None and not any(stream_of(node) is not None for node in graph.nodes)  # equal blocks are alike
+    local = _local(captured.graph_module, axis, not is_checked)
     joins = {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
@@ -64,17 +66,24 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
     dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
             if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
-    compact = captured.compact and _compact(captured.compact, local, micro_batches, samples)
+    compact = captured.compact and _compact(captured.compact, small, local)
     return MicroBatched(replace(captured, graph_module=local, compact=compact), micro_batches, joins, totals, inputs, dims)
 
 
-def _local(joint: fx.GraphModule, axis: BatchAxis) -> fx.GraphModule:
-    """The joint graph of one micro-batch."""
+def _few(old: Compact, micro_batches: int, samples: int) -> fx.GraphModule:
+    """The graph of few blocks for one micro-batch, whose nodes keep their names."""
+    return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples))
+
+
+def _local(joint: fx.GraphModule, axis: BatchAxis, checks: bool = True) -> fx.GraphModule:
+    """The joint graph of one micro-batch. `checks`: whether all are alike has to be seen."""
     joint, nodes, leaves = _rewritten(joint, axis)
     sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
-    local, last = (localize(joint, sharding, i) for i in (0, axis.mesh.devices - 1))
-    _draw_by_number(local, last, axis.mesh.devices)
-    _check_alike(local, last)
+    local = localize(joint, sharding, 0)
+    if checks:
+        last = localize(joint, sharding, axis.mesh.devices - 1)
+        _draw_by_number(local, last, axis.mesh.devices)
+        _check_alike(local, last)
     _forget_axis(local)
     return local
 
@@ -85,15 +94,14 @@ def few_blocks(captured: Captured, micro_batches: int) -> Captured:
     old, samples = captured.compact, next((shape[0] for shape in captured.signature.shapes if shape), 1)
     if old is None or micro_batches == 1:
         return micro_batch(captured, micro_batches).captured
-    small = _local(old.graph_module, batch_axis(old.graph, micro_batches, samples))
+    small = _few(old, micro_batches, samples)
     keys = {node.name: key for node, key in old.home.items()}
     home = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
     return replace(captured, graph_module=small, compact=Compact(small, old.tower, old.count, home, {}))
 
 
-def _compact(old: Compact, whole: fx.GraphModule, micro_batches: int, samples: int) -> Compact | None:
-    """The graph of few blocks for one micro-batch, whose nodes keep their names; None if some of its nodes have none of before."""
-    small = _local(old.graph_module, batch_axis(old.graph, micro_batches, samples))
+def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Compact | None:
+    """Of the graph of few blocks for one micro-batch; None if some of its nodes are none of before."""
     keys = {node.name: (node.target, key) for node, key in old.home.items()}
     names = {key: (node.name, node.target) for key, node in old.whole.items()}
     new, home, found = {n.name: n for n in whole.graph.nodes}, {}, {}

@@ -7,6 +7,7 @@ the most promising ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,25 @@ from .tied import Tied
 
 @dataclass(frozen=True)
 class Search:
-    """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at the end."""
+    """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at the end.
+    A plan that takes `cutoff_seconds` or more is of no use: a search may give up with BeyondCutoff once no other can be found."""
 
     gap: float = 2e-3
     rounds: int = 120
     largest_program: int = 8_000  # of all strategies that can still be better
     largest_choice: int = 8_000  # of the most promising ones
+    cutoff_seconds: float = math.inf
     program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
+
+
+class BeyondCutoff(Exception):
+    """No plan takes less than the cutoff; `bound_seconds` at least. `tried`: if meshes were searched, what is told of them."""
+
+    tried: tuple = ()
+
+    def __init__(self, bound_seconds: float):
+        super().__init__(f"no plan takes less than {bound_seconds:.6g} s")
+        self.bound_seconds = bound_seconds
 
 
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:

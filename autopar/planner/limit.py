@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from ..units import size
-from .ascend import minimize
+from .ascend import BeyondCutoff, minimize
 from .blocks import recomputed_vertices
 from .cuts import FIRST_PRICE
 from .dual import Dual
@@ -98,6 +98,8 @@ class WithinLimit:
             starts = [*self.solver.found, *([] if self.best is None else [self._joint(dual, self.best)])]
             solution = minimize(dual, starts, replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP))))
             self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
+            if self.bound >= run.search.cutoff_seconds:
+                raise BeyondCutoff(self.bound)
             line = self._line(dual, free, point, solution)
             tried, _ = self._try(prices, dual.strategies(solution.choice))
             if not is_sure and tried.bytes_ > self.limit_bytes and (self.run.accumulates or tried.peaks_early) != free.saved:

@@ -21,7 +21,7 @@ from ..mesh import Mesh
 from ..plan import MeshTried
 from . import make
 from . import micro_batches as passes
-from .ascend import Search
+from .ascend import BeyondCutoff, Search
 from .dual import Dual
 from .restrict import Restriction
 from .solve import Solver, replaced
@@ -29,6 +29,7 @@ from .solve import Solver, replaced
 SWEEPS = 4
 MOST_COARSE, MOST_FINE = 3, 2  # meshes that are searched, of one or two axes and of three
 MOST_BOUNDED = 3  # meshes of three axes that are bounded, which takes longest: those whose middle axis is shortest
+BEYOND = "a pipeline takes less than its bound"
 ROUGH_GAP = 2e-2  # of the search that says which mesh is best
 
 
@@ -77,10 +78,10 @@ class _Tour:
         self.refusals: list[AutoparError] = []
 
     @property
-    def refusal(self) -> AutoparError:
-        """Of the mesh on which least memory is missing; if all failed otherwise, of the last one."""
+    def refusal(self) -> AutoparError | None:
+        """Of the mesh on which least memory is missing; if all failed otherwise, of the last one; None if none failed."""
         missing = [e for e in self.refusals if isinstance(e, MemoryInfeasibleError)]
-        return min(missing, key=lambda e: e.missing_bytes, default=self.refusals[-1])
+        return min(missing, key=lambda e: e.missing_bytes, default=self.refusals[-1] if self.refusals else None)
 
     @property
     def best(self) -> _Try | None:
@@ -119,12 +120,13 @@ class _Tour:
         try:
             one.planned = self._planned(one, self.rough, tell)
             one.bound = max(one.bound, one.planned.chosen.bound_seconds)
+        except BeyondCutoff as error:
+            one.note, one.bound = BEYOND, error.bound_seconds
         except MemoryInfeasibleError as error:
             one.note = "does not fit"
             self.refusals.append(error)
         if before and before is not self.best:
             before.solvers = []
-
 
     def _planned(self, one: _Try, search: Search, tell: Callable[[str], None]) -> make.Planned:
         one.solvers = [replaced(solver, search) for solver in one.solvers]
@@ -144,7 +146,8 @@ def search(
     report: Callable[[str], None] = lambda t: None,
 ) -> make.Planned:  # fmt: skip
     """The best plan over all meshes that are tried, which its `meshes` list. Raises InputError for a batch that no mesh divides,
-    else what planning raises, of the mesh that misses least memory, if there is no plan for any."""
+    else what planning raises, of the mesh that misses least memory, if there is no plan for any; BeyondCutoff, with the meshes that
+    were `tried`, if none takes less than the search's cutoff, as far as meshes of two axes tell."""
     node, batch = options.hardware.links[0].devices or devices, _batch(captured)
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
@@ -152,17 +155,29 @@ def search(
     tour = _Tour(captured, options, model, report)
     tour.visit(coarse, MOST_COARSE)
     best = tour.best
+    if best is None and any(t.note == BEYOND for t in tour.tries):
+        raise _beyond(tour, options.micro_batches)
     finer = [m for m in fine if best is None or refines(m, best.mesh)]
     tour.visit(sorted(finer, key=lambda m: m.sizes[1])[:MOST_BOUNDED], MOST_FINE)
     best = tour.best
     if best is None:
-        raise tour.refusal
+        raise tour.refusal or _beyond(tour, options.micro_batches)
     tour.settle(best)
     planned = best.planned
     if options.baselines:
         others = passes.baselines(best.solvers, options.styles)
         planned = replace(planned, options=options, others=others, chosen=make.not_worse(planned.chosen, others, options))
-    return replace(planned, meshes=tuple(_told(t, options.micro_batches) for t in sorted(tour.tries, key=_order)))
+    return replace(planned, meshes=_all_told(tour, options.micro_batches))
+
+
+def _beyond(tour: _Tour, micro_batches: int) -> BeyondCutoff:
+    error = BeyondCutoff(min(one.bound for one in tour.tries))
+    error.tried = _all_told(tour, micro_batches)
+    return error
+
+
+def _all_told(tour: _Tour, micro_batches: int) -> tuple[MeshTried, ...]:
+    return tuple(_told(one, micro_batches) for one in sorted(tour.tries, key=_order))
 
 
 def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
 from ..plan import Plan
+from .ascend import BeyondCutoff
 from .evaluate import Evaluation
 from .problem import Problem
 from .restrict import ALIASES, MODELS_OWN, RECIPES, Restriction
@@ -55,17 +56,22 @@ def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None
 
 def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:
     """The fastest plan of all ways that fits, and who found it. Its bound holds for all ways. Raises MemoryInfeasibleError if
-    none fits."""
-    found, refused = [], []
+    none fits, BeyondCutoff if none that fits can be fast enough."""
+    found, refused, bounds = [], [], []
     for solver in solvers:
         try:
             found.append((solver, solver.solve(restriction, pins)))
+            bounds.append(found[-1][1].bound_seconds)
         except MemoryInfeasibleError as error:
             refused.append(error)
-    if not found:
+        except BeyondCutoff as error:
+            bounds.append(error.bound_seconds)
+    if not bounds:
         raise min(refused, key=lambda error: error.missing_bytes)
+    if not found:
+        raise BeyondCutoff(min(bounds))
     solver, outcome = min(found, key=lambda pair: pair[1].evaluation.seconds)  # the first of equal ones
-    return solver, replace(outcome, bound_seconds=min(other.bound_seconds for _, other in found))
+    return solver, replace(outcome, bound_seconds=min(bounds))
 
 
 def timelines(problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0) -> list[tuple[int, Timeline]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..units import size
-from .ascend import Search
+from .ascend import BeyondCutoff, Search
 from .blocks import Blocks
 from .evaluate import Evaluation, Pricer
 from .hubs import HubPrices, hubs_of
@@ -44,9 +44,11 @@ class Solver:
         self.free = Prices(self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap)
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
-        """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing."""
+        """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing, and BeyondCutoff."""
         run = Run(self, restriction, self.allowed(restriction, pins), self.search)
         fastest = run.fastest(is_limited=True)
+        if fastest.bound_seconds >= self.search.cutoff_seconds:
+            raise BeyondCutoff(fastest.bound_seconds)
         return fastest if fastest.fits else WithinLimit(run, fastest).outcome()
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:

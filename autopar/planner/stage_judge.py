@@ -122,18 +122,21 @@ def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
     return max((micro_batches - 1) * bytes_, max(joining, *(part.reducing_bytes for part in parts)) - working)
 
 
-def timing_of(schedule: str, ranks: int, stages_per_rank: int) -> Timing:
+def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3) -> Timing:
     """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage were alone,
-    with as much in flight as two of them share."""
+    with as much in flight as two of them share. `left`: the share of a bubble that weight gradients cannot fill."""
     v, kind = stages_per_rank, KINDS[schedule]
     if kind.v_shaped:
         def shared(stages: int, stage: int, micro_batches: int) -> float:
             most = kind.in_flight(ranks, v, micro_batches) if kind.in_flight else 2 * ranks + 1
             return max(1.0, min(micro_batches, most / v))
 
-        return Timing(schedule, 1 / 3, shared)
+        return Timing(schedule, left, shared)
     if v > 1:
         timing = interleaved(v)
-        return replace(timing, name=schedule, bubble_factor=timing.bubble_factor / (3 if kind.in_flight else 1))
-    by_name = {"gpipe": GPIPE, "naive": replace(GPIPE, in_flight=lambda p, s, m: 1), "zb_h1": ZB_H1, "zb_h2": ZB_H2}
+        return replace(timing, name=schedule, bubble_factor=timing.bubble_factor * (left if kind.in_flight else 1))
+    by_name = {
+        "gpipe": GPIPE, "naive": replace(GPIPE, in_flight=lambda p, s, m: 1), "zb_h1": replace(ZB_H1, bubble_factor=left),
+        "zb_h2": ZB_H2,
+    }  # fmt: skip
     return replace(by_name.get(schedule, ONE_F_ONE_B), name=schedule)

@@ -24,9 +24,9 @@ DOUBT = 1e-7  # of the linear program's optimum
 
 
 def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
-               shared: Sequence[Shared] = ()) -> StageCut:  # fmt: skip
+               shared: Sequence[Shared] = (), is_rough: bool = False) -> StageCut:  # fmt: skip
     """A cut into `timing.looped` stages a rank, `cut_stages` where that is one: how far its step is from the shortest at most,
-    `bound_seconds` says.
+    `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is better is looked for.
 
     Raises StrategyError as `cut_stages`, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that was found, if
     none was found that fits.
@@ -35,11 +35,17 @@ def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_by
         return cut_stages(pieces, ranks, micro_batches, limit_bytes, timing, shared)
     check(pieces, ranks * timing.looped, micro_batches, timing)
     search = Loops(pieces, ranks, micro_batches, limit_bytes, timing, shared)
-    excess, step, path = min((search.descend(path) for path in search.starts()), key=lambda found: found[:2])
+    starts = search.starts()
+    found = min((search.judged(path) for path in starts), key=lambda found: found[:2])
+    if found[0] or not is_rough:
+        found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
+    excess, step, path = found
     if excess:
         raise search.infeasible(path)
     stages = tuple(search.stage(rank, path) for rank in range(ranks))
-    bound = min(step, fractional_step(pieces, search.levels, search.flight, micro_batches, limit_bytes, timing, shared))
+    bound = 0.0
+    if not is_rough:
+        bound = min(step, fractional_step(pieces, search.levels, search.flight, micro_batches, limit_bytes, timing, shared))
     return StageCut(stages, timing, micro_batches, step, search.apart(path), bound)
 
 
@@ -63,6 +69,10 @@ class Loops:
             seconds = self.spans.seconds(flight, limit)
             found.append(fastest(self.spans, seconds, self.micro_batches, self.timing.bubble_factor)[1])
         return [path for path in found if path]
+
+    def judged(self, path: list[int]) -> tuple[float, float, list[int]]:
+        """(bytes too many, step, path) of a cut."""
+        return *self.total([self.cost(rank, path) for rank in range(self.ranks)], path), path
 
     def descend(self, path: list[int]) -> tuple[float, float, list[int]]:
         """(bytes too many, step, path) of a cut that moving no single piece makes better."""
