@@ -115,12 +115,12 @@ class Checked:
     exact: float
 
 
-def check(seed: int, most_plans: int) -> Checked:
+def check(seed: int, most_plans: int, shared_by: int = 1) -> Checked:
     """A random graph, mesh, machine and price: all plans listed, the judge asked about some of them, the search and HiGHS held
-    against the best. Raises AssertionError."""
+    against the best. `shared_by`: micro-batches that share copies of parameters. Raises AssertionError."""
     rng = random.Random(seed)
     mesh, (prices, keep), machine = rng.choice(MESHES), rng.choice(PRICES), rng.choice([toy(), toy(link=1e8), WAITING])
-    instance = Instance(random_graph(rng), mesh, machine, folded=False)
+    instance = Instance(random_graph(rng), mesh, machine, folded=False, shared_by=shared_by)
     masks = thinned(instance, rng, most_plans)
     costs = every_cost(instance, masks, prices, keep)
     best = float(costs.min())
