@@ -21,11 +21,11 @@ from .calls import CallSignature, describe_call, split_example
 from .errors import InputError, MeshError, MicroBatchError, StageError
 from .mesh import Mesh
 from .micro_batches import join, parts_of
-from .pipeline import StageProgram
 from .pipeline_plan import Pipeline, axis_of, inside
 from .plan import Plan, fingerprint
 from .runtime import agree, process_groups, watch
 from .runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
+from .runtime.loaded import LoadedGraph
 from .runtime.parameters import table_of
 from .runtime.stage_links import StageLinks
 from .same_stages import cuts_of, with_owners
@@ -81,11 +81,13 @@ class AsynchronousPipeline:
         (mine,) = program.stages.values()
         self._device = torch.device(self._on.device_mesh.device_type)
         (loaded,) = step.graphs  # the same as in synchronous training
-        graphs = {"forward": loaded.forward, "reduce": step.gradients.reduce.get(self.place)}
+        forward = loaded.forward
+        if mine.copies is not None:
+            forward = LoadedGraph(mine.forward_alone, captures.groups, self._device, f"forward of stage {loaded.index}")
+        graphs = {"forward": forward, "reduce": step.gradients.reduce.get(self.place)}
         graphs |= {"backward": loaded.backward.first} if loaded.has_backward else {}
-        agree.everywhere(lambda: _check_types(mine))
         self._buffers, parameters = {}, {}
-        for node in _placeholders(mine.forward.graph):
+        for node in _placeholders(mine.forward_alone.graph):
             name = node.meta["role"].name
             if node.meta["role"].kind == "parameter":
                 table, leaf = table_of(self.module, name, "_parameters")
@@ -229,9 +231,3 @@ def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **o
         simulated_seconds=first.simulated_seconds / many, bound=first.bound / many, gap=first.gap, alternatives=(),
     )  # fmt: skip
     return with_owners(found.captured, plan)
-
-
-def _check_types(program: StageProgram) -> None:
-    """Raises StageError for a stage that computes in copies of its parameters: these are of one version, for all micro-batches."""
-    if program.copies is not None:
-        raise StageError("an asynchronous pipeline computes in the parameters' own types", fix='use precision="fp32"')

@@ -39,10 +39,11 @@ class RankProgram:
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """(group, what, shape) a collective in the order of the calls: "dp", "forward all_reduce(sum) float32 over dp: mm_1",
         (8, 4). All ranks have the same groups and texts, and the ranks of one group the same shapes too."""
-        return _collectives(("forward", self.parts.forward), ("backward", self.parts.backward))
+        return collectives_of(("forward", self.parts.forward), ("backward", self.parts.backward))
 
 
-def _collectives(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:
+def collectives_of(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Of graphs with their names, as of a RankProgram."""
     found = []
     for phase, part in graphs:
         for node in filter(is_collective, part.graph.nodes if part is not None else ()):
@@ -90,7 +91,7 @@ class DeferredProgram:
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """As of a RankProgram."""
-        return _collectives(("backward", self.backward), ("backward", self.reduce))
+        return collectives_of(("backward", self.backward), ("backward", self.reduce))
 
 
 def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, ...]) -> DeferredProgram:

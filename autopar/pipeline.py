@@ -14,7 +14,7 @@ from torch import fx
 
 from . import debug
 from .capture import Captured
-from .lower import DeferredProgram, RankProgram, lower, lower_deferred
+from .lower import DeferredProgram, RankProgram, collectives_of, lower, lower_deferred
 from .passes.compute_once import compute_once
 from .passes.micro_batch import MicroBatched, micro_batch
 from .passes.split_backward import SplitBackward, split_backward
@@ -42,6 +42,11 @@ class StageProgram:
         return self.deferred.backward if self.deferred else self.whole.parts.backward
 
     @property
+    def forward_alone(self) -> fx.GraphModule:
+        """The forward that makes all copies of parameters itself, for micro-batches that do not read the same versions of them."""
+        return self.whole.parts.forward
+
+    @property
     def saved(self) -> tuple[str, ...]:
         return self.whole.parts.saved
 
@@ -51,9 +56,9 @@ class StageProgram:
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """As of a RankProgram, stage by stage."""
-        source = self.deferred or self.whole
-        found = [c for c in self.whole.collectives() if c[1].startswith("forward")] if self.deferred else []
-        return [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found + source.collectives()]
+        found = collectives_of(("copies", self.copies), ("forward", self.forward))
+        found += self.deferred.collectives() if self.deferred else collectives_of(("backward", self.backward))
+        return [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found]
 
 
 @dataclass(frozen=True)

@@ -79,22 +79,28 @@ class Point:
     @staticmethod
     def of(planned: Planned) -> Point:
         e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
-        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
+        kinds = [v.kind for v in planned.problem.vertices]
+        kept = sum(bytes_ for (v, _, _), bytes_ in e.saved.items() if kinds[v] == "parameter")  # once for all micro-batches
+        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + kept
         left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
-        return Point(e.seconds, e.saved_bytes, full.seconds, full.saved_bytes, state, left)
+        return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
 
-    def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float) -> float:
-        """Seconds of a step with the best of some schedules, infinite if it cannot fit."""
+    def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, pieces: int) -> float:
+        """Seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal pieces the slowest rank
+        has a whole number in each of its stages."""
         p, m = one.stages, one.micro_batches
         best = math.inf
         for kind, v in kinds:
+            if p * v > pieces:
+                continue
             timing = timing_of(kind, p, v, self.left)
             held = timing.in_flight(p, 0, m) * one.samples / p
             excess = self.state_bytes / p + held * self.saved_bytes - room_bytes
             freed = max(held * (self.saved_bytes - self.full_saved_bytes), 1.0)
             if excess <= freed:
                 again = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
-                best = min(best, timing.step_seconds([(self.seconds + again) * one.samples / p] * p, m))
+                seconds, share = (self.seconds + again) * one.samples, v * math.ceil(pieces / (p * v)) / pieces
+                best = min(best, timing.step_seconds([seconds * share] + [seconds * (1 - share) / (p - 1)] * (p - 1), m))
         return best
 
 
@@ -135,7 +141,8 @@ class _Tour:
         self.kinds, self.batch = kinds, samples_of(captured.signature)
         self.room = float(options.memory_bytes or options.hardware.memory_bytes) - options.hardware.reserve_bytes
         node = options.hardware.links[0].devices or devices
-        self.every = combinations(devices, node, self.batch, _most_stages(captured))
+        self.pieces = _pieces(captured)
+        self.every = combinations(devices, node, self.batch, self.pieces // 2)
         self.found: dict[Combination, list[Estimate]] = {}
         self.error: AutoparError | None = None
 
@@ -187,7 +194,7 @@ class _Tour:
         for own in by_tp.values():
             singles = [one for one in own if one.samples == 1]
             points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
-            yield from ((min(point.guess(one, self.kinds, self.room) for point in points), one) for one in own)
+            yield from ((min(point.guess(one, self.kinds, self.room, self.pieces) for point in points), one) for one in own)
 
 
 def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -195,10 +202,10 @@ def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
     return [one for one in kinds if one[0] in SCHEDULES] or kinds
 
 
-def _most_stages(captured: Captured) -> int:
-    """One for each block, or, of a model without equal blocks, for each op with FLOPs."""
+def _pieces(captured: Captured) -> int:
+    """About as many as a model can be cut into: two of each block, or, without equal blocks, one of each op with FLOPs."""
     if captured.compact is not None:
-        return captured.compact.count
+        return 2 * captured.compact.count
     return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))
 
 

@@ -25,7 +25,7 @@ from .simulate import Simulator, assemble
 from .simulate_pipeline import Lowered
 
 GRAPHS = {
-    "forward": lambda program: program.forward,
+    "forward": lambda program: program.forward_alone,
     "backward": lambda program: program.backward,
     "reduce": lambda program: program.deferred.reduce,
 }
@@ -52,7 +52,7 @@ class SimulatedAsynchronous:
         simulator, ranks = Simulator(self.mesh), []
         for place, program in enumerate(programs):
             fixed, parameters, coordinate = {}, {}, self.mesh.coordinate(place)
-            for node in program.forward.graph.nodes:
+            for node in program.forward_alone.graph.nodes:
                 role = node.meta["role"] if node.op == "placeholder" else None
                 if role is not None and role.kind in ("parameter", "buffer"):
                     local = local_part(self.values[node.name], node.meta["layout"], self.mesh, coordinate)

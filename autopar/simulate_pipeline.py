@@ -88,7 +88,7 @@ class _Simulation:
         self.running = [_Running(p, Simulator(self.mesh), gradients=[{} for _ in p]) for p in lowered.stages]
         self.parts = parts_of(self.micro, values)
         for stage in self.running:
-            stage.copies = [self._copies(program, rank) for rank, program in enumerate(stage.programs)]
+            stage.copies = self._copies(stage)
         self.passing: dict[tuple[int, int, str], list[Tensor]] = {}  # to which stage, of which micro-batch
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -110,12 +110,17 @@ class _Simulation:
         calls = tuple(Counter((kind_of(op), axes) for op, axes, group in s.simulator.calls if 0 in group) for s in self.running)
         return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent, calls)
 
-    def _copies(self, program: StageProgram, rank: int) -> dict[str, Tensor]:
-        if program.copies is None:
-            return {}
-        leaves = [n for n in program.copies.graph.nodes if n.op == "placeholder"]
-        made = program.copies(*(self._given(n, self.values, rank, {}) for n in leaves))
-        return {role.name: value for role, value in zip(output_node(program.copies.graph).meta["roles"], made)}
+    def _copies(self, stage: _Running) -> list[dict[str, Tensor]]:
+        """By rank, the copies of parameters that all micro-batches share."""
+        graphs = [p.copies for p in stage.programs]
+        if graphs[0] is None:
+            return [{} for _ in graphs]
+        inputs = [
+            [self._given(n, self.values, rank, {}) for n in graph.graph.nodes if n.op == "placeholder"]
+            for rank, graph in enumerate(graphs)
+        ]
+        names = [role.name for role in output_node(graphs[0].graph).meta["roles"]]
+        return [dict(zip(names, made)) for made in stage.simulator.run(graphs, inputs)]
 
     def _forward(self, at: int, i: int) -> None:
         stage = self.running[at]

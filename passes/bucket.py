@@ -3,7 +3,8 @@
 A reduction whose result only leaves the graph can wait for the next ones, a gather of something that arrives with the call can
 be made earlier; neighbours over the same axes are packed, in graph order, up to `bucket_bytes` of global tensors. Every member
 becomes columns of one (devices, columns) buffer. The bytes sent stay the same. Packing looks at global sizes alone, so all
-ranks pack alike, uneven shards or not. Li et al., "PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3.
+ranks pack alike, uneven shards or not. Gathers whose copies are kept share no bucket with others: the micro-batches of a pipeline
+make those once (passes/compute_once.py). Li et al., "PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3.
 """
 
 from __future__ import annotations
@@ -64,19 +65,30 @@ class _Start:
 
 
 def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list[_Start]]]:
-    """Buckets by kind, collective, axes, type and phase."""
+    """Buckets by kind, collective, axes, type, phase, and whether copies are kept."""
     groups: dict[tuple, list[list[_Start]]] = {}
     filled: dict[tuple, float] = {}
     for start in starts:
         node, value = start.node, start.node.args[0].meta["val"]
         meta, size = node.meta["collective"], node.meta["tensor_bytes"]
-        key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase)
+        key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node))
         if key not in groups or filled[key] + size > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0.0
         groups[key][-1].append(start)
         filled[key] += size
     return groups
+
+
+def _is_kept(start: fx.Node) -> bool:
+    """Whether the redistribution that a collective is part of ends with a copy that is kept."""
+    node = start
+    while not node.meta.get("kept"):
+        users = list(node.users)
+        if len(users) != 1 or "tensor" not in users[0].meta:
+            return False
+        node = users[0]
+    return True
 
 
 def _way_in(node: fx.Node) -> Iterator[fx.Node]:
@@ -152,7 +164,8 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         edge = 0
         for old, width in zip(waits, widths):
             piece = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
-            piece = contiguous(builder, builder.call(aten.reshape.default, piece, list(old.meta["val"].shape)))
+            name = f"{old.meta['tensor']}_of_bucket"  # the same, whatever else the graph packs: saved values go by their names
+            piece = contiguous(builder, builder.call(aten.reshape.default, piece, list(old.meta["val"].shape), name=name), name)
             piece.meta = {**old.meta, "val": piece.meta["val"]}
             old.replace_all_uses_with(piece)
             edge += width

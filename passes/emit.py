@@ -198,11 +198,11 @@ class _Group:
         return self.run(c10d.all_to_all_single.default, x, rows, rows)
 
 
-def contiguous(builder: Builder, x: fx.Node) -> fx.Node:
+def contiguous(builder: Builder, x: fx.Node, name: str | None = None) -> fx.Node:
     """`x`, or a copy of it if its fake value is not contiguous."""
     if x.meta["val"].is_contiguous():
         return x
-    return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format, name=name)
 
 
 def _moved(ndim: int, source: int, to: int) -> list[int]:

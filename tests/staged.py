@@ -178,10 +178,10 @@ def _kind(role) -> str:
 
 
 @lru_cache(maxsize=256)
-def _sharded(key: int, mesh: Mesh, strategy: str, precision: str, recompute: str) -> Plan:
+def _sharded(key: int, micro_batches: int, mesh: Mesh, strategy: str, precision: str, recompute: str) -> Plan:
     options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision, baselines=False,
-                          recompute=recompute)  # fmt: skip
-    return search(_CAPTURES[key], inside(mesh), options).plan
+                          recompute=recompute, micro_batches=micro_batches, within=mesh)  # fmt: skip
+    return replace(search(_CAPTURES[key], inside(mesh), options).plan, micro_batches=1, reduces_once=False)
 
 
 _CAPTURES: dict[int, Captured] = {}
@@ -194,5 +194,5 @@ def plan_of(micro: MicroBatched, mesh: str, schedule: str, cuts: Sequence[str] |
     _CAPTURES[id(micro.captured)] = micro.captured
     v, p = stages_per_rank or KINDS[schedule].chunks or 2, whole.size("pp")
     cuts = even_cuts(micro.captured, p * v) if cuts is None else tuple(cuts)
-    plan = _sharded(id(micro.captured), whole, strategy, precision, recompute)
+    plan = _sharded(id(micro.captured), micro.micro_batches, whole, strategy, precision, recompute)
     return replace(plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts))

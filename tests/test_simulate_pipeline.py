@@ -4,6 +4,7 @@ benchmarks/pipeline_matrix.py has the whole product."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,17 @@ from autopar import FakeQuant, LoRA
 from autopar.adapt import order
 from autopar.errors import MicroBatchError, StageError, VerifyError
 from autopar.graph import bytes_of
+from autopar.hardware import load
+from autopar.mesh import Mesh
 from autopar.passes.micro_batch import micro_batch
 from autopar.pipeline import lower_pipeline, stages_of
+from autopar.plan_pipeline import plan_pipeline
+from autopar.planner.make import PlanOptions
 from autopar.schedule import KINDS, play
 from autopar.schedule.formulas import in_flight
 from autopar.simulate_pipeline import Lowered, _Simulation, simulate_pipeline
 from tests import staged
+from tests.planner.planning import captured
 from tests.runtime import tiny
 
 ONE_STAGE = ("naive", "gpipe", "1f1b", "zb_h1", "zb_h2")
@@ -42,7 +48,9 @@ def check(case: staged.Case, micro_batches: int, note: str, tolerance: float = s
     ("t5", 2, "pp=2,dp=2", "zb_h1", "zero2"),
     ("vit", 2, "pp=2,dp=2", "zb_h2", "ddp"),
     ("vit", 4, "pp=4,tp=2", "dualpipev", "megatron"),
-    ("bert", 2, "pp=2,dp=2", "naive", "zero1"),
+    ("bert", 2, "pp=2,dp=2,tp=2", "naive", "hsdp"),
+    ("bert", 2, "pp=2,dp=2,tp=2", "interleaved_1f1b", "zero1"),
+    ("llama", 2, "pp=2,dp=2,tp=2", "zbv", "megatron_sp+zero1"),
     ("bert", 4, "pp=2", "v_min", "auto"),
     ("mixtral", 2, "pp=2,dp=2", "1f1b", "fsdp"),
     ("mixtral", 4, "pp=2,ep=2", "zbv", "auto"),
@@ -163,6 +171,30 @@ def test_gradients_are_reduced_once_a_step():
         for stage, sent in zip(stages_of(case.captured, plan)[1], step.bytes_sent):
             mine = sum(bytes_of(case.wanted.gradients[name]) for name in stage.parameters)
             assert all(mine <= bytes_ <= mine + 256 for bytes_ in sent), (count, stage.index, mine, sent)  # and the loss
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_parameters_that_are_kept_are_gathered_once_a_step(strategy):
+    """However many micro-batches there are, ZeRO-1 gathers as often and holds as much; ZeRO-3 gathers in each of them. Both emit
+    what they plan."""
+    graph = captured("gpt:layers=2,hidden=32,heads=2,vocab=32,tied=false")
+    options, gathers, kept_bytes = PlanOptions(load("cpu-gloo"), strategy=strategy), [], []
+    for count in (2, 4):
+        plan = plan_pipeline(graph, Mesh.parse("pp=2,dp=2"), options, schedule="1f1b", micro_batches=count).plan
+        calls: Counter = Counter()
+        for programs in Lowered.of(graph, replace(plan, bucket_bytes=0.0), check=False).stages:
+            for _, what, _ in programs[0].collectives():  # "stage 0 forward all_gather_into_tensor float32 over dp: ..."
+                _, _, phase, kind, *_ = what.split()
+                calls[phase] += kind == "all_gather_into_tensor"
+        emitted = calls["copies"] + count * (calls["forward"] + calls["backward"])
+        assert emitted == sum(c.count for c in plan.collectives if c.kind == "all_gather")
+        gathers.append((calls["copies"], emitted))
+        kept_bytes.append(plan.memory.get("gathered parameters kept", 0.0))
+    (once, emitted), (again, more) = gathers
+    if strategy == "zero1":
+        assert once == emitted == again == more > 0 and kept_bytes[0] == kept_bytes[1] > 0
+    else:
+        assert once == again == 0 and more == 2 * emitted and kept_bytes == [0.0, 0.0]
 
 
 def test_all_ranks_of_a_stage_call_the_same():

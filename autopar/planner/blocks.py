@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..cost.compute import flops_of
-from .evaluate import Evaluation, Pricer
+from .evaluate import Evaluation, Pricer, held
 from .prices import Prices
 from .problem import Problem
 from .remake import FULL, Moves, Recomputation, Remake
@@ -112,7 +112,7 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
     """The evaluation with these steps taken in so many copies each."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
     alive: dict[str, float] = defaultdict(float)
-    saved, kept, seconds = dict(evaluation.saved), set(evaluation.kept), 0.0
+    saved, kept, seconds, transfers = dict(evaluation.saved), set(evaluation.kept), 0.0, evaluation.transfers
     for step, count in counts:
         taken[step.block][step.level] = (step, count)
         alive[step.block] += step.freed_bytes
@@ -124,7 +124,9 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
         for key, bytes_ in step.needed:
             saved[key] = saved.get(key, 0.0) + bytes_ * share
             kept.add(key)
+        if evaluation.gathers_once and count == step.copies:
+            transfers = held(transfers, {key for key, _ in step.needed})
     return replace(
-        evaluation, saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}, kept=kept, recomputed=dict(taken),
-        recompute_seconds=seconds, transient_bytes=max(alive.values(), default=0.0),
+        evaluation, transfers=transfers, saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}, kept=kept,
+        recomputed=dict(taken), recompute_seconds=seconds, transient_bytes=max(alive.values(), default=0.0),
     )  # fmt: skip

@@ -6,11 +6,18 @@ layout, in a copy that the forward made anyway, or both; with a price on memory 
 
     keep copy q          price * bytes(q)
     make q again         seconds(p -> q), and the base must be saved: price * bytes(p), nothing for a parameter (always there)
+
+Where the passes of a step may share copies of parameters (`gathers_once`), one that the forward reads may be made before the first
+pass and kept to the end of the step, for both phases of all m passes:
+
+    keep copy q          seconds(p -> q) / m + price * bytes(q)
+    make q in each pass  seconds(p -> q) for each phase that reads it
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -72,6 +79,7 @@ class Evaluation:
     offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
+    gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     passing_bytes: float = 0.0  # what else is alive when memory peaks, less what of the rest is not (see live_bytes.py)
     peaks_early: bool = True  # whether memory peaks before most gradients are there
@@ -140,12 +148,14 @@ class Evaluation:
 
 class Pricer:
     """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has `micro_batches`
-    passes; with `reduces_once` their gradients wait for one reduction (autopar/planner/micro_batches.py)."""
+    passes; with `reduces_once` their gradients wait for one reduction (autopar/planner/micro_batches.py), with `gathers_once` they
+    share the copies of parameters that are kept."""
 
     def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
-                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False):  # fmt: skip
+                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
+                 gathers_once: bool = False):  # fmt: skip
         self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
-        self.micro_batches, self.reduces_once = micro_batches, reduces_once
+        self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self.prices = TransferPrices(redistribute, collectives)
         self._local: dict[tuple, float] = {}
 
@@ -185,6 +195,16 @@ class Pricer:
         return self._local[key]
 
 
+def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -> list[Transfer]:
+    """The transfers with these copies kept through a step: those of parameters, which alone of the forward's are hidden, are made
+    once for all its passes."""
+    return [
+        replace(t, seconds=t.seconds / t.times, times=1)
+        if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys else t
+        for t in transfers
+    ]  # fmt: skip
+
+
 def uses_by_tensor(problem: Problem) -> dict[tuple[int, int], list[Use]]:
     """All uses of every tensor, in order of the graph."""
     if problem.uses_of is None:
@@ -206,7 +226,7 @@ def evaluate(
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False gathers again,
     ZeRO-3; True keeps, ZeRO-1 and 2)."""
     result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first)
-    result.reduces_once = pricer.reduces_once
+    result.reduces_once, result.gathers_once = pricer.reduces_once, pricer.gathers_once
     for v in problem.vertices:
         options, k = problem.choices(v.index), choice[v.index]
         phase = "backward" if v.phase == "backward" else "forward"
@@ -252,36 +272,45 @@ def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, 
         elif use.phase == "backward":
             reads_base = True
 
-    def transfer(target: Layout, phase: str, consumers: list[int]) -> None:
+    def transfer(target: Layout, phase: str, consumers: list[int], times: int = times) -> None:
         seconds = pricer.seconds(source, target, bytes_, is_hidden) * times / pricer.micro_batches
         moves = pricer.redistribute(source, target)
         result.transfers.append(
             Transfer(producer, output, phase, source, target, seconds, moves, bytes_, tuple(consumers), copies, is_hidden, times)
         )
 
-    for target, consumers in wanted["forward"].items():
-        transfer(target, "forward", consumers)
+    def price(target: Layout, phase: str) -> float:
+        return pricer.seconds(source, target, bytes_, is_hidden) * (prices.hidden(phase) if is_hidden else 1.0)
+
     is_parameter, is_leaf = vertex.kind == "parameter", vertex.kind in RESIDENT_LEAVES
+    byte_seconds = prices.byte_seconds if prices.saved else 0.0
+    size = {t: pricer.local_bytes(producer, output, t) for phase in wanted.values() for t in phase}
+    once: set[Layout] = set()
+    if is_parameter and pricer.gathers_once and keep_parameters is not False:
+        spared = {t: price(t, "forward") * (1 - 1 / pricer.micro_batches) for t in wanted["forward"]}
+        spared |= {t: s + price(t, "backward") for t, s in spared.items() if t in wanted["backward"]}
+        once = {t for t, s in spared.items() if keep_parameters or byte_seconds * size[t] <= s}
+    for target, consumers in wanted["forward"].items():
+        transfer(target, "forward", consumers, 1 if target in once else times)
     if vertex.phase == "backward" and not is_leaf:
         for target, consumers in wanted["backward"].items():
             transfer(target, "backward", consumers)
         return
-    size = {t: pricer.local_bytes(producer, output, t) for t in wanted["backward"]}
     shared = [t for t in wanted["backward"] if t in wanted["forward"]]
     if is_leaf and not is_parameter:
         keep = set(shared)
+    elif is_parameter and pricer.gathers_once:
+        keep = once
     elif is_parameter and keep_parameters is not None:
         keep = set(shared) if keep_parameters else set()
     else:
-        weight = prices.hidden("backward") if is_hidden else 1.0
-        price = {t: pricer.seconds(source, t, bytes_, is_hidden) * weight for t in shared}
-        byte_seconds = prices.byte_seconds if prices.saved else 0.0
+        redo = {t: price(t, "backward") for t in shared}
         held = {t: byte_seconds * size[t] for t in shared}
-        keep = {t for t in shared if held[t] <= price[t]}
+        keep = {t for t in shared if held[t] <= redo[t]}
         needs_base = is_leaf or reads_base or len(shared) < len(wanted["backward"])
         if not needs_base and keep != set(shared):
             base = byte_seconds * pricer.local_bytes(producer, output, source)
-            if sum(held.values()) <= base + sum(held[t] if t in keep else price[t] for t in shared):
+            if sum(held.values()) <= base + sum(held[t] if t in keep else redo[t] for t in shared):
                 keep = set(shared)
     redone = [t for t in wanted["backward"] if t not in keep]
     for target in redone:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .hubs import BACKWARD, FORWARD, HubPrices, Mode
+from .hubs import BACKWARD, BOTH, FORWARD, HubPrices, Mode
 
 IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 _least = np.minimum.reduce
@@ -91,7 +91,10 @@ class Factor:
         self.others = {id(head): [h for h in heads if h is not head] for head in heads}
 
     def price(self, modes: list[Mode]) -> None:
-        """Take over the part of a hub's prices that is allowed, times its share of the copies."""
+        """Take over the part of a hub's prices that is allowed, times its share of the copies. Where others of the hub's consumers
+        are in other factors, a block costs no more than with these: what both phases read may be cheaper than what one does."""
+        if len(self.heads) < len(self.hub.hub.consumers):
+            modes = [Mode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes]
         place, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
         modes = [
             Mode(

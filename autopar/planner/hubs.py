@@ -3,7 +3,7 @@
 Hubs of one producer class with the same consumer classes are copies of each other. A forward tensor that the backward reads can
 be served in several ways, each a `Mode`: it is saved as it is, and the backward makes copies again or keeps those of the forward;
 or it is not saved, and the backward reads kept copies alone. If its producer runs again, it is there without being saved; a
-forward consumer that runs again reads in both phases.
+forward consumer that runs again reads in both phases. Copies of a parameter that all passes of a step share are kept for both.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class HubPrices:
         self.phases = [BACKWARD if phase == "backward" else FORWARD for _, _, phase in hub.consumers]
         vertex = problem.vertices[hub.example[0]]
         self.phase, self.is_parameter = vertex.phase, vertex.kind == "parameter"
+        self.gathers_once = self.is_parameter and pricer.gathers_once
         self.is_saved = vertex.phase == "forward" and (self.is_parameter or vertex.kind not in RESIDENT_LEAVES)
         self.reads_saved = BACKWARD in self.phases
         self.is_hidden = pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
@@ -86,6 +87,12 @@ class HubPrices:
         self.held_bytes = np.array([pricer.local_bytes(*hub.example, q) for q in self.targets])
         self.base_bytes = np.array([pricer.local_bytes(*hub.example, p) for p in self.sources])
 
+    @property
+    def _unmoved(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places where a column is the producer's own layout."""
+        columns = np.flatnonzero(self.same_as >= 0)
+        return self.same_as[columns], columns
+
     def modes(self, prices: Prices, keep_parameters: bool | None, is_read_again: bool = False) -> list[Mode]:
         """The ways to serve one copy of the hub. `keep_parameters`: whether gathered parameters are kept for the backward (None:
         as prices say). `is_read_again`: whether a forward consumer may run again."""
@@ -94,18 +101,23 @@ class HubPrices:
         nothing = np.zeros((2, len(self.sources)))
         if self.is_parameter and keep_parameters is False:
             return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early + late})]
+        if self.gathers_once:
+            kept = early / self.pricer.micro_batches + (prices.byte_seconds if prices.saved else 0.0) * self.held_bytes
+            kept[self._unmoved] = 0.0
+            if keep_parameters:
+                return [Mode(nothing, {FORWARD: kept, BACKWARD: late, BOTH: kept})]
+            return [Mode(nothing, {FORWARD: np.minimum(kept, early), BACKWARD: late, BOTH: np.minimum(kept, early + late)})]
         if not (prices.saved and self.is_saved and (self.reads_saved or is_read_again)):
             return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early})]
         keep = early + prices.byte_seconds * self.held_bytes
         both = keep if self.is_parameter and keep_parameters else np.minimum(keep, early + late)
-        columns = np.flatnonzero(self.same_as >= 0)
-        both[self.same_as[columns], columns] = 0.0
+        both[self._unmoved] = 0.0
         saved = Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: both})
         if self.is_parameter:
             return [saved]
         saved = Mode(np.stack([prices.byte_seconds * self.base_bytes, nothing[1]]), saved.block)
         gone = keep.copy()
-        gone[self.same_as[columns], columns] = np.inf
+        gone[self._unmoved] = np.inf
         return [saved, Mode(nothing, {FORWARD: early, BACKWARD: np.full_like(late, np.inf), BOTH: gone})]
 
 

@@ -160,6 +160,9 @@ class _Lives:
             first = arrival.get((v, o, layout), self.place.get((v, False), 0))
             vertex = self.problem.vertices[v]
             kind, last = KEPT if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
+            if kind == KEPT and e.gathers_once:
+                yield kind, 0, len(self.order.runs), bytes_
+                continue
             yield from self._of_all_copies(kind, first, last, vertex, bytes_)
         yield from self._computing_copies()
         yield from self._gradients()
@@ -279,7 +282,8 @@ def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tu
     a packed bucket of gradients is what waited for it and is more than the shards that stay."""
     gathered, reduced = [(0.0, 0.0)], [(0.0, 0.0)]
     for t in evaluation.every_transfer:
-        if t.is_hidden:
+        is_before = t.phase == "forward" and t.times < pricer.micro_batches  # of the first pass, when little else is held
+        if t.is_hidden and not is_before:
             value = problem.vertices[t.producer].values[t.output]
             is_parameter = problem.vertices[t.producer].kind == "parameter"
             before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))

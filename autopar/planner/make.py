@@ -42,7 +42,8 @@ class PlanOptions:
     `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway).
     `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already.
     `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the whole mesh, where the
-    planned one is a stage's of a pipeline: links are those of the whole mesh, and gradients are reduced once a step."""
+    planned one is a stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of
+    parameters that are kept are gathered once."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -184,11 +185,10 @@ def solvers_of(
     limit = float(options.memory_bytes or hardware.memory_bytes)
     collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain
     ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
-    if options.within is not None and options.micro_batches > 1:
-        ways = (True,)
+    has_stages = options.within is not None and options.micro_batches > 1
     pricers = [
-        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once)
-        for once in ways
+        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=has_stages)
+        for once in ((True,) if has_stages else ways)
     ]
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 

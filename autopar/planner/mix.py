@@ -18,7 +18,7 @@ import networkx
 
 from ..compact import FIRST
 from .blocks import block_of
-from .evaluate import RESIDENT_LEAVES, Evaluation, Pricer, uses_by_tensor
+from .evaluate import RESIDENT_LEAVES, Evaluation, Pricer, held, uses_by_tensor
 from .problem import Problem
 from .remake import FULL, key_of
 
@@ -118,6 +118,7 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
             saved[key] = saved.get(key, 0.0) + more
             left -= more
     transfers = [t for i, t in enumerate(e.transfers) if i not in dropped]
+    transfers = held(transfers, kept - e.kept) if e.gathers_once else transfers
     return replace(e, transfers=transfers, saved=saved, kept=kept)
 
 

@@ -9,6 +9,7 @@ that u may come out in and q that v may want:
           sum_p y_e[p, q] = sum_{k: in_e(k) = q} x_{v,k} -> Program._flow
           y_e[p, q] <= z[p, q]                           one payment for all uses of a hub        -> Program._pay_once
           y_e[p, q] <= b[p, q] + k[p, q], k <= f         made again in the backward, or kept      -> Program._keep_or_redo
+          f[p, q] <= sum of the forward's y_e[p, q]      only what the forward reads is kept      -> Program._keep_or_redo
           y_e[p, p] <= s[p], b[p, q] <= s[p]             what the backward reads must be saved    -> Program._keep_or_redo
 
 A hub is a tensor with all its uses; hubs of one producer class with the same consumer classes are copies of each other. Only x
@@ -123,7 +124,8 @@ class Program:
             i, j = np.nonzero(flow >= 0)
             columns = (sources[i], targets[j], same[i, j], flow[i, j], seconds[i, j])
             flows[phase] += zip(*(column.tolist() for column in columns))
-        if prices.saved and priced.is_saved and flows["backward"]:
+        is_once = priced.gathers_once and self.keep_parameters is not False
+        if is_once or prices.saved and priced.is_saved and flows["backward"]:
             self._keep_or_redo(priced, flows)
         elif priced.is_parameter and self.keep_parameters is False:
             self._pay_once(hub, flows["forward"])
@@ -158,10 +160,21 @@ class Program:
         return paid
 
     def _keep_or_redo(self, priced: HubPrices, flows) -> None:
-        """A forward tensor that the backward reads: copies kept or made again, base saved or not, at the price of memory."""
+        """A forward tensor that the backward reads: copies kept or made again, base saved or not, at the price of memory. A copy
+        that all passes share takes 1 / m of its seconds in each; where that spares more than keeping it costs, it is kept for the
+        forward alone already."""
         hub, is_parameter = priced.hub, priced.is_parameter
+        price = self.prices.byte_seconds * hub.copies if self.prices.saved else 0.0
+        early = {pair: seconds for pair, (seconds, _) in self._grouped(flows["forward"]).items()}
+        more = {(p, q): price * priced.held_bytes[q] for p, q in early}  # what keeping a copy costs
+        if priced.gathers_once and self.keep_parameters is not False:
+            more = {pair: m - early[pair] * hub.copies * (1 - 1 / priced.pricer.micro_batches) for pair, m in more.items()}
+            at_once = {pair: m for pair, m in more.items() if m <= 0 or self.keep_parameters}
+            flows["forward"] = [(p, q, same, variable, s + at_once.get((p, q), 0.0) / hub.copies)
+                                for p, q, same, variable, s in flows["forward"]]  # fmt: skip
+            more |= dict.fromkeys(at_once, 0.0)
         made = self._pay_once(hub, flows["forward"])
-        price = self.prices.byte_seconds * hub.copies
+        readers = self._grouped(flows["forward"])
         base: dict = {}
 
         def base_of(p) -> int | None:
@@ -181,11 +194,15 @@ class Program:
             cover = [redo]
             may_keep = not (is_parameter and self.keep_parameters is False)
             if (p, q) in made and may_keep:
-                keep = int(self._new_variables(np.array([price * priced.held_bytes[q]]))[0])
+                keep = int(self._new_variables(np.array([more[p, q]]))[0])
                 row = self._new_rows(1, 0.0, np.inf)  # only a copy that the forward made can be kept
                 self._entries(row, np.array([made[p, q]]), 1.0)
                 self._entries(row, np.array([keep]), -1.0)
                 cover.append(keep)
+                if len(readers[p, q][1]) > 1:  # and it makes none that only the backward reads
+                    row = self._new_rows(1, 0.0, np.inf)
+                    self._entries(row, np.array(readers[p, q][1]), 1.0)
+                    self._entries(row, np.array([made[p, q]]), -1.0)
                 if is_parameter and self.keep_parameters:  # what the forward made is kept, not made again
                     row = self._new_rows(1, -np.inf, 1.0)
                     self._entries(row, np.array([made[p, q]]), 1.0)

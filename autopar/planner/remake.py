@@ -61,12 +61,14 @@ def key_of(transfer: Transfer) -> Key:
 
 
 class Moves:
-    """What an evaluation moves, as blocks see it. `in_backward`: copies that the backward makes anyway; `readers`: forward vertices
+    """What an evaluation moves, as blocks see it. `in_backward`: copies that the backward makes anyway, or that all passes of a
+    step share; `readers`: forward vertices
     that read another layout of something that is not a parameter; `alone`: by block, transfers whose copies it alone reads."""
 
     def __init__(self, e: Evaluation, blocks: Blocks):
         kinds = [v.kind for v in blocks.problem.vertices]
-        self.in_backward = {key_of(t) for t in e.transfers if t.phase == "backward"}
+        passes = blocks.pricer.micro_batches
+        self.in_backward = {key_of(t) for t in e.transfers if t.phase == "backward" or t.times < passes}
         self.readers: set[int] = set()
         self.alone: dict[str, list[Transfer]] = defaultdict(list)
         for t in e.transfers:

@@ -1,12 +1,14 @@
 """What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
 
 The solver of the cut (autopar/planner/stage_cut.py) knows formulas of schedules; here the schedule itself is played with the
-seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action:
+seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action; parameters that are
+gathered once are so before its first, which is charged there as well:
 
-    step = max over ranks (end of the last action + reductions of its stages)
+    step = max over ranks (end of the last action + reductions and such gathers of its stages)
 
-    bytes of a rank = parameters, gradients, optimizer state of its stages + what its micro-batches in flight save
-                      + the most that comes and goes in one of its stages + outputs of the call + messages + reserve
+    bytes of a rank = parameters, copies of them that stay, gradients, optimizer state of its stages
+                      + what its micro-batches in flight save + the most that comes and goes in one of its stages
+                      + outputs of the call + messages + reserve
                       or, after all micro-batches, what reduces gradients or joins outputs
 """
 
@@ -21,7 +23,7 @@ from ..schedule.catalogue import KINDS
 from ..schedule.play import play
 from ..schedule.played import Played
 from .evaluate import Evaluation, Pricer
-from .live_bytes import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, SAVED, LiveBytes
+from .live_bytes import BUCKETS, GRADIENTS, KEPT, PARAMETERS, PASSING, RESERVE, SAVED, LiveBytes
 from .problem import Problem
 from .stage_parts import Part, Parts
 from .stages import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
@@ -31,8 +33,8 @@ Send = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Judged:
-    """A pipeline with its costs. `once_seconds`: by rank, after its last action. `memory`: by rank and kind, bytes at its peak.
-    `parts`: by stage."""
+    """A pipeline with its costs. `once_seconds`: by rank, before its first action and after its last. `memory`: by rank and kind,
+    bytes at its peak. `parts`: by stage."""
 
     pipeline: Pipeline
     played: Played
@@ -106,6 +108,7 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
     for s in stages:
         held.update(parts[s].staying)
         held[PARAMETERS] += parts[s].computing_bytes
+        held[KEPT] += parts[s].kept_bytes
         held[GRADIENTS] += parts[s].gradient_bytes + parts[s].whole_bytes
         held[BUCKETS] += sum(parts[s].sent) + sum(parts[s].returned)
         held[BUCKETS] += sum(parts[s - 1].sent) + sum(parts[s - 1].returned) if s else 0.0

@@ -23,6 +23,8 @@ from .evaluate import Evaluation, Pricer, Transfer, unreduced_bytes, uses_by_ten
 from .live_bytes import AGAIN, BUCKETS, GATHERED, GRADIENTS, PARAMETERS, PASSING, LiveBytes, bucket_bytes, live_bytes, staying_of
 from .places import Places, first_of
 from .problem import Problem
+from .remake import key_of
+from .vertices import STATE
 
 SEVERAL = ""  # in place of a parameter's name: the gradients of several follow from an op
 FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
@@ -49,12 +51,13 @@ class Work:
 @dataclass
 class Part:
     """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients reduced,
-    parameters on the host). `saved_bytes`: what a micro-batch holds from its forward to its backward; `staying`: parameters,
-    optimizer state and buffers, by kind; `computing_bytes`: copies of parameters in the type that computes; `gradient_bytes`:
-    shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that
-    comes and goes while an op of the part runs; `reducing_bytes`: the same while gradients that waited are reduced; `output_bytes`:
-    what a micro-batch gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the
-    forward, and of each that comes back from there. `modules`: of its forward ops, in order. All bytes are a device's."""
+    parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from its forward to its
+    backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies of parameters in the type that
+    computes; `kept_bytes`: those that are gathered once and stay through the step; `gradient_bytes`: shards of gradients, and
+    `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that comes and goes while an
+    op of the part runs; `reducing_bytes`: the same while gradients that waited are reduced; `output_bytes`: what a micro-batch
+    gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the forward, and of each
+    that comes back from there. `modules`: of its forward ops, in order. All bytes are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
     overlap: float = 0.0
@@ -62,6 +65,7 @@ class Part:
     saved_bytes: float = 0.0
     staying: Counter = field(default_factory=Counter)
     computing_bytes: float = 0.0
+    kept_bytes: float = 0.0
     gradient_bytes: float = 0.0
     whole_bytes: float = 0.0
     transient_bytes: float = 0.0
@@ -95,7 +99,7 @@ class Part:
     @property
     def state_bytes(self) -> float:
         """What stays, whatever runs: several micro-batches' gradients are there all the time."""
-        return self.resident_bytes + self.computing_bytes + self.gradient_bytes + self.whole_bytes
+        return self.resident_bytes + self.computing_bytes + self.kept_bytes + self.gradient_bytes + self.whole_bytes
 
     @property
     def name(self) -> str:
@@ -129,6 +133,8 @@ class Parts:
         self.tied: list[Tied] = []
         self.again = recomputed_vertices(e)
         self.where = self._where()
+        waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
+        self.once = {key_of(t): self._mask(t) for t in waiting}  # by copy that all micro-batches share, the parts that make it
         self.gradient_of = _gradients(problem.graph)
         self._vertices()
         self._transfers()
@@ -176,7 +182,7 @@ class Parts:
             seconds, mask, staying = float(options.seconds[k]), self.where.get(v.node, 0), staying_of(self.problem, self.e, v)
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
-            if v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host:
+            if v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host and self._is_read_alone(v.index):
                 copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
             for part in self._charged(mask):
                 if v.kind == "op":
@@ -197,6 +203,11 @@ class Parts:
                 parts = tuple(i for i in range(len(self.found)) if mask >> i & 1)
                 kinds = Counter(staying) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
                 self.tied.append(Tied(parts, dict(kinds), gradient))
+
+    def _is_read_alone(self, parameter: int) -> bool:
+        """Whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered once."""
+        uses = [u for u in uses_by_tensor(self.problem)[parameter, 0] if u.slot != STATE]
+        return any((parameter, 0, self._strategy(u.consumer).inputs[u.slot]) not in self.once for u in uses) or not uses
 
     def _kind(self, node: fx.Node) -> str:
         if node.meta["phase"] != "backward":
@@ -242,6 +253,10 @@ class Parts:
     def _saved(self) -> None:
         uses_of, vertices = uses_by_tensor(self.problem), self.problem.vertices
         for (v, output, layout), bytes_ in self.e.saved.items():
+            if (v, output, layout) in self.once:
+                for part in self._charged(self.once[v, output, layout]):
+                    part.kept_bytes += bytes_
+                continue
             exact = mask = 0
             for use in uses_of[v, output]:
                 consumer = vertices[use.consumer]

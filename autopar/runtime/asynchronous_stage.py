@@ -63,11 +63,11 @@ class AsynchronousStage:
         version, inputs = self.schedule.version_of(self.index, i), []
         for at, rank in enumerate(self.ranks):
             known = rank.fixed | rank.versions.at(version)
-            inputs.append([self._given(n, at, known, given, arrived) for n in _placeholders(rank.program.forward.graph)])
+            inputs.append([self._given(n, at, known, given, arrived) for n in _placeholders(rank.program.forward_alone.graph)])
         results = [list(r) for r in self.run("forward", inputs)]
         kept = len(results[0]) - len(self.program.saved)
         sent, outputs = {}, {}
-        for position, role in enumerate(output_node(self.program.forward.graph).meta["roles"][:kept]):
+        for position, role in enumerate(output_node(self.program.forward_alone.graph).meta["roles"][:kept]):
             values = [r[position] for r in results]
             if role.kind == "mutation":
                 for rank, value in zip(self.ranks, values):

@@ -57,13 +57,15 @@ class Instance:
     """One problem with its pricer and the strategies a restriction allows."""
 
     def __init__(self, model: str | Captured, mesh: str, hardware: Hardware | None = None, strategy: str | None = None,
-                 folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16):  # fmt: skip
+                 folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16, shared_by: int = 1):  # fmt: skip
+        """`shared_by`: micro-batches of a step, which share the copies of parameters that are kept if they are several."""
         self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
         graph = captured(model, batch, seq) if isinstance(model, str) else model
         fold = folding.fold if folded else folding.unfolded
         self.problem: Problem = build(graph, self.mesh, self.hardware, optimizer, fold)
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
-        self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth), self.hardware.links[-1].bucket_bytes)
+        self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth), self.hardware.links[-1].bucket_bytes,
+                             micro_batches=shared_by, gathers_once=shared_by > 1)  # fmt: skip
         self.hubs = [HubPrices(self.problem, self.pricer, hub) for hub in hubs_of(self.problem)]
         self.restriction = Restriction.of(strategy, self.mesh)
         self.allowed: dict[int, np.ndarray] = allowed_strategies(self.problem, self.restriction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import fx, nn
 from autopar.capture import Captured
 from autopar.graph import OutputRole, Role
 from autopar.planner.ascend import Search
-from autopar.planner.dual import own_cost
+from autopar.planner.dual import Dual, own_cost
 from autopar.planner.hubs import HubPrices, served
 from autopar.planner.prices import Prices
 from autopar.planner.program import Program
@@ -28,37 +29,60 @@ PRICES = [  # and whether gathered parameters are kept
     (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, hidden_forward=0.3, hidden_backward=0.8, overlap=0.9), None),
 ]  # fmt: skip
 MESHES = ["a=2", "a=4", "a=2,b=2"]
+SWEEPS = 60
 WAITING = toy(latency=1e-6, launch=1e-7)  # latency and launches, so that few large steps can beat many small ones
 
 
-def random_graph(rng: random.Random, most_nodes: int = 8) -> Captured:
-    """A joint graph of 4 to `most_nodes` nodes on square matrices: an input, one or two parameters, ops of both phases of which
-    the last gives the gradient of the first parameter, and what the forward ends with as an output."""
-    size = rng.choice([4, 7, 8])  # 7 is cut unevenly
-    graph = fx.Graph()
+class _Matrices:
+    """A joint graph on square matrices in the making."""
 
-    def leaf(name: str, role: Role) -> fx.Node:
-        node = graph.placeholder(name)
-        node.meta |= dict(val=torch.empty(size, size, device="meta"), role=role, phase="forward", module="", source="")
+    def __init__(self, size: int):
+        self.graph, self.size = fx.Graph(), size
+
+    def leaf(self, name: str, role: Role) -> fx.Node:
+        return self._described(self.graph.placeholder(name), role=role, phase="forward")
+
+    def op(self, phase: str, target, *args: fx.Node) -> fx.Node:
+        return self._described(self.graph.call_function(target, args), phase=phase)
+
+    def _described(self, node: fx.Node, **meta) -> fx.Node:
+        node.meta |= dict(val=torch.empty(self.size, self.size, device="meta"), module="", source="", **meta)
         return node
+
+    def captured(self, output: fx.Node, gradient: fx.Node) -> Captured:
+        self.graph.output((output, gradient)).meta["roles"] = [OutputRole("output", "0"), OutputRole("gradient", "w0")]
+        return Captured(fx.GraphModule(nn.Module(), self.graph), None, None, {})
+
+
+def random_graph(rng: random.Random, most_nodes: int = 8) -> Captured:
+    """A joint graph of 4 to `most_nodes` nodes: an input, one or two parameters, ops of both phases of which the last gives the
+    gradient of the first parameter, and what the forward ends with as an output."""
+    made = _Matrices(rng.choice([4, 7, 8]))  # 7 is cut unevenly
 
     def op(phase: str) -> fx.Node:
         target = rng.choice(UNARY + 2 * BINARY)
         fresh = [n for n in values if not n.users] or values
         first = rng.choice(fresh if rng.random() < 0.7 else values)
-        node = graph.call_function(target, (first, rng.choice(values)) if target in BINARY else (first,))
-        node.meta |= dict(val=torch.empty(size, size, device="meta"), phase=phase, module="", source="")
-        return node
+        return made.op(phase, target, *((first, rng.choice(values)) if target in BINARY else (first,)))
 
-    values = [leaf("x", Role("input", "0"))]
-    values += [leaf(f"w{i}", Role("parameter", f"w{i}", trainable=i == 0)) for i in range(rng.randint(1, 2))]
+    values = [made.leaf("x", Role("input", "0"))]
+    values += [made.leaf(f"w{i}", Role("parameter", f"w{i}", trainable=i == 0)) for i in range(rng.randint(1, 2))]
     ops = rng.randint(2, most_nodes - len(values))
     forward = rng.randint(1, ops - 1)
     for i in range(ops):
         values.append(op("forward" if i < forward else "backward"))
-    output = graph.output((values[-1 - ops + forward], values[-1]))
-    output.meta["roles"] = [OutputRole("output", "0"), OutputRole("gradient", "w0")]
-    return Captured(fx.GraphModule(nn.Module(), graph), None, None, {})
+    return made.captured(values[-1 - ops + forward], values[-1])
+
+
+def read_often(rng: random.Random) -> Captured:
+    """A chain of ops that all read one parameter: more of them than a factor of the dual has consumers."""
+    made = _Matrices(8)
+    value, weight = made.leaf("x", Role("input", "0")), made.leaf("w0", Role("parameter", "w0", trainable=True))
+    for _ in range(rng.randint(2, 3)):
+        output = value = made.op("forward", rng.choice(BINARY[:3]), value, weight)
+    for _ in range(3):
+        value = made.op("backward", rng.choice(BINARY[:3]), value, weight)
+    return made.captured(output, value)
 
 
 def thinned(instance: Instance, rng: random.Random, most: int) -> dict[int, np.ndarray]:
@@ -115,12 +139,12 @@ class Checked:
     exact: float
 
 
-def check(seed: int, most_plans: int) -> Checked:
+def check(seed: int, most_plans: int, shared_by: int = 1, draw: Callable[[random.Random], Captured] = random_graph) -> Checked:
     """A random graph, mesh, machine and price: all plans listed, the judge asked about some of them, the search and HiGHS held
-    against the best. Raises AssertionError."""
+    against the best. `shared_by`: micro-batches that share copies of parameters. Raises AssertionError."""
     rng = random.Random(seed)
     mesh, (prices, keep), machine = rng.choice(MESHES), rng.choice(PRICES), rng.choice([toy(), toy(link=1e8), WAITING])
-    instance = Instance(random_graph(rng), mesh, machine, folded=False)
+    instance = Instance(draw(rng), mesh, machine, folded=False, shared_by=shared_by)
     masks = thinned(instance, rng, most_plans)
     costs = every_cost(instance, masks, prices, keep)
     best = float(costs.min())
@@ -137,4 +161,8 @@ def check(seed: int, most_plans: int) -> Checked:
     assert math.isclose(found.objective, instance.objective(found.choice, prices, keep), rel_tol=1e-9)
     assert best * (1 - 1e-9) <= found.objective <= best * (1 + Search().gap), (found.objective, best)
     assert found.bound <= best * (1 + 1e-9), (found.bound, best)
+    dual = Dual(instance.problem, instance.hubs, masks, prices, keep)
+    for i in range(SWEEPS):  # as far as the bound rises, where a search may stop before
+        dual.sweep(forward=i % 2 == 0)
+    assert dual.bound() <= best * (1 + 1e-9), (dual.bound(), best)
     return Checked(costs.size, best, found.objective, found.bound, exact.objective)

@@ -12,7 +12,7 @@ from autopar.planner.ascend import Search
 from autopar.planner.prices import Prices
 
 from .planning import TINY_GPT, Instance, toy
-from .random_graphs import MESHES, PRICES, WAITING, check
+from .random_graphs import MESHES, PRICES, WAITING, check, read_often
 
 GAP = Search().gap
 MLP = "mlp:hidden=8,layers=1"
@@ -42,6 +42,19 @@ def test_small_random_graphs(seed):
     """All plans of graphs of up to 8 nodes, up to 50,000 of them: the search, the judge and HiGHS agree on the best
     (200 such graphs: `benchmarks/exact.py`)."""
     assert check(seed, 50_000).plans > 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_that_micro_batches_share(seed):
+    """The same where copies of parameters that are kept are made once a step, for all its passes."""
+    check(seed, 20_000, shared_by=2 + seed % 3)
+
+
+@pytest.mark.parametrize("seed", [7, 18, 36])
+def test_a_parameter_that_many_ops_read(seed):
+    """The dual shares such a hub among factors of a few consumers: of those that see one phase alone, none says more than what
+    both phases pay together."""
+    check(seed, 20_000, shared_by=4, draw=read_often)
 
 
 @pytest.mark.parametrize("seed", range(8))
