@@ -242,16 +242,26 @@ class PipelineSearch:
 
     def judged(self, one: Estimate) -> Tried:
         """The best cut for a schedule that the judge lets fit, else the one that holds least of those tried."""
+        inner, _, _ = self.prepared(one.inner)
+        looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
+        # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest stage
+        found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
+        fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
+        judged, e = min(fitting, key=lambda pair: pair[0].step_seconds) if fitting else min(found, key=lambda pair: pair[0].peak_bytes)
+        return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+
+    def _fitted(self, one: Estimate, is_rough: bool) -> tuple[Judged, Evaluation]:
+        """A cut, with less and less memory until the judge lets it fit; the one that holds least if that does not help."""
         inner, pieces, again = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
         best: tuple[Judged, Evaluation] | None = None
         for _ in range(MOST_CUTS):
             try:
-                cut = self._cut(pieces, one.schedule, one.stages_per_rank, room)
+                cut = self._cut(pieces, one.schedule, one.stages_per_rank, room, is_rough)
             except MemoryInfeasibleError:
                 if best is not None:
                     break
-                cut, room = self._cut(pieces, one.schedule, one.stages_per_rank, math.inf), -math.inf
+                cut, room = self._cut(pieces, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
             pipeline = Pipeline(self.axis, self.ranks, one.schedule, self.micro_batches, one.stages_per_rank, pieces.cuts(cut.cuts))
             judged, e = self._settled(inner, pipeline, again)
             if best is None or judged.peak_bytes < best[0].peak_bytes:
@@ -260,8 +270,7 @@ class PipelineSearch:
             if excess <= 0 or room < 0:
                 break
             room -= excess
-        judged, e = best
-        return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+        return best
 
     def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Tried]:
         """Other schedules for a plan of a micro-batch, judged; without those that need more stages than it has pieces."""
