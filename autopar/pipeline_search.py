@@ -36,7 +36,7 @@ from .planner.stage_judge import Judged, judge, timing_of
 from .planner.stage_loops import cut_looped
 from .planner.stage_parts import Part
 from .planner.stages import StageCut
-from .planner.whole import is_even
+from .planner.whole import recomputes_alike
 from .schedule.catalogue import KINDS
 from .schedule.play import play
 from .units import size
@@ -171,7 +171,7 @@ class PipelineSearch:
         return new
 
     def _cuts(self, inner: Planned) -> list[Estimate]:
-        pieces = self._chain(inner if is_even(inner.evaluation) else self._of_whole(inner))
+        pieces = self._chain(inner if recomputes_alike(inner.evaluation) else self._of_whole(inner))
         return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
 
     def _planned(self, limit: float) -> Planned:
@@ -247,7 +247,7 @@ class PipelineSearch:
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest stage
         found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
         fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
-        judged, e = min(fitting, key=lambda pair: pair[0].step_seconds) if fitting else min(found, key=lambda pair: pair[0].peak_bytes)
+        judged, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
         return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
 
     def _fitted(self, one: Estimate, is_rough: bool) -> tuple[Judged, Evaluation]:

@@ -29,7 +29,7 @@ from .prices import Prices
 from .problem import Problem
 from .stage_parts import Part, Parts, crossing_bytes
 from .stages import Level, Piece, Shared
-from .whole import few_of, is_even, whole_of
+from .whole import few_of, recomputes_alike, whole_of
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
 FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
@@ -66,10 +66,10 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     """The pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides, None if nothing
     may. Raises StageError if they are too few for so many stages."""
     compact, first, seconds = problem.compact, e.first, e.compute["forward"]
-    if not is_even(e):
+    if not recomputes_alike(e):
         (problem, e), compact = whole_of(problem, e), None
     else:
-        problem, e = few_of(problem, e)
+        problem, e = few_of(problem, e, pricer)
     nodes = {node.name: node for node in problem.graph.nodes}
     copies = {n: len(compact.stands_for(compact.block(n), first)) for n in compact.home} if compact else {}
     places = places_to_cut(problem, e, pricer, stages, seconds / stages, copies)

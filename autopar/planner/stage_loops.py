@@ -36,8 +36,8 @@ def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_by
     check(pieces, ranks * timing.looped, micro_batches, timing)
     search = Loops(pieces, ranks, micro_batches, limit_bytes, timing, shared)
     starts = search.starts()
-    found = min((search.judged(path) for path in starts), key=lambda found: found[:2])
-    if found[0] or not is_rough:
+    found = next((found for found in map(search.judged, starts) if not found[0]), None)  # the first has the shortest longest stage
+    if found is None or not is_rough:
         found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
     excess, step, path = found
     if excess:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..graph import output_node
-from .evaluate import Evaluation, uses_by_tensor
+from .blocks import Blocks
+from .evaluate import Evaluation, Pricer, uses_by_tensor
 from .problem import Problem
-from .remake import Key, Recomputation
+from .remake import FULL, SELECTIVE, Key, Recomputation
 from .vertices import STATE, vertices_of
 
 
@@ -23,28 +24,42 @@ def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluat
     return _Writer(problem, evaluation).write()
 
 
-def few_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
+def few_of(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[Problem, Evaluation]:
     """A model of the compact graph's few blocks, each once, and the same plan of it; both as they are if no blocks were left out.
-    All copies of a block compute the same again (see `is_even`)."""
+    All blocks compute again as much as a level says (see `recomputes_alike`)."""
     if problem.compact is None:
         return problem, evaluation
     problem.split(evaluation.first)
     copies = [v.copies for v in problem.vertices]
     few = replace(problem, vertices=[replace(v, copies=1, block=None) for v in problem.vertices], whole=problem.graph, compact=None)
-    saved = {key: bytes_ / copies[key[0]] for key, bytes_ in evaluation.saved.items()}
-    again = {b: {level: (_one_copy(step), 1) for level, (step, _) in own.items()} for b, own in evaluation.recomputed.items()}
-    transfers = [replace(t, copies=1) for t in evaluation.transfers]
-    return few, replace(evaluation, saved=saved, transfers=transfers, recomputed=again, first=0)
+    base = _without_again(evaluation)
+    saved = {key: bytes_ / copies[key[0]] for key, bytes_ in base.saved.items()}
+    base = replace(base, saved=saved, transfers=[replace(t, copies=1) for t in evaluation.transfers], first=0)
+    (level,) = _levels(evaluation) or ("",)
+    return few, Blocks(few, pricer).at_level(base, level) if level else base
 
 
-def is_even(evaluation: Evaluation) -> bool:
-    """Whether all copies of a block compute the same again."""
-    return all(count == step.copies for levels in evaluation.recomputed.values() for step, count in levels.values())
+def recomputes_alike(evaluation: Evaluation) -> bool:
+    """Whether all blocks compute the same again, as one level says, or nothing."""
+    counts = [pair for levels in evaluation.recomputed.values() for pair in levels.values()]
+    return all(count == step.copies for step, count in counts) and _levels(evaluation) in (set(), {SELECTIVE}, {FULL})
 
 
-def _one_copy(step: Recomputation) -> Recomputation:
-    freed, needed = (tuple((key, bytes_ / step.copies) for key, bytes_ in held) for held in (step.freed, step.needed))
-    return replace(step, copies=1, freed=freed, needed=needed, moved=tuple(replace(t, copies=1) for t in step.moved))
+def _levels(evaluation: Evaluation) -> set[str]:
+    return {level for levels in evaluation.recomputed.values() for level in levels}
+
+
+def _without_again(evaluation: Evaluation) -> Evaluation:
+    """The plan before anything was computed again in all copies of its blocks."""
+    saved, kept = dict(evaluation.saved), set(evaluation.kept)
+    for step in (step for levels in evaluation.recomputed.values() for step, _ in levels.values()):
+        for key, bytes_ in step.freed:
+            saved[key] = saved.get(key, 0.0) + bytes_
+        for key, bytes_ in step.needed:
+            saved[key] -= bytes_
+            kept.discard(key)
+    saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
+    return replace(evaluation, saved=saved, kept=kept, recomputed={}, recompute_seconds=0.0, transient_bytes=0.0)
 
 
 class _Writer:

@@ -146,6 +146,7 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
 
 
 @pytest.mark.parametrize("mesh, asked", [
+    ("pp=2,dp=2", {}),
     ("pp=2,dp=2", {"recompute": "selective"}),
     ("pp=2,tp=2", {"recompute": "full", "strategy": "megatron"}),  # each block makes again what it reads from the one before
 ])  # fmt: skip
@@ -160,6 +161,15 @@ def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes, rel=1e-3)  # which of two equal blocks holds an input
     few_parts, all_parts = (Parts(*p.whole, p.pricer, chain_of(p).starts).found for p in (few, every))
     assert [part.saved_bytes for part in few_parts] == pytest.approx([part.saved_bytes for part in all_parts])
+    prices = None if asked else few.solver.free
+    one, other = (chain(p.problem, p.evaluation, p.pricer, 4, free, prices=prices) for p in (few, every))  # of few blocks alone
+    assert one.starts == other.starts and len(one.pieces) > 2 * 20
+    assert any(len(piece.levels) > 1 for piece in one.pieces) == (not asked)
+    for mine, its in zip(one.pieces, other.pieces):
+        assert len(mine.levels) == len(its.levels)
+        for level, same in zip(mine.levels, its.levels):
+            assert level.seconds == pytest.approx(same.seconds) and level.activation_bytes == pytest.approx(same.activation_bytes, abs=2)
+        assert mine.state_bytes == pytest.approx(its.state_bytes, abs=2)
 
 
 def test_outputs_and_reductions_are_held_beside_a_micro_batch_or_after_all():
