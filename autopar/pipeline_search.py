@@ -37,6 +37,7 @@ from .planner.stages import StageCut
 from .planner.whole import is_even
 from .schedule.catalogue import KINDS
 
+PRICES = (1e-4, 1e-3, 1e-2, 1.0)  # of a byte that are tried: of what steps that compute again cost for one
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
@@ -73,6 +74,10 @@ class Tried:
         return self.judged.peak_bytes <= self.limit
 
 
+def _fastest(estimates: Sequence[Estimate]) -> Estimate:
+    return min(estimates, key=lambda one: one.step_seconds)
+
+
 class PipelineSearch:
     """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules with their
     stages a rank. Raises MicroBatchError if the batch cannot be cut so."""
@@ -103,13 +108,16 @@ class PipelineSearch:
         return self.collectives.seconds("send", (self.axis,), bytes_)
 
     def estimates(self) -> list[Estimate]:
-        """For each schedule the best cut of the fastest plan of a micro-batch; if that has to compute again, of a smaller one
-        too."""
+        """For each schedule the best cut of the fastest plan of a micro-batch; if that has to compute again, or does not fit, of
+        smaller ones too, until one does."""
         first = self._planned(math.inf)
         self.bound = self.micro_batches * first.chosen.bound_seconds / self.ranks
         found = self._cuts(first)
-        if self.options.recompute == AUTO and not min(found, key=lambda one: one.step_seconds).fits and any(e.fits for e in found):
-            found += [one for inner in self._priced(first) for one in self._cuts(inner)]
+        if self.options.recompute == AUTO and not _fastest(found).fits:
+            for inner in self._priced(first):
+                found += (new := self._cuts(inner))
+                if _fastest(new).fits:
+                    break
         return found
 
     def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
@@ -133,14 +141,17 @@ class PipelineSearch:
         return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
 
     def _priced(self, first: Planned) -> Iterator[Planned]:
-        """What is fastest where a saved byte costs as much as the cheapest step that frees one: less may have to be computed again."""
+        """What is fastest where a byte costs ever more, up to as much as a middling step that frees one: less may have to be
+        computed again. Unlike those that a limit gives, such plans decide alike in all blocks: stages hold equally much."""
         solver, e = first.solver, first.evaluation
         steps = sorted(step.price for step in solver.blocks.recomputation(e, solver.free))
-        if steps:
+        seen = [e.choice]
+        for share in PRICES if steps else ():
             restriction = replace(Restriction.of(self.options.strategy, self.mesh), forbidden=self.options.forbid)
             run = Run(solver, restriction, solver.allowed(restriction, dict(self.options.pin)), solver.search)
-            priced = run.at(replace(solver.free, byte_seconds=steps[len(steps) // 2], saved=True))
-            if priced.evaluation.choice != e.choice:
+            priced = run.at(replace(solver.free, byte_seconds=share * steps[len(steps) // 2], saved=True))
+            if priced.evaluation.choice not in seen:
+                seen.append(priced.evaluation.choice)
                 yield replace(first, chosen=replace(priced, bound_seconds=first.chosen.bound_seconds))
 
     def _planned(self, limit: float) -> Planned:
@@ -169,8 +180,9 @@ class PipelineSearch:
             found = self._cut(pieces, kind, v, self.limit - reserve)
         except MemoryInfeasibleError:
             found, fits = self._cut(pieces, kind, v, math.inf), False
-        seconds = found.step_seconds + pieces.once_seconds / self.ranks
-        return Estimate(self, inner, kind, v, seconds, reserve + max(stage.total_bytes for stage in found.stages), fits)
+        alone = v if KINDS[kind].v_shaped else 1  # stages of a rank that were cut as if each were a rank's only one
+        seconds = found.step_seconds * alone + pieces.once_seconds / self.ranks
+        return Estimate(self, inner, kind, v, seconds, reserve + max(stage.total_bytes for stage in found.stages) * alone, fits)
 
     def _cut(self, pieces: Chain, kind: str, v: int, room: float) -> StageCut:
         timing = timing_of(kind, self.ranks, v)
