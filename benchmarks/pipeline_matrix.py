@@ -29,9 +29,10 @@ MODELS = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet")
 WHOLE = ("resnet",)  # of which a step is one micro-batch
 MESHES = {
     "pp=2": ("auto",), "pp=4": ("auto",), "pp=2,dp=2": ("auto", "ddp", "zero1", "zero2", "fsdp"),
-    "pp=2,tp=2": ("auto", "megatron", "megatron_sp"), "pp=2,dp=2,tp=2": ("fsdp", "megatron_sp"), "pp=4,tp=2": ("megatron_sp",),
+    "pp=2,tp=2": ("auto", "megatron", "megatron_sp"),
+    "pp=2,dp=2,tp=2": ("fsdp", "zero1", "megatron_sp", "megatron_sp+zero1"), "pp=4,tp=2": ("megatron_sp",),
 }  # fmt: skip
-HEAD = f"{'model':8} {'mesh':15} {'strategy':12} " + " ".join(f"{name[:8]:>8}" for name in KINDS)
+HEAD = f"{'model':8} {'mesh':15} {'strategy':17} " + " ".join(f"{name[:8]:>8}" for name in KINDS)
 
 
 def row(case: staged.Case, name: str, mesh: str, strategy: str) -> list[str]:
@@ -70,7 +71,7 @@ def main() -> int:
                 errors = row(case, name, mesh, strategy)
                 cells += len(errors)
                 wrong += sum(error != "refused" and not float(error) <= staged.EXACT for error in errors)
-                lines.append(f"{name:8} {mesh:15} {strategy:12} " + " ".join(f"{error:>8}" for error in errors))
+                lines.append(f"{name:8} {mesh:15} {strategy:17} " + " ".join(f"{error:>8}" for error in errors))
                 print(lines[-1], flush=True)
     lines.append(f"{cells} cells, {wrong} wrong (more than {staged.EXACT:.0e}), {time.process_time() - start:.0f} CPU seconds")
     print(lines[-1])

@@ -168,7 +168,8 @@ def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     for mine, its in zip(one.pieces, other.pieces):
         assert len(mine.levels) == len(its.levels)
         for level, same in zip(mine.levels, its.levels):
-            assert level.seconds == pytest.approx(same.seconds) and level.activation_bytes == pytest.approx(same.activation_bytes, abs=2)
+            assert level.seconds == pytest.approx(same.seconds)
+            assert level.activation_bytes == pytest.approx(same.activation_bytes, abs=2)
         assert mine.state_bytes == pytest.approx(its.state_bytes, abs=2)
 
 

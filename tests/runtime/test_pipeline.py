@@ -80,10 +80,11 @@ def test_schedules_on_two_ranks():
 
 
 def _train(rank: int) -> float:
-    """AdamW, evaluation, a smaller batch; what other outputs are."""
+    """AdamW, evaluation, a smaller batch; what other outputs are. Micro-batches share the weights that every step gathers anew."""
     model, batch = tiny.gpt2(n_layer=3)
     batch = _uneven(batch)
-    parallel, reference = pair(model, device_mesh("pp=2,dp=2"), batch, micro_batches=2)
+    parallel, reference = pair(model, device_mesh("pp=2,dp=2"), batch, micro_batches=2, strategy="zero1")
+    assert parallel.plan.memory["gathered parameters kept"] > 0
     is_last = parallel.plan.mesh.coordinate(rank)["pp"] == parallel.plan.pipeline.orders.rank_of_stage[-1]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (parallel, reference)]
     for step in range(4):
