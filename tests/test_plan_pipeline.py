@@ -158,6 +158,17 @@ def test_less_memory_is_met_by_other_cuts_or_by_computing_again():
     assert tight.recomputed or tight.recomputed_selectively or tight.pipeline.cuts != free.pipeline.cuts
 
 
+def test_early_stages_compute_more_again_than_late_ones():
+    asked = dict(schedule="1f1b", micro_batches=8)
+    free = planned(trace_of(GPT), "pp=4", **asked)
+    by_rank = [sum(memory.values()) for memory in free.judged.memory]
+    tight = planned(trace_of(GPT), "pp=4", options={"memory_bytes": 0.93 * by_rank[0]}, **asked)
+    assert tight.plan.peak_bytes <= 0.93 * by_rank[0] and tight.plan.step_seconds >= free.plan.step_seconds
+    again = [sum(work.again for work in part.work.values()) for part in tight.judged.parts]
+    assert again[0] > 0 and again[0] > again[-1], again
+    check_step(GPT, tight.plan)
+
+
 def test_memory_decides_between_schedules():
     plans = {s: planned(GPT, "pp=2", schedule=s, micro_batches=8).plan for s in ("1f1b", "gpipe")}
     assert plans["1f1b"].peak_bytes < plans["gpipe"].peak_bytes
