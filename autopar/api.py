@@ -354,6 +354,7 @@ class _Compiler:
             if self.axis is not None and first is not None:
                 return plan_same_stages(traced.captured, first, options, name).to_json()
             if self.axis is not None:
+                options = replace(options, baselines=False)  # told beside a plan, which nobody may look at here
                 planned = plan_pipeline(traced.captured, self.mesh, options, name, **staged)
                 return with_owners(traced.captured, planned.plan).to_json()
             try:

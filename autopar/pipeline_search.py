@@ -11,6 +11,7 @@ Estimates need the few blocks of a deep model's compact graph alone; what is jud
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -129,6 +130,13 @@ class PipelineSearch:
     def send(self, bytes_: float) -> float:
         """Seconds of a tensor of so many bytes of a device from one stage to the next."""
         return self.collectives.seconds("send", (self.axis,), bytes_)
+
+    def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
+        """The same search of what a strategy allows, with some schedules."""
+        other = copy.copy(self)
+        other.options, other.kinds, other._known = replace(self.options, strategy=strategy), kinds, {}
+        other.__dict__.pop("fastest", None)
+        return other
 
     def estimates(self) -> list[Estimate]:
         """For each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those are of use."""

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .accumulate import data_ways, samples_of
 from .capture import Captured
-from .errors import MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
+from .errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
 from .mesh import Mesh
 from .passes.micro_batch import MicroBatched
+from .pipeline_experts import experts
 from .pipeline_plan import axis_of, inside
 from .pipeline_search import Estimate, PipelineSearch, Tried
 from .plan import Alternative, Plan, fingerprint
@@ -67,7 +68,12 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     tried = judged(estimates)
     if not tried[0].fits and options.refuses:
         raise _refusal(tried[0], tried[0].limit)
-    return described(tried[0], tried, captured, mesh, warnings, batch)
+    others = experts(tried[0]) if options.baselines and tried[0].fits else {}
+    for name, one in others.items():  # never worse than an expert
+        if isinstance(one, Estimate) and one.fits and one.step_seconds < tried[0].judged.step_seconds:
+            others[name] = one.search.judged(one)
+    tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Tried))])
+    return described(tried[0], tried, captured, mesh, warnings, batch, others)
 
 
 def judged(estimates: Sequence[Estimate]) -> list[Tried]:
@@ -83,6 +89,10 @@ def judged(estimates: Sequence[Estimate]) -> list[Tried]:
         if not tried or id(one.search) in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
             tried.append(one.search.judged(one))
             cut.add(id(one.search))
+    return _sorted(tried)
+
+
+def _sorted(tried: Sequence[Tried]) -> list[Tried]:
     return sorted(tried, key=lambda t: (0, t.judged.step_seconds) if t.fits else (1, t.judged.peak_bytes))
 
 
@@ -160,8 +170,9 @@ def _label(judged: Judged) -> str:
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str],
-               batch: int) -> PipelinePlanned:  # fmt: skip
+def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
+              others: Mapping[str, Estimate | Tried | AutoparError] | None = None) -> PipelinePlanned:  # fmt: skip
+    """`others`: strategies of experts, as they are told beside the plan."""
     judged, pipeline = best.judged, best.judged.pipeline
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
     step, rank = judged.step_seconds, judged.fullest
@@ -169,11 +180,12 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         share = percent(judged.waiting_share, 1.0)
         many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {share} of the step"
         warnings = ["; ".join([many, *warnings])]
-    others = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
-    alternatives = tuple(
+    by_label = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
+    alternatives = [
         Alternative(label, t.judged.step_seconds, t.judged.communication_seconds, t.judged.peak_bytes, t.fits)
-        for label, t in sorted(others.items(), key=lambda pair: pair[1].judged.step_seconds) if label != _label(judged)
-    )  # fmt: skip
+        for label, t in sorted(by_label.items(), key=lambda pair: pair[1].judged.step_seconds) if label != _label(judged)
+    ]  # fmt: skip
+    alternatives += [_told(name, one) for name, one in (others or {}).items()]
     bound = min(best.bound, step)
     plan = replace(
         inner, mesh=mesh, pipeline=pipeline, micro_batches=1, reduces_once=False, samples=batch,
@@ -181,10 +193,19 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds / ranks, recompute_seconds=inner.recompute_seconds / ranks,
         communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged), peak_bytes=judged.peak_bytes,
-        memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=alternatives, warnings=(*warnings, *inner.warnings),
+        memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=tuple(alternatives),
+        warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({id(t.inner): t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
     return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried), best)
+
+
+def _told(name: str, one: Estimate | Tried | AutoparError) -> Alternative:
+    if isinstance(one, AutoparError):
+        return Alternative(name, None, None, None, False, one.message)
+    if isinstance(one, Estimate):
+        return Alternative(name, one.step_seconds, None, one.peak_bytes, one.fits)
+    return Alternative(name, one.judged.step_seconds, one.judged.communication_seconds, one.judged.peak_bytes, one.fits)
 
 
 def _exposed(judged: Judged) -> float:

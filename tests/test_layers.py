@@ -19,10 +19,10 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar.passes"},
     {"autopar.debug", "autopar.codegen", "autopar.micro_batches", "autopar.pipeline", "autopar.verify", "autopar.simulate",
      "autopar.lower", "autopar.runtime", "autopar.storage"},
-    {"autopar.api", "autopar.accumulate", "autopar.pipeline_search", "autopar.pipeline_meshes", "autopar.same_stages",
-     "autopar.plan_arguments", "autopar.plan_pipeline", "autopar.asynchronous", "autopar.simulate_asynchronous",
-     "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.simulate_pipeline", "autopar.oracle",
-     "autopar.explain_pipeline",
+    {"autopar.api", "autopar.accumulate", "autopar.pipeline_search", "autopar.pipeline_experts", "autopar.pipeline_meshes",
+     "autopar.same_stages", "autopar.plan_arguments", "autopar.plan_pipeline", "autopar.asynchronous",
+     "autopar.simulate_asynchronous", "autopar.estimate", "autopar.view", "autopar.simulated", "autopar.simulate_pipeline",
+     "autopar.oracle", "autopar.explain_pipeline",
      "autopar.calibrate", "autopar.compare", "autopar.cli", "autopar.commands", "autopar"},
 ]
 MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary

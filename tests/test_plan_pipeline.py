@@ -27,7 +27,8 @@ COMPUTES = dict(flops=1e8, memory=1e10, link=1e10)  # a machine on which transfe
 
 def planned(model, mesh: str = "pp=2,dp=2", hardware=None, options=None, **asked):
     graph = captured(model) if isinstance(model, str) else model
-    return plan_pipeline(graph, Mesh.parse(mesh), PlanOptions(hardware or toy(**COMPUTES), **options or {}), "model", **asked)
+    options = PlanOptions(hardware or toy(**COMPUTES), **{"baselines": False} | (options or {}))
+    return plan_pipeline(graph, Mesh.parse(mesh), options, "model", **asked)
 
 
 class Normed(nn.Module):
@@ -137,6 +138,16 @@ def test_a_batch_norm_runs_as_one_micro_batch(micro_batches):
         assert "square_deviation" in warning
     with pytest.raises(MicroBatchError, match="square_deviation"):
         planned(graph, "pp=2", micro_batches=2)
+
+
+def test_no_expert_is_better():
+    plan = planned(GPT, "pp=2,dp=2,tp=2", options={"baselines": True}, schedule="1f1b", micro_batches=2).plan
+    told = {a.name: a for a in plan.alternatives}
+    assert {"ddp", "zero1", "fsdp", "megatron_sp", "megatron_sp+zero1"} <= set(told)
+    assert all(plan.step_seconds <= a.step_seconds * (1 + 1e-9) for a in told.values() if a.fits)
+    alone = planned(GPT, "pp=2,dp=2,tp=2", options={"strategy": "fsdp"}, schedule="1f1b", micro_batches=2).plan
+    assert told["fsdp"].step_seconds == pytest.approx(alone.step_seconds, rel=0.02)  # the one is an estimate
+    assert not alone.alternatives
 
 
 # memory -----------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,28 @@
+"""Pipelines as experts would shard them: for the chosen micro-batches and schedule, each strategy inside of all stages."""
+
+from __future__ import annotations
+
+from .errors import AutoparError
+from .pipeline_search import Estimate, Tried
+from .planner.forced import AUTO
+from .planner.restrict import Restriction
+
+EXPERTS = ("ddp", "zero1", "fsdp", "megatron", "megatron_sp", "megatron_sp+zero1")
+
+
+def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
+    """By name, what each strategy would take with the best of its cuts, or why there is none; nothing if something of the sharding
+    was asked for."""
+    search, pipeline = best.search, best.judged.pipeline
+    options, found = search.options, {}
+    if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
+        return found
+    for name in EXPERTS:
+        try:
+            Restriction.of(name, search.mesh)
+            search.report(name)
+            estimates = search.under(name, [(pipeline.schedule, pipeline.stages_per_rank)]).estimates()
+            found[name] = min(estimates, key=lambda one: (0, one.step_seconds) if one.fits else (1, one.peak_bytes))
+        except AutoparError as error:
+            found[name] = error
+    return found
