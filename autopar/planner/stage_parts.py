@@ -287,7 +287,8 @@ class Parts:
         output = output_node(self.problem.graph)
         for value, role, use in zip(output.args[0], output.meta["roles"], self.problem.output_uses):
             if role.kind == "output" and value.meta["val"].dim():
-                layout = self._strategy(use.consumer).inputs[use.slot]
+                strategy = self._strategy(use.consumer)
+                layout = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
                 self.found[first_of(self.where[value], 0)].output_bytes += self.pricer.bytes_of(value.meta["val"], layout)
 
     def _local_bytes(self, node: fx.Node, tensors) -> float:

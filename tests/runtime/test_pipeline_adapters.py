@@ -89,7 +89,7 @@ def _cut_at_an_adapter(rank: int, folder: str) -> None:
     """The stages' border is such that a weight is in the first stage and its adapter in the second."""
     base, batch = llama(2)
     reference, mesh = copy.deepcopy(base), device_mesh("pp=2")
-    options = dict(adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], micro_batches=2)
+    options = dict(adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], micro_batches=2, schedule="1f1b")
     found = autopar.compile(copy.deepcopy(base), mesh, batch, **options)
     graph = found._captures.table[0].traced.captured.graph
     reads = next(n for n in graph.nodes if "layers_1_self_attn_q_proj_lora_B" in n.name).users
