@@ -106,7 +106,7 @@ def _packed(rank: int, folder: str) -> None:
     """A rank has the packed weights of its stages."""
     def source(device: str):
         torch.manual_seed(0)
-        return build("llama:hidden=128,layers=1,heads=4,kv_heads=2,ffn=256,vocab=96,seq=16", batch=8, seq=8, device=device)
+        return build("llama:hidden=128,layers=2,heads=4,kv_heads=2,ffn=256,vocab=96,seq=16", batch=8, seq=8, device=device)
 
     (base, batch), mesh = source("cpu"), device_mesh("pp=2")
     options = dict(adapt=[QLoRA(r=4, target_modules=["q_proj", "down_proj"])], micro_batches=2)
