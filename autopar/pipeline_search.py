@@ -105,7 +105,7 @@ class PipelineSearch:
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
-        self._known: dict[int, tuple[Planned, Chain, Again | None]] = {}
+        self._known: dict[int, tuple[Planned, tuple[Planned, Chain, Again | None]]] = {}  # with what has the id, so that it stays
         report(f"{mesh}, {micro_batches} micro-batches")
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
@@ -305,8 +305,8 @@ class PipelineSearch:
         if id(inner) not in self._known:
             whole = self._of_whole(inner)
             is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
-            self._known[id(inner)] = whole, self._chain(whole), Again(whole) if is_free else None
-        return self._known[id(inner)]
+            self._known[id(inner)] = inner, (whole, self._chain(whole), Again(whole) if is_free else None)
+        return self._known[id(inner)][1]
 
     def _of_whole(self, inner: Planned) -> Planned:
         """The same plan of the whole graph."""
