@@ -209,6 +209,7 @@ def test_debug_levels(level, capsys, monkeypatch):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_train():
     model = ["--model", "gpt2-tiny:layers=1", "--batch", "4", "--seq", "16"]
     process = autopar("train", *model, "--mesh", "dp=2", "--steps", "8", "--lr", "0.01")
@@ -274,6 +275,7 @@ def test_an_error_of_all_ranks_is_one_line():
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_an_interrupt_ends_every_process():
     process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
     try:

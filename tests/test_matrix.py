@@ -31,7 +31,7 @@ def test_every_pair_is_met():
     assert len(CELLS) < 1.3 * len(FAMILIES) * len(STRATEGIES)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("llama", "t5", "bert"))) for f in FAMILIES])
 def test_cells(family):
     for cell in CELLS:  # in one test, since they share a graph
         if cell["family"] == family:

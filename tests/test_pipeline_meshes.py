@@ -50,6 +50,7 @@ def test_stages_win_where_gradients_are_dear():
     check_step(GPT, plan)
 
 
+@pytest.mark.slow
 def test_no_stages_where_links_are_fast():
     planned = found(hardware=toy(flops=1e8, memory=1e10, link=1e12))
     assert not isinstance(planned, PipelinePlanned)
@@ -63,6 +64,7 @@ def test_a_schedule_that_is_asked_for_makes_stages():
 
 
 @pytest.mark.parametrize("options", [{"strategy": "fsdp"}, {"micro_batches": 2}], ids=str)
+@pytest.mark.slow
 def test_what_has_no_stages_gets_none(options):
     assert found(**options).plan.pipeline is None
     with pytest.raises(StageError) as refused:
@@ -76,6 +78,7 @@ def test_what_fits_nowhere_is_refused():
     assert "more devices" in refused.value.fix
 
 
+@pytest.mark.slow
 def test_a_search_gives_up_beyond_its_cutoff():
     graph = captured(GPT)
     best = meshes.search(graph, 4, PlanOptions(NODES, baselines=False)).plan.step_seconds

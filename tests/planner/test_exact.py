@@ -87,6 +87,7 @@ def test_integer_program(model, mesh, folded):
 
 
 @pytest.mark.parametrize("price", PRICES, ids=str)
+@pytest.mark.slow
 def test_bound_and_judge_with_a_price_on_memory(price):
     """The gap closes with every price on memory, and the folded objective is the cost of the unfolded plan. Copies of parameters
     that must be kept (zero1 and zero2 short of memory) leave the widest gap: their program is not solved to the end in time."""

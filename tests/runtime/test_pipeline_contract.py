@@ -109,6 +109,7 @@ def _accumulate(rank: int) -> bool:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_gradients_that_wait_for_the_last_of_several_calls():
     assert all(gloo.run(4, _accumulate, seconds=240))
 
