@@ -85,6 +85,7 @@ def test_zero_beside_tensor_parallelism():
             estimated(strategy=wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [
     "mlp:hidden=64,layers=2", "llama:hidden=64,layers=2,heads=4,vocab=256", "vit:hidden=64,layers=2,heads=4,image=32,patch=8",
     "moe:hidden=64,layers=1,heads=4,kv_heads=2,ffn=64,vocab=256,experts=4,active=2", "resnet:depth=10,width=8,image=16,classes=10",

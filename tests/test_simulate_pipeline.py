@@ -40,15 +40,15 @@ def check(case: staged.Case, micro_batches: int, note: str, tolerance: float = s
 @pytest.mark.parametrize("name, micro_batches, mesh, schedule, strategy", [
     ("gpt2", 4, "pp=2", "1f1b", "auto"),
     ("gpt2", 2, "pp=2,dp=2,tp=2", "zb_h1", "megatron_sp"),
-    ("gpt2", 4, "pp=4", "zb_h2", "auto"),
+    pytest.param("gpt2", 4, "pp=4", "zb_h2", "auto", marks=pytest.mark.slow),
     ("llama", 4, "pp=4", "zbv", "auto"),
-    ("llama", 2, "pp=2,dp=2", "interleaved_1f1b", "fsdp"),
+    pytest.param("llama", 2, "pp=2,dp=2", "interleaved_1f1b", "fsdp", marks=pytest.mark.slow),
     ("llama", 4, "pp=2,tp=2", "interleaved_zero_bubble", "megatron_sp"),
     ("t5", 4, "pp=2,tp=2", "gpipe", "auto"),
-    ("t5", 2, "pp=2,dp=2", "zb_h1", "zero2"),
-    ("vit", 2, "pp=2,dp=2", "zb_h2", "ddp"),
+    pytest.param("t5", 2, "pp=2,dp=2", "zb_h1", "zero2", marks=pytest.mark.slow),
+    pytest.param("vit", 2, "pp=2,dp=2", "zb_h2", "ddp", marks=pytest.mark.slow),
     ("vit", 4, "pp=4,tp=2", "dualpipev", "megatron"),
-    ("bert", 2, "pp=2,dp=2,tp=2", "naive", "hsdp"),
+    pytest.param("bert", 2, "pp=2,dp=2,tp=2", "naive", "hsdp", marks=pytest.mark.slow),
     ("bert", 2, "pp=2,dp=2,tp=2", "interleaved_1f1b", "zero1"),
     ("llama", 2, "pp=2,dp=2,tp=2", "zbv", "megatron_sp+zero1"),
     ("bert", 4, "pp=2", "v_min", "auto"),
@@ -95,7 +95,10 @@ def adapted(adaptation) -> staged.Case:
     return staged.Case.of(model, staged.ragged(inputs), adapt=[adaptation])
 
 
-@pytest.mark.parametrize("adaptation", [LoRA(target_modules="all-linear", r=2), FakeQuant("int8"), FakeQuant("int4", group_size=8)])
+@pytest.mark.parametrize("adaptation", [
+    LoRA(target_modules="all-linear", r=2), FakeQuant("int4", group_size=8),
+    pytest.param(FakeQuant("int8"), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_adapters(adaptation):
     """Trained low-rank factors on a frozen model, and weights on a grid."""
     case = adapted(adaptation)
@@ -122,7 +125,7 @@ def test_bf16_with_fp32_masters(schedule, mesh, strategy):
 # what passes, and what is kept ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "zbv"])
 def test_sends_are_those_of_the_cut(schedule):
     """Each value that crosses a cut is sent once for every micro-batch, and so is each gradient that comes back."""
     case = staged.own("gpt:layers=4,hidden=8,heads=2,vocab=16,seq=8,tied=false")
