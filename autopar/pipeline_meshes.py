@@ -20,9 +20,9 @@ from .errors import AutoparError, MicroBatchError, StageError
 from .graph import is_op
 from .mesh import Mesh
 from .pipeline_plan import AXIS
-from .pipeline_search import Estimate, PipelineSearch
+from .pipeline_search import Estimate, PipelineSearch, Tried
 from .plan import MeshTried
-from .plan_pipeline import PipelinePlanned, described, judged, kinds_of, promise
+from .plan_pipeline import PipelinePlanned, described, kinds_of, promise
 from .planner import meshes
 from .planner.ascend import BeyondCutoff
 from .planner.forced import AUTO
@@ -33,7 +33,7 @@ from .planner.stage_judge import timing_of
 SCHEDULES = ("zb_h1", "interleaved_zero_bubble", "zbv")  # others take no less, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried
 MOST_SEARCHED = 4  # combinations
-MOST_JUDGED = 2  # schedules of the best of them
+MOST_JUDGED = 6  # estimates, until none that is left is faster than the best that fits
 DOUBT = 1.05  # times the seconds of the best plan: what is guessed to take longer is not searched
 
 Report = Callable[[str], None]
@@ -123,6 +123,9 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
         except AutoparError as error:
             refusal = error
     staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
+    if staged is None and flat is None and refusal is None and not asked:  # what was estimated does not fit when it is judged
+        flat = meshes.search(captured, devices, options, name, report)
+        told = flat.meshes
     tried = tuple(sorted((*told, *tour.told()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
         return replace(staged, plan=replace(staged.plan, meshes=tried))
@@ -164,12 +167,15 @@ class _Tour:
 
     def planned(self) -> PipelinePlanned | None:
         """The best of what was searched, judged; None if nothing fits."""
-        fitting = sorted((one for one in self._estimates() if one.fits), key=promise)
-        own = [one for one in fitting if one.search is fitting[0].search][:MOST_JUDGED]
-        tried = judged(own) if own else []
-        if not tried or not tried[0].fits:
+        tried: list[Tried] = []
+        for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_JUDGED]:
+            fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
+            if one.step_seconds < fastest:
+                tried.append(one.search.judged(one))
+        fitting = sorted((t for t in tried if t.fits), key=lambda t: t.judged.step_seconds)
+        if not fitting:
             return None
-        return described(tried[0], tried, self.captured, own[0].search.whole_mesh, [], self.batch)
+        return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
 
     def told(self) -> list[MeshTried]:
         rows = []
