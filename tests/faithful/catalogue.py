@@ -6,7 +6,7 @@ from importlib import import_module
 
 from .program import Program
 
-TOPICS = ("state", "attributes", "memories")
+TOPICS = ("state", "attributes", "memories", "gradients", "inputs_outputs", "modes", "hooks", "randomness")
 PROGRAMS: dict[str, Program] = {}
 for topic in TOPICS:
     PROGRAMS |= getattr(import_module(f".{topic}", __package__), topic).programs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 MISSING = object()
+SHARE = 0.1  # of the largest gradient: a gradient whose terms cancel is no more exact than its terms
 
 
 def difference(eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset()) -> str | None:
@@ -17,24 +18,31 @@ def difference(eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: flo
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
         when = "after compile" if i == 0 else f"record {i}"
+        least = SHARE * max((_scale(v) for path, v in wanted.items() if path.startswith("gradient of ")), default=0.0)
         for path in (*wanted, *(p for p in found if p not in wanted and not p.startswith("attribute"))):
             if elsewhere and any(word in elsewhere for word in path.split()):
                 continue
             value, got = wanted.get(path, MISSING), found.get(path, MISSING)
             if got is MISSING and path.startswith("attribute") and _same(value, birth.get(path, MISSING), 0.0) is None:
                 continue  # the compiled module need not repeat what never changes
-            reason = _same(value, got, tolerance)
+            reason = _same(value, got, tolerance, least if path.startswith("gradient of ") else 0.0)
             if reason is not None:
                 return f"{when}: {path}: {reason}"
     return None
 
 
-def _same(wanted, got, tolerance: float) -> str | None:
-    """None, or how `got` differs."""
+def _scale(value) -> float:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return 0.0
+    return value.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+
+
+def _same(wanted, got, tolerance: float, least: float = 0.0) -> str | None:
+    """None, or how `got` differs; tensors by more than `tolerance` of their largest element, or of `least` if that is more."""
     if wanted is MISSING or got is MISSING:
         return None if wanted is got else f"{_text(got)} instead of {_text(wanted)}"
     if isinstance(wanted, Tensor) or isinstance(got, Tensor):
-        return _same_tensors(wanted, got, tolerance)
+        return _same_tensors(wanted, got, tolerance, least)
     if isinstance(wanted, float) and isinstance(got, float):
         close = math.isclose(wanted, got, rel_tol=10 * tolerance, abs_tol=tolerance * 1e-2)
         return None if close or (math.isnan(wanted) and math.isnan(got)) else f"{got} instead of {wanted}"
@@ -43,7 +51,7 @@ def _same(wanted, got, tolerance: float) -> str | None:
     return None if wanted == got else f"{_text(got)} instead of {_text(wanted)}"
 
 
-def _same_tensors(wanted, got, tolerance: float) -> str | None:
+def _same_tensors(wanted, got, tolerance: float, least: float) -> str | None:
     if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
         return f"{_text(got)} instead of {_text(wanted)}"
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
@@ -61,7 +69,7 @@ def _same_tensors(wanted, got, tolerance: float) -> str | None:
         return None
     narrow = 1e-7 if tolerance else 0.0
     error, scale = (wanted - got).abs().max().item(), wanted.abs().max().item()
-    if error <= tolerance * scale + narrow:
+    if error <= tolerance * max(scale, least) + narrow:
         return None
     return f"off by {error:.3g} of {scale:.3g}: {_text(got)} instead of {_text(wanted)}"
 

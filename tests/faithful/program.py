@@ -64,7 +64,7 @@ class Topic:
 
 def randn(seed: int, *shape: int, **options) -> torch.Tensor:
     """Normal numbers that depend on the seed and the shape alone."""
-    tensor = torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + seed))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1000 + seed))
     return tensor.to(options.pop("dtype", tensor.dtype)).requires_grad_(options.pop("requires_grad", False))
 
 

@@ -230,7 +230,7 @@ def queue_of_keys():
     return Queue(), one(4, 6)
 
 
-@state()
+@state(refused="value")
 def queue_with_int_pointer():
     """The same queue with `int(self.pointer)`, as its published code has it."""
 
