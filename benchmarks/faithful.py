@@ -20,14 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.mesh import Mesh
 from tests.faithful.catalogue import PROGRAMS, chosen
-from tests.faithful.processes import run_all
-from tests.faithful.runner import BROKEN, EQUAL, SECONDS, Outcome, judge
-
-
-def judge_named(job: tuple[str, str, float, dict]) -> Outcome:
-    """(program, mesh, seconds, options) on this rank."""
-    name, mesh, seconds, options = job
-    return judge(PROGRAMS[name], mesh, seconds, **options)
+from tests.faithful.processes import judge_named, run_all
+from tests.faithful.runner import BROKEN, EQUAL, SECONDS
 
 
 def programs(args) -> int:

@@ -6,7 +6,10 @@ from importlib import import_module
 
 from .program import Program
 
-TOPICS = ("state", "attributes", "memories", "gradients", "inputs_outputs", "modes", "hooks", "randomness")
+TOPICS = (
+    "state", "attributes", "memories", "gradients", "inputs_outputs", "modes", "hooks", "randomness", "functions", "layers",
+    "training", "containers",
+)  # fmt: skip
 PROGRAMS: dict[str, Program] = {}
 for topic in TOPICS:
     PROGRAMS |= getattr(import_module(f".{topic}", __package__), topic).programs

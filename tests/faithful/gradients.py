@@ -254,7 +254,7 @@ def backward_twice_retained():
     return Net(), one(5, 6), script
 
 
-@gradients()
+@gradients(raises=True)
 def backward_twice_freed():
     """One call, two backwards, of which the second finds the graph freed: eager raises."""
 
@@ -324,7 +324,7 @@ def gradient_given_to_backward():
     return Net(), one(5, 6), script
 
 
-@gradients()
+@gradients(raises=True)
 def changed_between_forward_and_backward():
     """A parameter is changed in place between forward and backward: eager raises."""
 
@@ -337,7 +337,7 @@ def changed_between_forward_and_backward():
     return Net(), one(5, 6), script
 
 
-@gradients()
+@gradients(raises=True)
 def input_changed_between_forward_and_backward():
     """The input is written between forward and backward, which needs it: eager raises."""
 

@@ -234,7 +234,7 @@ for name, calls in CALLS.items():
     inputs_outputs.add(name, lambda script=_options_script: (Options(), one(5, 6), script))
 
 
-@inputs_outputs()
+@inputs_outputs(raises=True)
 def wrong_keyword():
     """A keyword that the forward does not have: eager raises TypeError."""
 

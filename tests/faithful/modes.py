@@ -52,7 +52,7 @@ def batch_norm_momentum_changed():
     return Normed(), one(7, 6), script
 
 
-@modes()
+@modes(refused="value")
 def batch_norm_cumulative():
     """momentum=None averages over all calls."""
 
@@ -272,7 +272,8 @@ REGIONS = {
     "grad_disabled": lambda: torch.set_grad_enabled(False),
 }  # fmt: skip
 for name, region in REGIONS.items():
-    modes.add(f"region_{name}", lambda region=region: (Region(region), one(5, 6)))
+    raises = name == "inference_mode"  # its tensors cannot be saved for a backward
+    modes.add(f"region_{name}", lambda region=region: (Region(region), one(5, 6)), raises=raises)
 
 
 @modes()
@@ -387,9 +388,10 @@ def default_dtype_changed():
 
     def script(run):
         run(1)
+        x = randn(2, 5, 6)
         torch.set_default_dtype(torch.float64)
         try:
-            run.call(randn(2, 5, 6))
+            run.call(x)
         finally:
             torch.set_default_dtype(torch.float32)
 

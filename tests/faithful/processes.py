@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from tests import gloo
 
-from .runner import BARE, HANG, SECONDS, Outcome, merged
+from .catalogue import PROGRAMS
+from .runner import BARE, HANG, SECONDS, Outcome, judge, merged
 
 PATIENCE = 10  # seconds that other ranks have to answer after the first
 
@@ -107,3 +108,9 @@ def run_all(world: int, work: Callable, jobs: Iterable, seconds: float = SECONDS
     finally:
         if team is not None:
             team.end()
+
+
+def judge_named(job: tuple[str, str, float, dict]) -> Outcome:
+    """The outcome of (program, mesh, seconds, options) on this rank."""
+    name, mesh, seconds, options = job
+    return judge(PROGRAMS[name], mesh, seconds, **options)

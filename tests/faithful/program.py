@@ -28,12 +28,14 @@ import torch
 @dataclass(frozen=True)
 class Program:
     """`name` is `topic/function`. `refused`: a word of the AutoparError that is wanted instead of an equal run; "" for any.
-    `tolerance`: of tensors, relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on
-    one process only. `source`: file:line, for reports."""
+    `raises`: whether the script ends with an exception in eager mode, as it then must when compiled. `tolerance`: of tensors,
+    relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on one process only.
+    `source`: file:line, for reports."""
 
     name: str
     build: Callable
     refused: str | None = None
+    raises: bool = False
     tolerance: float = 3e-5
     options: dict = field(default_factory=dict)
     alone: bool = False

@@ -132,8 +132,8 @@ def two_calls(run: Run) -> None:
 
 
 def compared(program: Program, eager: Played, mine: Played, tolerance: float) -> Outcome:
-    if eager.error is not None and eager.stage != "call":
-        raise RuntimeError(f"{program.name} has a mistake of its own") from eager.error
+    if (eager.error is not None) != program.raises or (eager.error is not None and eager.stage != "call"):
+        raise RuntimeError(f"{program.name} has a mistake of its own: {eager.error!r}") from eager.error
     error, kind = mine.error, type(mine.error).__name__
     if mine.run is not None:
         elsewhere = frozenset(getattr(mine.run.model, "elsewhere", ()))
@@ -141,7 +141,7 @@ def compared(program: Program, eager: Played, mine: Played, tolerance: float) ->
         if found is not None:
             return Outcome(DIFFERENT, found + (f" (then {kind}: {error})" if error is not None else ""))
     if isinstance(error, AutoparError):
-        expected = eager.error is not None and len(eager.run.records) == (len(mine.run.records) if mine.run else 0)
+        expected = eager.error is not None and len(eager.run.records) == (len(mine.run.records) if mine.run else 1)
         at = AT_COMPILE if mine.stage == "compile" else AT_CALL
         return Outcome(EQUAL, "both raise") if expected else Outcome(at, str(error), kind)
     if eager.error is not None:

@@ -104,5 +104,5 @@ def _attributes(name: str, module: nn.Module | None, source: nn.Module) -> dict[
         except AttributeError:
             continue
         path = f"attribute {name}.{key}" if name else f"attribute {key}"
-        found |= {p: copied(leaf) for p, leaf in leaves(value, path)}
+        found |= {p: copied(leaf) for p, leaf in leaves(value, path) if not isinstance(leaf, nn.Parameter)}
     return found

@@ -160,7 +160,7 @@ for update in (_detached_lerp, _no_grad_lerp, _decorated, _data, _sliced, _set_d
     state.add(f"running{update.__name__}", lambda update=update: (Running(update), one(5, 6)))
 
 
-@state()
+@state(raises=True)
 def buffer_with_gradient_history():
     """A buffer is assigned without detaching: the second call goes back through the first, which eager autograd refuses."""
 
