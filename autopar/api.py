@@ -310,7 +310,7 @@ class _Compiler:
 
         def traced():
             example, given = global_example(example_inputs, self.inputs, self.mesh)
-            forms = self.forms if gradients else {n: replace(f, trainable=False) for n, f in self.forms.items()}
+            forms = self.forms if gradients else self.forms.without_gradients()
             return trace(self.model, example, self.loss_fn, forms, self.options["precision"], adapt), given
 
         captured, given = agree.everywhere(traced)

@@ -11,7 +11,7 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
 from .experts import in_order
-from .fake_state import DEVICE, Form, fake, fake_state, forms_of
+from .fake_state import DEVICE, Form, Forms, Held, fake, fake_state, forms_of, refreshed
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from .precision import computing_in, narrowed, widened
@@ -66,15 +66,15 @@ class FlatCall(nn.Module):
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, held: Sequence[Held] = (),
     ):  # fmt: skip
         super().__init__()
         self.add_module(ROOT, model)
-        self.signature, self.returns, self.loss_fn, self.dtype = signature, returns, loss_fn, dtype
+        self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
         self.as_eager = False
 
     def forward(self, *tensors):
-        with computing_in(getattr(self, ROOT), self.dtype), _torch.as_if_eager(self.as_eager):
+        with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
             return self._call(*self.signature.rebuild(tensors))
 
     def _call(self, args: tuple, kwargs: dict):
@@ -134,13 +134,14 @@ def export(
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
-    mode, forms = _torch.fake_mode(), forms or forms_of(model)
+    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_places(model, forms)
     inputs = [fake(mode, x.shape, x.dtype) for x in inputs]  # one each, also for a tensor that is passed twice
     returns = Returns()
-    wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
+    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, forms.held)
     try:
         with fake_state(model, mode, forms), in_order(model), kept_backwards():
             program = _program(wrapper, inputs)
+            ties = tie_map(model)
     except AutoparError:
         raise
     except Exception as error:
@@ -151,12 +152,17 @@ def export(
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
     graph_module = program.module(check_guards=False)
-    ties = tie_map(model)
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
             node.target = f"{ROOT}.{ties.get(name, name)}"
     return Exported(graph_module, signature, returns, inputs, ties, forms)
+
+
+def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
+    """The forms of a model's parameters, or others for them, with the places of its tensors."""
+    found = forms_of(model)
+    return found if forms is None else Forms(forms, found.buffers, found.tables, found.held)
 
 
 FIX_VALUES = (

@@ -25,6 +25,7 @@ from torch import nn
 from ..calls import describe_call
 from ..capture import Captured
 from ..errors import InputError
+from ..fake_state import Forms
 from ..graph import output_node
 from ..layout import Layout, local_shape
 from ..lower import RankProgram, lower, lower_deferred
@@ -61,7 +62,10 @@ class Traced:
 
 
 class Compiler(Protocol):
-    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together."""
+    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together. `forms`: of
+    the model's tensors, before they were taken over."""
+
+    forms: Forms
 
     def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced: ...
 
@@ -160,7 +164,6 @@ class Captures:
             )
         self.table[0].inputs.signature.check_dtypes(args, kwargs)
         start = time.perf_counter()
-        self.modes.set_source()
         traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters)
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
         if same is not None:
