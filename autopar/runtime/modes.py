@@ -30,9 +30,10 @@ class Modes:
     def set_adapters(self, adapters: bool) -> None:
         self.adapters = adapters
 
-    def set_source(self) -> None:
-        for mine, theirs in zip(self.modules, self.sources):
-            theirs.training = mine.training
+    def set_source(self, flags: list[bool] | None = None) -> None:
+        """Give the source these flags (see `now`), or the module's."""
+        for flag, theirs in zip(flags or self.now(), self.sources):
+            theirs.training = flag
 
     def text(self) -> str:
         """`train`, `eval`, or `train, norm eval` where a module's mode is not that of the module around it."""
