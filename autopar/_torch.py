@@ -117,7 +117,8 @@ def joint_graph(
     `decompositions` are traced into what they stand for.
 
     Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index) and
-    ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", buffer name)."""
+    ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", name of a parameter or buffer),
+    ("input_mutation", input index). The tangent of a parameter's new value is ("tangent", None): autograd gives it none."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
@@ -150,7 +151,7 @@ def _describe_input(desc) -> tuple[str, object]:
     if kind == "PlainAOTInput":
         return "input", desc.idx
     if kind == "TangentAOTInput":
-        return "tangent", getattr(desc.output, "idx", 0)
+        return "tangent", desc.output.idx if type(desc.output).__name__ == "PlainAOTOutput" else None
     raise RuntimeError(f"torch gave the joint graph an input of an unknown kind: {desc!r}")
 
 
@@ -164,7 +165,8 @@ def _describe_output(desc) -> tuple[str, object] | None:
             return "gradient", source.target
         return "input_gradient", getattr(source, "idx", 0)
     if kind == "InputMutationAOTOutput":
-        return "mutation", getattr(desc.mutated_input, "target", "?")
+        source = desc.mutated_input
+        return ("mutation", source.target) if hasattr(source, "target") else ("input_mutation", source.idx)
     return None
 
 
@@ -229,6 +231,12 @@ def set_local(dtensor, local: torch.Tensor) -> None:
     dtensor._local_tensor = local
 
 
+def write_local(dtensor, local: torch.Tensor) -> None:
+    """Write to the local values of a DTensor, so that autograd sees that the DTensor has changed."""
+    dtensor._local_tensor.copy_(local)
+    torch.autograd.graph.increment_version(dtensor)
+
+
 def release_saved(ctx) -> None:
     """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is retained."""
     if hasattr(ctx, "maybe_clear_saved_tensors"):
@@ -278,6 +286,11 @@ def accumulates(node) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch refuses the question under torch.autograd.grad
         return False
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now may run again (retain_graph=True)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_in_backward() -> bool:

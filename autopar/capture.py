@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from . import _torch
-from ._torch import tree_map
+from ._torch import tree_flatten, tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
@@ -62,16 +62,17 @@ class Captured:
 
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
-    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced."""
+    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
+    `loss_alone`: a loss that requires a gradient is the only output that has one."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
-        dtype: torch.dtype | None = None, held: Sequence[Held] = (),
+        dtype: torch.dtype | None = None, loss_alone: bool = True, held: Sequence[Held] = (),
     ):  # fmt: skip
         super().__init__()
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
-        self.as_eager = False
+        self.as_eager, self.loss_alone = False, loss_alone
 
     def forward(self, *tensors):
         with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
@@ -89,16 +90,19 @@ class FlatCall(nn.Module):
         if self.loss_fn is not None:
             output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
         outputs = self.returns.take_apart(output)
-        if self.returns.loss is not None:
-            wide = outputs[self.returns.loss] if self.dtype is None else widened(outputs[self.returns.loss])
-            outputs = [wide if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
-        return tuple(_apart(outputs, model.parameters()))
+        self.returns.differentiable = [o.requires_grad for o in outputs]
+        if (at := self.returns.loss) is not None:
+            wide = outputs[at] if self.dtype is None else widened(outputs[at])
+            is_alone = self.loss_alone and self.returns.differentiable[at]
+            outputs = [wide if i == at else o.detach() if is_alone else o for i, o in enumerate(outputs)]
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        return tuple(_apart(outputs, [*model.parameters(), *inputs]))
 
 
-def _apart(outputs: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _apart(outputs: list[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a view of
-    a parameter or of another output."""
-    taken, result = {_torch.storage_key(p) for p in parameters}, []
+    a parameter, an input or another output."""
+    taken, result = {_torch.storage_key(p) for p in leaves}, []
     for output in outputs:
         if output.requires_grad and _torch.storage_key(output) in taken:
             output = output.clone()
@@ -124,10 +128,11 @@ def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, di
 
 def export(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, loss_alone: bool = True,
 ) -> Exported:  # fmt: skip
     """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on any
-    device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in (see FlatCall).
+    device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in; `loss_alone`: of
+    the outputs, differentiate the loss if there is one (see FlatCall).
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
@@ -135,9 +140,12 @@ def export(
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
     mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_places(model, forms)
-    inputs = [fake(mode, x.shape, x.dtype) for x in inputs]  # one each, also for a tensor that is passed twice
+    differentiated = {*signature.differentiated_names}
+    inputs = [  # one each, also for a tensor that is passed twice
+        fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated) for name, x in zip(signature.tensor_names, inputs)
+    ]
     returns = Returns()
-    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, forms.held)
+    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held)
     try:
         with fake_state(model, mode, forms), in_order(model), kept_backwards():
             program = _program(wrapper, inputs)
@@ -227,7 +235,12 @@ def differentiate(exported: Exported) -> Captured:
         if node is None or described is None:  # a frozen parameter, or a later name of a shared one
             continue
         kind, name = described
-        name = exported.ties.get(_strip(name), _strip(name)) if kind in ("gradient", "mutation") else str(name)
+        if kind in ("gradient", "mutation"):
+            name = exported.ties.get(_strip(name), _strip(name))
+        elif kind in ("input_gradient", "input_mutation"):
+            name = names[name]
+        else:
+            name = str(name)
         kept.append(node)
         roles.append(OutputRole(kind, name))
     output.args = (tuple(kept),)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 
 from torch import nn
@@ -23,6 +25,18 @@ class Modes:
 
     def set_adapters(self, adapters: bool) -> None:
         self.adapters = adapters
+
+    @contextmanager
+    def set_to(self, flags: list[bool]) -> Iterator[None]:
+        """Inside, the modules have these flags (see `now`)."""
+        before = self.now()
+        try:
+            for flag, module in zip(flags, self.modules):
+                module.training = flag
+            yield
+        finally:
+            for flag, module in zip(before, self.modules):
+                module.training = flag
 
     def text(self) -> str:
         """`train`, `eval`, or `train, norm eval` where a module's mode is not that of the module around it."""
