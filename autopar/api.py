@@ -31,6 +31,7 @@ from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.fake_quant import fake_quant
+from .passes.grad_regions import grad_regions
 from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
@@ -60,13 +61,17 @@ ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  #
 @paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str = "fp32", adapt: Sequence[Adaptation] = (),
+    precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True,
 ) -> Captured:  # fmt: skip
     """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
-    their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py).
-    Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py);
+    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable. Raises
+    CaptureError, InputError, UnsupportedOpError, AdaptError."""
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision))
+        exported = debug.run_pass(
+            "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
+        )
+        debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
             debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
@@ -306,12 +311,22 @@ class _Compiler:
         self.forms = forms_of(model)  # of the parameters before they are taken over
 
     def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced:
+        forms = self.forms if gradients else self.forms.without_gradients()
+        return self._agreed(lambda: global_example(example_inputs, self.inputs, self.mesh), forms, adapters, True)
+
+    def trace_again(self, traced: Traced, adapters: bool = True) -> Traced:
+        signature = traced.captured.signature
+        form = zip(signature.shapes, signature.dtypes, signature.differentiated)
+        whole = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
+        return self._agreed(lambda: (signature.rebuild(whole), traced.fixed), self.forms, adapters, False)
+
+    def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool) -> Traced:
+        """The same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's tensors fix."""
         adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
 
         def traced():
-            example, given = global_example(example_inputs, self.inputs, self.mesh)
-            forms = self.forms if gradients else {n: replace(f, trainable=False) for n, f in self.forms.items()}
-            return trace(self.model, example, self.loss_fn, forms, self.options["precision"], adapt), given
+            whole, given = example()
+            return trace(self.model, whole, self.loss_fn, forms, self.options["precision"], adapt, loss_alone), given
 
         captured, given = agree.everywhere(traced)
         signature = captured.signature

@@ -48,10 +48,11 @@ class CallSignature:
     constants: tuple  # one a leaf; Ellipsis where a tensor goes
     shapes: tuple[tuple[int, ...] | None, ...]  # global
     dtypes: tuple[torch.dtype | None, ...]
+    differentiated: tuple[bool, ...]  # whether the call computes a gradient for the leaf
 
     @staticmethod
     def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
-        """The signature of a call and its tensors. Raises InputError for a tensor that is empty or wants a gradient."""
+        """The signature of a call and its tensors. Raises InputError for a tensor that is empty or sparse."""
         leaves, spec = tree_flatten((args, kwargs))
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         signature = CallSignature(
@@ -60,6 +61,7 @@ class CallSignature:
             tuple(... if t else x for x, t in zip(leaves, is_tensor)),
             tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
             tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
+            tuple(t and needs_gradient(x) for x, t in zip(leaves, is_tensor)),
         )
         tensors = [x for x, t in zip(leaves, is_tensor) if t]
         for name, x in zip(signature.tensor_names, tensors):
@@ -67,12 +69,15 @@ class CallSignature:
                 raise InputError(f"{name} is empty", shape=tuple(x.shape), fix="pass at least one sample")
             if x.layout != torch.strided:
                 raise InputError(f"{name} is a sparse tensor ({x.layout})", fix=f"pass {name}.to_dense()")
-            _check_no_gradient(name, x)
         return signature, tensors
 
     @cached_property
     def tensor_names(self) -> list[str]:
         return [n for n, c in zip(self.names, self.constants) if c is ...]
+
+    @cached_property
+    def differentiated_names(self) -> list[str]:
+        return [name for name, wanted in zip(self.names, self.differentiated) if wanted]
 
     @cached_property
     def keywords(self) -> list[str]:
@@ -88,22 +93,21 @@ class CallSignature:
 
     def match(self, args: tuple, kwargs: dict, parts: tuple | None = None) -> list[torch.Tensor] | None:
         """Tensors of another call if it has this form, None if not. `parts` are the shapes of tensors that are not DTensors, if
-        not the global ones (local inputs). Raises InputError for a tensor that wants a gradient."""
+        not the global ones (local inputs)."""
         if list(kwargs) != self.keywords and kwargs.keys() == set(self.keywords):
             kwargs = {name: kwargs[name] for name in self.keywords}  # in the order they were compiled in
         leaves, spec = tree_flatten((args, kwargs))
         if len(leaves) != len(self.constants) or spec != self.spec:
             return None
         tensors = []
-        for name, leaf, constant, whole, part, dtype in zip(
-            self.names, leaves, self.constants, self.shapes, parts or self.shapes, self.dtypes
+        for leaf, constant, whole, part, dtype, differentiated in zip(
+            leaves, self.constants, self.shapes, parts or self.shapes, self.dtypes, self.differentiated
         ):
             if constant is ...:
-                if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype:
+                if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype or needs_gradient(leaf) != differentiated:
                     return None
                 if leaf.shape != (whole if hasattr(leaf, "placements") else part):
                     return None
-                _check_no_gradient(name, leaf)
                 tensors.append(leaf)
             elif not _same(leaf, constant):
                 return None
@@ -122,23 +126,22 @@ class CallSignature:
 
 
 def describe_call(args: tuple, kwargs: dict) -> str:
-    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers."""
+    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers, and
+    `with gradient` if the call computes one."""
     words = []
     for name, leaf in sorted(zip(_leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
         if isinstance(leaf, torch.Tensor):
             usual = leaf.dtype in (torch.float32, torch.int64)
-            words.append(f"{name} {tuple(leaf.shape)}" + ("" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"))
+            dtype = "" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"
+            words.append(f"{name} {tuple(leaf.shape)}{dtype}" + (" with gradient" if needs_gradient(leaf) else ""))
         else:
             words.append(f"{name}={leaf!r}")
     return ", ".join(words) or "nothing"
 
 
-def _check_no_gradient(name: str, tensor: torch.Tensor) -> None:
-    if tensor.requires_grad:
-        raise InputError(
-            f"{name} requires a gradient, and a compiled model gives gradients to its parameters only",
-            fix="pass input.detach(), or make the layers that compute it a part of the model",
-        )
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd records a call that takes the tensor for the tensor's own sake."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _same(a, b) -> bool:
@@ -159,8 +162,9 @@ class Returns:
 
     template: object = None  # the output with _Slot(position) in place of tensors
     count: int = 0
-    loss: int | None = None  # position of the scalar loss, the only differentiable output if given
+    loss: int | None = None  # position of the scalar loss, the only output with a tangent if it requires a gradient
     names: list[str] = field(default_factory=list)
+    differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
 
     def take_apart(self, output) -> list[torch.Tensor]:
         """Flatten an output while tracing; remembers how to rebuild it."""

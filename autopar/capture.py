@@ -11,22 +11,23 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
 
 from . import _torch
-from ._torch import tree_map
+from ._torch import tree_flatten, tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
 from .experts import in_order
-from .fake_state import DEVICE, Form, fake, fake_state, forms_of
+from .fake_state import DEVICE, Form, Forms, Held, fake, fake_state, forms_of, refreshed
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from .precision import computing_in, narrowed, widened
+from .zero_tangents import drop_tangents
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
 
@@ -62,19 +63,20 @@ class Captured:
 
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
-    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced."""
+    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
+    `loss_alone`: a loss that requires a gradient is the only output that has one."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, loss_alone: bool = True, held: Sequence[Held] = (),
     ):  # fmt: skip
         super().__init__()
         self.add_module(ROOT, model)
-        self.signature, self.returns, self.loss_fn, self.dtype = signature, returns, loss_fn, dtype
-        self.as_eager = False
+        self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
+        self.as_eager, self.loss_alone = False, loss_alone
 
     def forward(self, *tensors):
-        with computing_in(getattr(self, ROOT), self.dtype), _torch.as_if_eager(self.as_eager):
+        with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
             return self._call(*self.signature.rebuild(tensors))
 
     def _call(self, args: tuple, kwargs: dict):
@@ -89,16 +91,19 @@ class FlatCall(nn.Module):
         if self.loss_fn is not None:
             output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
         outputs = self.returns.take_apart(output)
-        if self.returns.loss is not None:
-            wide = outputs[self.returns.loss] if self.dtype is None else widened(outputs[self.returns.loss])
-            outputs = [wide if i == self.returns.loss else o.detach() for i, o in enumerate(outputs)]
-        return tuple(_apart(outputs, model.parameters()))
+        self.returns.differentiable = [o.requires_grad for o in outputs]
+        if (at := self.returns.loss) is not None:
+            wide = outputs[at] if self.dtype is None else widened(outputs[at])
+            is_alone = self.loss_alone and self.returns.differentiable[at]
+            outputs = [wide if i == at else o.detach() if is_alone else o for i, o in enumerate(outputs)]
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        return tuple(_apart(outputs, [*model.parameters(), *inputs]))
 
 
-def _apart(outputs: list[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _apart(outputs: list[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a view of
-    a parameter or of another output."""
-    taken, result = {_torch.storage_key(p) for p in parameters}, []
+    a parameter, an input or another output."""
+    taken, result = {_torch.storage_key(p) for p in leaves}, []
     for output in outputs:
         if output.requires_grad and _torch.storage_key(output) in taken:
             output = output.clone()
@@ -124,23 +129,28 @@ def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, di
 
 def export(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, loss_alone: bool = True,
 ) -> Exported:  # fmt: skip
     """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on any
-    device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in (see FlatCall).
+    device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in; `loss_alone`: of
+    the outputs, differentiate the loss if there is one (see FlatCall).
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
-    mode, forms = _torch.fake_mode(), forms or forms_of(model)
-    inputs = [fake(mode, x.shape, x.dtype) for x in inputs]  # one each, also for a tensor that is passed twice
+    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_places(model, forms)
+    differentiated = {*signature.differentiated_names}
+    inputs = [  # one each, also for a tensor that is passed twice
+        fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated) for name, x in zip(signature.tensor_names, inputs)
+    ]
     returns = Returns()
-    wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
+    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held)
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards():
+        with fake_state(model, mode, forms), in_order(model), kept_backwards(), _torch.plain_regions():
             program = _program(wrapper, inputs)
+            ties = tie_map(model)
     except AutoparError:
         raise
     except Exception as error:
@@ -151,12 +161,17 @@ def export(
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
     graph_module = program.module(check_guards=False)
-    ties = tie_map(model)
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
             node.target = f"{ROOT}.{ties.get(name, name)}"
     return Exported(graph_module, signature, returns, inputs, ties, forms)
+
+
+def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
+    """The forms of a model's parameters, or others for them, with the places of its tensors."""
+    found = forms_of(model)
+    return found if forms is None else Forms(forms, found.buffers, found.tables, found.held)
 
 
 FIX_VALUES = (
@@ -204,7 +219,8 @@ def differentiate(exported: Exported) -> Captured:
     graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results
     names = exported.signature.tensor_names
-    for node, (kind, name) in zip([n for n in graph.nodes if n.op == "placeholder"], placeholders):
+    leaves = list(zip([n for n in graph.nodes if n.op == "placeholder"], placeholders))
+    for node, (kind, name) in leaves:
         if kind in ("parameter", "buffer"):
             name = exported.ties.get(_strip(name), _strip(name))
             node.meta["role"] = Role(kind, name, name in exported.forms and exported.forms[name].trainable)
@@ -215,13 +231,20 @@ def differentiate(exported: Exported) -> Captured:
         else:
             node.meta["role"] = Role("tangent", str(name))
         _torch.rename(node, leaf_name(node.meta["role"]))
+    tangents = [(node, kind) for node, (kind, _) in leaves if kind in ("tangent", "zero")]
+    drop_tangents(graph, [node for node, kind in tangents if kind == "zero"], [node for node, _ in tangents])
     output = output_node(graph)
     kept, roles = [], []
     for node, described in zip(output.args[0], outputs):
         if node is None or described is None:  # a frozen parameter, or a later name of a shared one
             continue
         kind, name = described
-        name = exported.ties.get(_strip(name), _strip(name)) if kind in ("gradient", "mutation") else str(name)
+        if kind in ("gradient", "mutation"):
+            name = exported.ties.get(_strip(name), _strip(name))
+        elif kind in ("input_gradient", "input_mutation"):
+            name = names[name]
+        else:
+            name = str(name)
         kept.append(node)
         roles.append(OutputRole(kind, name))
     output.args = (tuple(kept),)

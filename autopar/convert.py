@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from .runtime import agree
 from .runtime.module import ParallelModule
 from .storage.model_folder import whole as gathered
 from .storage.quantized_folder import save_quantized
-from .storage.weights import persistent_buffers
 
 
 def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Module:
@@ -46,8 +44,9 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
 
 def _buffers(model: ParallelModule) -> dict[str, Tensor]:
     """Those of all stages. One that is not saved with the model is what it was in the source where another stage has it."""
-    saved, here = {name for name, _ in persistent_buffers(model._source)}, dict(model.named_buffers())
-    return {n: gathered(model, n) if n in saved else here.get(n, b) for n, b in model._source.named_buffers()}
+    forms, here = model._forms, dict(model.named_buffers())
+    saved = forms.saved_buffers
+    return {n: gathered(model, n) if n in saved else here[n] if n in here else forms.left[n] for n in forms.buffers}
 
 
 def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, Tensor]) -> None:
@@ -62,24 +61,23 @@ def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, T
 
 def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite], buffers: Mapping[str, Tensor]) -> nn.Module:
     """A copy of the source with the compiled model's values, in which quantized layers stand for those of `sites`."""
-    source, made, memo = model._source, {}, {}
-    names: dict[int, list[str]] = {}
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, parameter in source.named_parameters():
+    forms, made, values = model._forms, {}, {}
+    names: dict[str, list[str]] = {}
+    for name, first in forms.all_names.items():
+        names.setdefault(first, []).append(name)
+    for name, form in forms.items():
         if name in model.adapter_names:
-            memo[id(parameter)] = nn.Parameter(torch.empty(0))
+            values[name] = nn.Parameter(torch.empty(0))
             continue
         whole = gathered(model, name)
-        owners = [other.rpartition(".") for other in names[id(parameter)]]
+        owners = [other.rpartition(".") for other in names[name]]
         quantized = [path for path, _, leaf in owners if leaf == "weight" and path in sites]
         for path in quantized:
             made[path] = _quantized(model, path, sites[path], whole, buffers)
         kept = whole.clone() if len(quantized) < len(owners) else whole.new_empty(0)
-        memo[id(parameter)] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
-    for name, buffer in source.named_buffers():
-        memo[id(buffer)] = buffers[name].detach().clone()
-    plain = copy.deepcopy(source, memo)
+        values[name] = nn.Parameter(kept, requires_grad=form.trainable)
+    values |= {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    plain = forms.copy_of(model._source, values)
     for path, layer in made.items():
         bias = getattr(plain.get_submodule(path), "bias", None)
         if bias is not None:
@@ -99,7 +97,7 @@ def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor
     if site.kind == "embedding":
         layer = QuantizedEmbedding(*arguments, device=weight.device)
     else:
-        has_bias = getattr(model._source.get_submodule(path), "bias", None) is not None
+        has_bias = f"{path}.bias" in model._forms.all_names
         layer = QuantizedLinear(*arguments, site.activation_grid, has_bias, weight.device)
     scale = gathered(model, f"{path}.{SCALE}") if config.range_learning else None
     layer.store(weight.t() if site.is_transposed else weight, scale)

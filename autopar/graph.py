@@ -43,11 +43,19 @@ class Role:
         return self.kind in ("tangent", "arriving")
 
 
+FORWARD_OUTPUTS = ("output", "mutation", "input_mutation", "activation")
+# the kinds of leaf that an output belongs to, and whose layout it therefore has, by the kind of the output
+PARTNERS = {
+    "gradient": ("parameter",), "input_gradient": ("input",), "mutation": ("buffer", "parameter"), "input_mutation": ("input",),
+    "output": ("tangent",),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class OutputRole:
-    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient", or
-    "mutation" (name of the buffer that takes the value). In a stage of a pipeline also "activation", which goes to the next stage,
-    and "returned", a gradient that goes to the one before (name: of the node)."""
+    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient" (of the input),
+    "mutation" (name of the parameter or buffer that takes the value), or "input_mutation" (of the input). In a stage of a pipeline
+    also "activation", which goes to the next stage, and "returned", a gradient that goes to the one before (name: of the node)."""
 
     kind: str
     name: str
@@ -55,7 +63,7 @@ class OutputRole:
     @property
     def is_forward(self) -> bool:
         """Whether the forward gives it."""
-        return self.kind in ("output", "mutation", "activation")
+        return self.kind in FORWARD_OUTPUTS
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from . import rules
 from .errors import PlanIncompatible
-from .graph import describe, is_op, output_node, tensor_arguments, tensor_of, values_of
+from .graph import PARTNERS, describe, is_op, output_node, tensor_arguments, tensor_of, values_of
 from .layout import Layout, is_even, is_legal
 from .mesh import Mesh
 from .planner.casts import CAST
@@ -62,19 +62,19 @@ def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
 
 
 def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
-    """Every output has a layout that a DTensor can have; gradients and new values of buffers that of what they belong to."""
+    """Every output has a layout that a DTensor can have; gradients and new values that of what they belong to."""
     output = output_node(graph)
     values, roles = output.args[0], output.meta["roles"]
     if len(sharding.outputs) != len(values):
         raise PlanIncompatible(f"the plan has {len(sharding.outputs)} outputs, the graph {len(values)}", fix="plan again")
-    placeholders = {n.meta["role"].name: n for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"}
+    leaves = {(n.meta["role"].kind, n.meta["role"].name): n for n in graph.nodes if n.op == "placeholder"}
     for value, role, layout in zip(values, roles, sharding.outputs):
         if not isinstance(value, fx.Node):
             continue
         if layout is None or not _fits(layout, value.meta["val"].shape, sharding.mesh):
             raise _wrong(value, f"the plan returns {value.name} as {layout}, which it cannot be")
-        if role is not None and role.kind in ("gradient", "mutation"):
-            owner = placeholders[role.name]
+        if role is not None and role.kind in PARTNERS and role.kind != "output":
+            owner = next(leaves[kind, role.name] for kind in PARTNERS[role.kind] if (kind, role.name) in leaves)
             wanted = sharding.leaves.get(owner.name, Layout.replicated(owner.meta["val"].dim()))
             if layout != wanted:
                 raise _wrong(value, f"the plan returns the {role.kind} of {role.name} as {layout}, not as {wanted}")

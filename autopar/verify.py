@@ -25,7 +25,7 @@ from .rules import rule_of
 from .sharding import Sharding
 
 ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random", "total", "activation", "arriving", "copy")
-OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation", "activation", "returned")
+OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation", "input_mutation", "activation", "returned")
 
 
 def check_global(joint: fx.GraphModule) -> None:

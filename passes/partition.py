@@ -3,7 +3,7 @@
 A forward value that is a view of a parameter, an input or another saved value is not saved but viewed again in the
 backward. Two kinds of saved values are copied, so that saving them is right and costs what it says:
 
-* a buffer that the forward's caller overwrites with its new value before the backward runs;
+* a buffer, parameter or input that the forward's caller overwrites with its new value before the backward runs;
 * a small slice of a large tensor that nothing else saves: the view alone would keep all of the tensor alive.
 """
 
@@ -18,7 +18,7 @@ from torch import fx
 
 from .._torch import graph_module, storage_key
 from ..errors import VerifyError
-from ..graph import bytes_of, describe, is_tensor, output_node
+from ..graph import PARTNERS, bytes_of, describe, is_tensor, output_node
 
 aten = torch.ops.aten
 
@@ -45,7 +45,8 @@ def partition(local: fx.GraphModule) -> Parts:
     _check_phases(local.graph, [n for n, _ in forward_pairs if isinstance(n, fx.Node)])
 
     saved = _saved(local.graph, [n for n, _ in backward_pairs if isinstance(n, fx.Node)])
-    mutated = {role.name for _, role in pairs if role is not None and role.kind == "mutation"}
+    written = [r for _, r in forward_pairs if r is not None and "mutation" in r.kind]
+    mutated = {(kind, role.name) for role in written for kind in PARTNERS[role.kind]}
     forward = extract(
         local,
         [n for n in placeholders if n not in tangents],
@@ -113,9 +114,9 @@ def _saved(graph: fx.Graph, gradients: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in graph.nodes if n in saved and n.op != "get_attr"]
 
 
-def _is_overwritten(node: fx.Node, mutated: set[str]) -> bool:
+def _is_overwritten(node: fx.Node, mutated: set[tuple[str, str]]) -> bool:
     role = node.meta.get("role")
-    return node.op == "placeholder" and role.kind == "buffer" and role.name in mutated
+    return node.op == "placeholder" and (role.kind, role.name) in mutated
 
 
 def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:

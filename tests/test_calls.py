@@ -52,12 +52,19 @@ def test_a_signature_knows_other_calls():
     assert signature.match((X[:1],), {"flag": True}, parts=((1, 3), None))
     assert describe_call((X,), {"y": [Y, X.half()], "flag": True}) == "args[0] (2, 3), flag=True, y.0 (2,), y.1 (2, 3) float16"
     assert describe_call((), {}) == "nothing"
-    with pytest.raises(InputError, match=r"args\[0\] requires a gradient"):
-        signature.match((X.clone().requires_grad_(),), {"flag": True})
     with pytest.raises(InputError, match=r"args\[0\] is empty"):
         CallSignature.of((X[:0],), {})
-    with pytest.raises(InputError, match="x requires a gradient"):
-        CallSignature.of((), {"x": torch.zeros(1, requires_grad=True)})
+
+
+def test_an_input_with_a_gradient_is_another_form():
+    """Unless nothing is recorded for autograd."""
+    wanted, plain = X.clone().requires_grad_(), CallSignature.of((X,), {})[0]
+    with_gradient, _ = CallSignature.of((wanted,), {})
+    assert plain.match((wanted,), {}) is None and with_gradient.match((X,), {}) is None
+    assert with_gradient.differentiated_names == ["args[0]"] and with_gradient.match((wanted,), {})[0] is wanted
+    assert describe_call((wanted, X), {}) == "args[0] (2, 3) with gradient, args[1] (2, 3)"
+    with torch.no_grad():
+        assert plain.match((wanted,), {}) and with_gradient.match((wanted,), {}) is None
 
 
 @dataclass

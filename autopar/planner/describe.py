@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import fx
 
-from ..graph import op_base_name, output_node
+from ..graph import PARTNERS, op_base_name, output_node
 from ..plan import Alternative, Collective, Plan, fingerprint
 from ..sharding import NodeSharding, Sharding
 from .blocks import recomputed_vertices
@@ -131,9 +131,6 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     )  # fmt: skip
 
 
-PARTNER = {"gradient": "parameter", "mutation": "buffer", "output": "tangent"}  # kind of leaf whose layout an output takes
-
-
 def _outputs(problem: Problem, strategy) -> tuple:
     """Layout of every output of the graph."""
     layouts = {}
@@ -145,4 +142,5 @@ def _outputs(problem: Problem, strategy) -> tuple:
             layouts[v.name] = s.inputs[use.slot]
     roles = output_node(problem.graph).meta["roles"]
     own = [layouts.get(f"{r.kind}:{r.name}") for r in roles]
-    return tuple(own_ or layouts[PARTNER[r.kind], r.name] for own_, r in zip(own, roles))
+    partners = [next((layouts[k, r.name] for k in PARTNERS.get(r.kind, ()) if (k, r.name) in layouts), None) for r in roles]
+    return tuple(mine or theirs for mine, theirs in zip(own, partners))

@@ -249,7 +249,7 @@ def evaluate(
 def unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
     """Bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
     consumer = problem.vertices[uses[0].consumer]
-    if consumer.kind != "parameter" or not any(u.slot == STATE for u in uses):
+    if consumer.kind != "parameter" or not any(u.slot == STATE and u.phase == "backward" for u in uses):
         return 0.0
     shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
     master = consumer.node.meta["val"]  # a gradient has the type of its parameter, not of the copy that computes

@@ -173,7 +173,7 @@ class _Lives:
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
-        returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE}
+        returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
         for i, run in enumerate(self.order.runs):
             for output in range(len(self.problem.vertices[run.vertex].values)):
                 layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
@@ -220,7 +220,7 @@ class _Lives:
             yield GRADIENTS, 0, count, e.whole_gradient_bytes
         for use in problem.uses:
             v = problem.vertices[use.consumer]
-            if use.slot != STATE or v.kind != "parameter":
+            if use.slot != STATE or use.phase != "backward" or v.kind != "parameter":
                 continue
             bytes_ = float(problem.choices(v.index).gradient_bytes[e.choice[v.index]])
             if accumulated:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..cost.memory import StateBytes
-from ..graph import flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ..graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ..ops_random import STREAM
 from .casts import output_of, own_casts
 
@@ -115,11 +115,7 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     output = output_node(graph)
     for node, role in zip(output.args[0], output.meta["roles"]):
         p, o = tensor(node)
-        partner = {
-            "gradient": by_role.get(("parameter", role.name)),
-            "mutation": by_role.get(("buffer", role.name)),
-            "output": by_role.get(("tangent", role.name)),
-        }.get(role.kind)
+        partner = next(filter(None, (by_role.get((kind, role.name)) for kind in PARTNERS.get(role.kind, ()))), None)
         phase = "backward" if role.kind in ("gradient", "input_gradient") else "forward"
         is_loss = role.kind == "output" and not node.meta["val"].dim()
         if partner is not None and not is_loss:

@@ -121,10 +121,10 @@ class Adapters:
 
     def _shared(self) -> list[str]:
         """Adapted weights that several layers read."""
-        source = self.module._source
-        held = Counter(id(p) for module in source.modules() for p in module._parameters.values() if p is not None)
+        names = self.module._forms.all_names
+        held = Counter(first for t in self.module._forms.tables for first in t.parameters.values() if first is not None)
         beside = [f"{path}.{site.parameter}" for path, site in self.sites if site.kind != "parameter"]
-        return [name for name in beside if held[id(source.get_parameter(name))] > 1]
+        return [name for name in beside if held[names[name]] > 1]
 
     @torch.no_grad()
     def _change(self, path: str, site: LoraSite, sign: float) -> None:

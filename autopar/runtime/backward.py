@@ -1,10 +1,13 @@
-"""The backward of one rank's step: from saved values and the outputs' gradients to the parameters' gradients."""
+"""The backward of one rank's step: from saved values and the outputs' gradients to the gradients of
+parameters and inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
@@ -21,23 +24,27 @@ from .process_groups import ProcessGroups
 
 
 class Backward:
-    """Gradients of the parameters `names`, which have the DTensor `specs`."""
+    """Gradients of the `inputs`, in their layouts, and of the parameters `names`, which have the DTensor `specs`; `owners` are the
+    kinds and names of all of them, in order."""
 
-    def __init__(self, graph, captured: Captured, plan: Plan, names: list[str], specs: list, device_mesh, groups: ProcessGroups,
-                 accumulation: Accumulation):  # fmt: skip
+    def __init__(self, graph, captured: Captured, plan: Plan, inputs: list[str], names: list[str], specs: list, device_mesh,
+                 groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
         self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
         self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
+        self.owners = [("input", name) for name in inputs] + [("parameter", name) for name in names]
         self.reduced = _Gradients(graph, groups, self.device)
         output = output_node(captured.graph)
-        roles = output.meta["roles"]
-        gradients = [r for r in roles if r.kind not in ("output", "mutation")]
-        found = {r.name: at for at, r in enumerate(gradients) if r.kind == "gradient"}
-        self.gradient_at = [found.get(name) for name in names]
-        self.values = {r.name: n.meta["val"] for n, r in zip(output.args[0], roles) if r.kind == "gradient"}
-        outputs = [n.meta["val"] for n, r in zip(output.args[0], roles) if r.kind == "output"]
+        pairs = list(zip(output.args[0], output.meta["roles"]))
+        gradients = [(n, r) for n, r in pairs if not r.is_forward]
+        found = {(r.kind, r.name): at for at, (_, r) in enumerate(gradients)}
+        self.gradient_at = [found.get(("gradient", name)) for name in names]
+        self.input_gradient_at = [found.get(("input_gradient", name)) for name in inputs]
+        self.sources = _sources(captured.graph, [n for n, _ in gradients])
+        self.values = {r.name: n.meta["val"] for n, r in pairs if r.kind == "gradient"}
+        outputs = {r.name: n.meta["val"] for n, r in pairs if r.kind == "output"}
         tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
         self.tangents = [
-            (at, plan.sharding.leaves[n.name], outputs[at]) for n in tangents for at in [int(n.meta["role"].name)]
+            (int(n.meta["role"].name), plan.sharding.leaves[n.name], outputs[n.meta["role"].name]) for n in tangents
         ]
         self.unreduced: _Gradients | None = None
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
@@ -64,8 +71,11 @@ class Backward:
         self.reduce.compile(self.compile_options)
 
     def __call__(self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        """Gradients of the parameters from those of the outputs (None: zero). `nodes` are what autograd does with them next.
-        Empties `saved`, so that each value is freed after its last use."""
+        """Gradients of the inputs and parameters from those of the outputs (None: zero). `nodes` are what autograd does with those
+        of the parameters next. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so
+        that each value is freed after its last use."""
+        given = {at for at, *_ in self.tangents if tangents[at] is not None}
+        self.leads = [bool(given & sources) for sources in self.sources]
         saved += [self._local_tangent(tangents[at], layout, like) for at, layout, like in self.tangents]
         if self.accumulation.is_deferring:
             return self._unreduced(saved, parameters, nodes)
@@ -75,7 +85,8 @@ class Backward:
 
     def _unreduced(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
         gradients = self._dtensors(self.unreduced(values), self.deferred)
-        for name, parameter, gradient, node in zip(self.names, parameters, gradients, nodes):
+        own = gradients[len(self.input_gradient_at) :]
+        for name, parameter, gradient, node in zip(self.names, parameters, own, nodes):
             old = parameter.grad
             if is_unreduced(old) and gradient is not None and old._spec != gradient._spec and _torch.accumulates(node):
                 self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
@@ -94,6 +105,7 @@ class Backward:
             results = list(self.unreduced(values))
             for i, parameter in taken.items():
                 results[self.gradient_at[i]].add_(_torch.local_of(parameter.grad))
+                self.leads[self.gradient_at[i]] = True
                 parameter.grad = None
             reduced = self.reduce([results[self.gradient_at[i]] for i in self.deferred])
             for i, result in zip(self.deferred, reduced):
@@ -103,8 +115,10 @@ class Backward:
         return gradients
 
     def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
-        return [
-            None if at is None else _torch.as_dtensor(results[at], specs.get(i, spec))
+        """Of the inputs as they are, and of the parameters as DTensors."""
+        leads = self.leads
+        return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
+            None if at is None or not leads[at] else _torch.as_dtensor(results[at], specs.get(i, spec))
             for i, (at, spec) in enumerate(zip(self.gradient_at, self.specs))
         ]
 
@@ -115,6 +129,30 @@ class Backward:
         if isinstance(tangent, DTensor):
             tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
         return tangent.contiguous()
+
+
+def _sources(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[frozenset[int]]:
+    """For each gradient, the outputs from whose gradients it is computed."""
+    reached: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        reached[node] = frozenset().union(*(reached[a] for a in node.all_input_nodes))
+        if node.op == "placeholder" and node.meta["role"].kind == "tangent":
+            reached[node] = frozenset([int(node.meta["role"].name)])
+    return [reached[node] for node in gradients]
+
+
+@contextmanager
+def changes_explained() -> Iterator[None]:
+    """Raises InputError where torch finds that a saved value is not what it was: a parameter, buffer or input was written to."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise InputError(
+            "a parameter, buffer or input that the backward reads was changed in place since the forward: " + str(error),
+            fix="call backward() before optimizer.step() and before other writes to what the forward has read",
+        ) from None
 
 
 def refuse_second_derivatives() -> None:

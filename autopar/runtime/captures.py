@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 from ..calls import describe_call
 from ..capture import Captured
 from ..errors import InputError
+from ..fake_state import Forms
 from ..graph import output_node
 from ..layout import Layout, local_shape
 from ..lower import RankProgram, lower, lower_deferred
@@ -33,6 +34,7 @@ from ..pipeline import PipelineProgram, lower_pipeline
 from ..plan import Plan
 from . import agree
 from .accumulation import Accumulation
+from .call import Call
 from .inputs import Inputs, WholeInputs
 from .modes import Modes
 from .pipeline_step import PipelineStep
@@ -61,9 +63,15 @@ class Traced:
 
 
 class Compiler(Protocol):
-    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together."""
+    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together. `forms`: of
+    the model's tensors, before they were taken over."""
+
+    forms: Forms
 
     def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced: ...
+
+    def trace_again(self, traced: Traced, adapters: bool = True) -> Traced:
+        """The same call with tangents for all outputs that require a gradient."""
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         """`first`: the plan of the first capture, `layouts`: of the parameters by name, which the plan is to keep."""
@@ -99,6 +107,7 @@ class Captures:
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
+        self.completed: dict[Step, Step] = {}  # by the step whose program has fewer tangents
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -122,8 +131,8 @@ class Captures:
         self.table.append(self.last)
         return self.last
 
-    def find(self, args: tuple, kwargs: dict) -> tuple[Step, list[torch.Tensor]]:
-        """What runs a call, and this rank's parts of its tensors; compiles it if there is nothing yet.
+    def find(self, args: tuple, kwargs: dict) -> tuple[Step | PipelineStep, Call]:
+        """What runs a call, and the call; compiles it if there is nothing yet.
 
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
         ranks; DesyncError if this rank alone makes a call for the first time."""
@@ -137,7 +146,7 @@ class Captures:
         if tensors is None or not capture.is_met:
             capture, tensors = self._first_call(None if tensors is None else capture, args, kwargs, gradients)
         self.last = capture
-        return capture.step, capture.inputs.local(tensors)
+        return capture.step, Call(capture.inputs, tensors)
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
         """The capture of a call that all ranks make together, and the call's tensors."""
@@ -160,7 +169,6 @@ class Captures:
             )
         self.table[0].inputs.signature.check_dtypes(args, kwargs)
         start = time.perf_counter()
-        self.modes.set_source()
         traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters)
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
         if same is not None:
@@ -173,6 +181,29 @@ class Captures:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
             _log.info("capture %d of at most %d: %s: %s", len(self.table), self.module.capture_limit, call, how)
         return capture
+
+    def _complete(self, step: Step) -> Step:
+        """The step of a call in whose program all differentiable outputs have tangents; from now on it serves the calls that `step`
+        served. Called in a backward, on all ranks together."""
+        if step in self.completed:
+            return self.completed[step]
+        capture = next(c for c in self.table if c.step is step)
+        call = f"{capture.call}; gradients of all outputs"
+        agree.meet(f"{self.place}/{self.meetings}", call)
+        self.meetings += 1
+        start = time.perf_counter()
+        with self.modes.set_to(capture.flags):
+            traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
+        # the parts of the tensors that the first forward had serve both programs
+        plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
+        whole = self._step(traced, plan, lower_together(traced, plan))
+        for other in self.table:
+            if other.step is step:
+                other.step, other.plan, other.traced = whole, plan, traced
+        self.completed[step] = whole
+        if self.groups.rank == 0:
+            _log.info("%s: compiled in %.1f s", call, time.perf_counter() - start)
+        return whole
 
     def _layouts_of_all_stages(self) -> dict[str, Layout]:
         """Of the parameters of the first capture, whoever has them, and of all that this rank has."""
@@ -187,7 +218,8 @@ class Captures:
             step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, self.accumulation,
                                 trains, self.everywhere)  # fmt: skip
         else:
-            step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation)
+            step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation,
+                        lambda: self._complete(step))  # fmt: skip
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:

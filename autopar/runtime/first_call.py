@@ -8,21 +8,18 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from ..errors import InputError
+from .source_attributes import OfSource
 
 
-class CompiledAtFirstCall(nn.Module):
+class CompiledAtFirstCall(OfSource):
     """Turns into the compiled module, in place, at the first call. `compile_for((args, kwargs))` makes that module."""
 
     def __init__(self, source: nn.Module, compile_for: Callable[[tuple[tuple, dict]], nn.Module]):
-        super().__init__()
-        object.__setattr__(self, "_source", source)
+        super().__init__(source, ("_compile_for", "_waiting"))
         self._compile_for = compile_for
         self._waiting: list[ExitStack] = []  # of no_sync contexts that were entered before there is a module
-        self.training = source.training
 
     def forward(self, *args, **kwargs):
-        if self._source.training != self.training:
-            self._source.train(self.training)
         compiled, waiting = self._compile_for((args, kwargs)), self._waiting
         object.__setattr__(self, "__dict__", compiled.__dict__)  # one state: what is set on the one is set on the other
         self.__class__ = type(compiled)
@@ -48,12 +45,3 @@ class CompiledAtFirstCall(nn.Module):
         )
 
     named_parameters = named_buffers = state_dict = load_state_dict = _apply = _refuse
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            source = self.__dict__.get("_source")
-            if source is None or name.startswith("_") or callable(value := getattr(source, name)):
-                raise
-            return value

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..calls import CallSignature, describe_call, split_example
+from ..calls import CallSignature, describe_call, needs_gradient, split_example
 from ..errors import InputError
 from ..layout import Layout, local_part, local_shape
 from ..mesh import NOT_DATA, Mesh
@@ -40,7 +40,7 @@ def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, 
             fixed[name] = Layout((axes, *((),) * (x.dim() - 1))) if x.dim() else Layout(())
             for axis in axes if x.dim() else ():
                 shape[0] *= mesh.size(axis)
-        whole.append(torch.empty(shape, dtype=x.dtype, device="meta"))
+        whole.append(torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=needs_gradient(x)))
     return signature.rebuild(whole), fixed
 
 
@@ -62,13 +62,15 @@ class Inputs:
             )
 
     def match(self, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
-        """The tensors of a call, None if it has another form. Raises InputError if one requires a gradient."""
+        """The tensors of a call, None if it has another form."""
         return self.signature.match(args, kwargs, self.parts)
 
     def text(self) -> str:
         """The form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
-        like = zip(self.parts, self.signature.dtypes)
-        return describe_call(*self.signature.rebuild([torch.empty(s, dtype=d, device="meta") for s, d in like if s is not None]))
+        like = zip(self.parts, self.signature.dtypes, self.signature.differentiated)
+        with torch.enable_grad():
+            tensors = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in like if s is not None]
+            return describe_call(*self.signature.rebuild(tensors))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
         """Raises InputError on every rank if ranks that are to pass the same, all of them or those at one part of the batch, pass
@@ -78,8 +80,25 @@ class Inputs:
         agree.check_batches([n for n, _ in plain], [t for _, t in plain], part)
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of a call's tensors. Raises InputError for a DTensor of another mesh."""
-        return [self._local(name, t) for name, t in zip(self.signature.tensor_names, tensors)]
+        """This rank's parts of a call's tensors, with their gradients. Raises InputError for a DTensor of another mesh."""
+        return [
+            _Part.apply(t, self, name) if needs_gradient(t) else self._local(name, t)
+            for name, t in zip(self.signature.tensor_names, tensors)
+        ]
+
+    def as_passed(self, name: str, like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as a part of the
+        batch, or as a DTensor of the same placements. Collective where that form is another one."""
+        layout, shape = self.layouts[name], self.signature.shape_of(name)
+        if not isinstance(like, DTensor) and (self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated):
+            return local.to(like.device)
+        whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
+        with watch.meeting(f"the parts of {name}"):
+            if isinstance(like, DTensor):
+                return whole.redistribute(self.device_mesh, [Replicate() if p.is_partial() else p for p in like.placements])
+            if self.is_local:
+                return redistributed(whole, self.fixed[name], self.mesh, self.device_mesh).to(like.device)
+            return whole.full_tensor().to(like.device)
 
     def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         layout = self.layouts.get(name)
@@ -118,6 +137,20 @@ class Inputs:
         if kwargs:
             return {name: sharded(name, value) for name, value in kwargs.items()}
         return tuple(sharded(f"args[{i}]", value) for i, value in enumerate(args))
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of a tensor of the user; the gradient of the part becomes one in the form of the tensor."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, inputs: Inputs, name: str):
+        ctx.inputs, ctx.name = inputs, name
+        ctx.like = tensor if isinstance(tensor, DTensor) else torch.empty(0, device=tensor.device)
+        return inputs._local(name, tensor).detach()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return ctx.inputs.as_passed(ctx.name, ctx.like, gradient), None, None
 
 
 class WholeInputs(Inputs):

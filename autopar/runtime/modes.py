@@ -1,10 +1,9 @@
-"""Training flags: which modules of a model are in train mode and which in eval mode; and whether its adapters take part.
-
-Users set them on the compiled module; the source model, which is traced, follows when a call is compiled.
-"""
+"""Training flags: which modules of a model are in train mode and which in eval mode; and whether its adapters take part."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 
 from torch import nn
@@ -13,14 +12,11 @@ _training = attrgetter("training")
 
 
 class Modes:
-    """The flags of `module`, which has modules of the same names as `source`. Takes over those that the source has now."""
+    """The flags of the modules of `source`, which the compiled module shares."""
 
-    def __init__(self, module: nn.Module, source: nn.Module):
+    def __init__(self, source: nn.Module):
         self.names = [name for name, _ in source.named_modules(remove_duplicate=False)]
-        self.modules = [module.get_submodule(name) for name in self.names]
-        self.sources = [source.get_submodule(name) for name in self.names]
-        for mine, theirs in zip(self.modules, self.sources):
-            mine.training = theirs.training
+        self.modules = [source.get_submodule(name) for name in self.names]
         self.adapters = True
 
     def now(self) -> list[bool]:
@@ -30,9 +26,17 @@ class Modes:
     def set_adapters(self, adapters: bool) -> None:
         self.adapters = adapters
 
-    def set_source(self) -> None:
-        for mine, theirs in zip(self.modules, self.sources):
-            theirs.training = mine.training
+    @contextmanager
+    def set_to(self, flags: list[bool]) -> Iterator[None]:
+        """Inside, the modules have these flags (see `now`)."""
+        before = self.now()
+        try:
+            for flag, module in zip(flags, self.modules):
+                module.training = flag
+            yield
+        finally:
+            for flag, module in zip(before, self.modules):
+                module.training = flag
 
     def text(self) -> str:
         """`train`, `eval`, or `train, norm eval` where a module's mode is not that of the module around it."""

@@ -14,7 +14,7 @@ from .. import _torch
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
-from ..errors import AdaptError, SourceMethodError, StageError, StrategyError
+from ..errors import AdaptError, StageError, StrategyError
 from ..mesh import Mesh
 from ..pipeline import PipelineProgram
 from ..plan import Plan
@@ -28,23 +28,34 @@ from .captures import Captures, Compiler
 from .modes import Modes
 from .parameters import take_over
 from .random_state import RandomState
+from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
 
-class ParallelModule(nn.Module):
+SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
+OWN = (
+    "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms", "_places",
+    "_captures", "_observers_are_frozen", "_adapters",
+)  # fmt: skip
+
+
+class ParallelModule(OfSource):
     """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the plans of all
     calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of the parameters by name, on
     the mesh of `stage_mesh`. Values come from the source or from `weights`.
 
     Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
     `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where their stage is,
-    or `everywhere`."""
+    or `everywhere`.
+
+    It has the source's own submodules and tensors. Attributes that it does not know are the source's, to read and to set, so that
+    what a user says of the model is said of what is traced. `_forms`: the source's tensors before they were taken over."""
 
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, everywhere: bool = False,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(source, OWN, SHARED)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
         replaced = attachment.replaced if attachment else {}
@@ -56,13 +67,12 @@ class ParallelModule(nn.Module):
         self.stage_mesh = stage = StageMesh.of(self.plan, device_mesh)
         elsewhere = program.elsewhere(stage.place) if self.plan.pipeline else frozenset()
         self.elsewhere, self._places = _others(source, traced.captured.ties, program, stage) if self.plan.pipeline else ({}, {})
+        self._forms = compiler.forms
         self.layouts = agree.everywhere(
-            lambda: take_over(self, source, traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere)
+            lambda: take_over(source, self._forms, traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere)
         )
         translate_states(self, self.layouts, stage, self.elsewhere)
-        object.__setattr__(self, "_source", source)  # from here on, its plain attributes are ours
-        self._captures = Captures(self, compiler, Modes(self, source), self.layouts, inputs, mesh, device_mesh, stage,
-                                  everywhere)  # fmt: skip
+        self._captures = Captures(self, compiler, Modes(source), self.layouts, inputs, mesh, device_mesh, stage, everywhere)
         self._captures.add(traced, self.plan, program)
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False
@@ -212,21 +222,6 @@ class ParallelModule(nn.Module):
                     fix="move or cast the model before autopar.compile",
                 )
         return self
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            source = self.__dict__.get("_source")
-            if source is None or name.startswith("_"):
-                raise
-            value = getattr(source, name)
-        if callable(value):
-            raise SourceMethodError(
-                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile took over",
-                fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain model",
-            )
-        return value
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):

@@ -1,8 +1,13 @@
-"""Parameters change hands: the compiled module gets this rank's shards, the source model keeps empty ones that say so."""
+"""Parameters change hands: this rank's shards take the places of the source's parameters, which are emptied and say so.
+
+The compiled module has the source's own submodules. What a user sets on one of them (a dropout's p, a temperature, a training flag)
+is set on what is traced, and what is found by its class is what was written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -11,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..adapt.attach import Replaced
 from ..capture import Captured
 from ..errors import InputError, MovedParameterError
+from ..fake_state import CallRefusal, Forms
 from ..layout import Layout, local_part
 from ..plan import Plan
 from ..storage.weights import Weights
@@ -43,14 +49,18 @@ class MovedParameter(nn.Parameter):
         return "MovedParameter(taken over by autopar.compile)"
 
 
-class Container(nn.Module):
-    """A node of the module tree that only holds names."""
+_taken_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_model(source: nn.Module) -> None:
     """Raises InputError or MovedParameterError for what cannot be traced as a model."""
     if not isinstance(source, nn.Module):
         raise InputError(f"the model is a {type(source).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
+    if source in _taken_over:
+        raise MovedParameterError(
+            f"the {type(source).__name__} was taken over by an earlier autopar.compile",
+            fix="build the model again, or copy it before compiling",
+        )
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
@@ -78,14 +88,14 @@ def check_source(source: nn.Module, weights: bool = False) -> None:
 
 
 def take_over(
-    module: nn.Module, source: nn.Module, captured: Captured, plan: Plan, stage: StageMesh, weights: Weights | None = None,
+    source: nn.Module, forms: Forms, captured: Captured, plan: Plan, stage: StageMesh, weights: Weights | None = None,
     added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None, elsewhere: Collection[str] = (),
 ) -> dict[str, Layout]:  # fmt: skip
-    """Give `module` this rank's parts, on the device or where the plan puts them, under all names of the source, with the source's
-    values or those that `weights` reads (which has none of the names in `added`). `replaced`: parameters that it does not get, and
-    what is computed from them instead. Each source parameter is emptied as soon as its part is made, so that the two are never in
-    memory as a whole. Of the parameters and buffers `elsewhere`, of other stages of a pipeline, this rank gets none. Returns the
-    layouts of the parameters by name."""
+    """Put this rank's parts, on the device or where the plan puts them, in the places of the parameters and buffers of `source`,
+    with its values or those that `weights` reads (which has none of the names in `added`). `replaced`: parameters that are not
+    kept, and what is computed from them instead. Each source parameter is emptied as soon as its part is made, so that the two are
+    never in memory as a whole. Of the parameters and buffers `elsewhere`, of other stages of a pipeline, this rank gets none.
+    Returns the layouts of the parameters by name."""
     mesh, device_mesh, coordinate = stage.mesh, stage.device_mesh, stage.coordinate
     device = torch.device(device_mesh.device_type)
     leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
@@ -99,19 +109,20 @@ def take_over(
             return part.to(device)
         return part.cpu().pin_memory() if device.type == "cuda" else part.cpu()  # pinned memory is copied at the link's speed
 
-    for name, _ in source.named_modules(remove_duplicate=False):
-        _owner(module, name)  # all of them first: parameters keep their order
     persistent = set(source.state_dict())
     buffers: dict[int, torch.Tensor] = {}
-    for name, buffer in source.named_buffers(remove_duplicate=False):
+    for name, buffer in list(source.named_buffers(remove_duplicate=False)):
+        table, leaf = table_of(source, name, "_buffers")
         if captured.ties.get(name, name) in elsewhere:
+            table.pop(leaf, None)
+            if name not in persistent:
+                forms.left[captured.ties.get(name, name)] = buffer
             continue
         if id(buffer) not in buffers:
             saved = name in persistent and weights is not None and name not in added
             replicated = Layout.replicated(buffer.dim())
-            buffers[id(buffer)] = part_of(name, buffer, replicated) if saved else buffer.detach().clone().to(device)
-        kept = buffers[id(buffer)]
-        _place(module, name, lambda owner, leaf, b=kept, n=name: owner.register_buffer(leaf, b, n in persistent))
+            buffers[id(buffer)] = part_of(name, buffer, replicated) if saved else buffer.detach().to(device)
+        table[leaf] = buffers[id(buffer)]
 
     def layout_of(name: str, dims: int) -> Layout:
         return plan.sharding.leaves.get(leaves.get(captured.ties.get(name, name), "")) or Layout.replicated(dims)
@@ -122,20 +133,21 @@ def take_over(
     computed: dict[str, torch.Tensor] = {}  # this rank's parts of what replaces a parameter
     gone = {id(source.get_parameter(name)) for name in replaced or {}}
     for name, parameter in list(source.named_parameters(remove_duplicate=False)):
+        table, leaf = table_of(source, name, "_parameters")
         if captured.ties.get(name, name) in elsewhere:
-            if not isinstance(parameter, MovedParameter):
-                _empty(parameter)
+            _empty(parameter)
+            table.pop(leaf, None)
             continue
         if id(parameter) in gone:
-            if name in replaced and {*replaced[name].names} <= {*elsewhere}:
-                _empty(parameter)
-            elif name in replaced:
+            if name in replaced and not {*replaced[name].names} <= {*elsewhere}:
                 whole = part_of(name, parameter, Layout.replicated(parameter.dim()))
                 if not torch.isfinite(whole).all():
                     raise InputError(f"{name} has values that are not finite, and its blocks would be too", fix="mend the weights")
                 for new, value in zip(replaced[name].names, replaced[name].compute(whole)):
                     computed[new] = local_part(value, layout_of(new, value.dim()), mesh, coordinate)
+            if name in replaced:
                 _empty(parameter)
+            table.pop(leaf, None)
             continue
         layout = layouts[name] = layout_of(name, len(shapes[id(parameter)]))
         if id(parameter) not in made:
@@ -143,28 +155,22 @@ def take_over(
             dtensor = as_dtensor(local, shapes[id(parameter)], layout, mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
             _empty(parameter)
-        _place(module, name, lambda owner, leaf, p=made[id(parameter)]: owner.register_parameter(leaf, p))
+        table[leaf] = made[id(parameter)]
+    for held in forms.held:
+        if held.leaf in held.owner._parameters or held.leaf in held.owner._buffers:
+            held.refresh()
+    for module in source.modules():
+        module.register_forward_pre_hook(CallRefusal(), prepend=True)
+    _taken_over.add(source)
     return layouts
 
 
 def _empty(parameter: nn.Parameter) -> None:
+    if isinstance(parameter, MovedParameter):
+        return
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     parameter.__class__ = MovedParameter
-
-
-def _place(module: nn.Module, name: str, register: Callable[[nn.Module, str], None]) -> None:
-    path, _, leaf = name.rpartition(".")
-    register(_owner(module, path), leaf)
-
-
-def _owner(module: nn.Module, path: str) -> nn.Module:
-    """The module at `path`, made if there is none."""
-    for part in path.split(".") if path else ():
-        if part not in module._modules:
-            module.add_module(part, Container())
-        module = module._modules[part]
-    return module
 
 
 def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:

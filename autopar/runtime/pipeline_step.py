@@ -28,6 +28,7 @@ from ..schedule.played import Played
 from . import agree, watch
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
+from .call import Call
 from .dtensors import spec_of
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
@@ -142,8 +143,9 @@ class PipelineStep:
         starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
         return Played(replace(self.engine.schedule, orders=orders), starts, ends)
 
-    def __call__(self, inputs: list[Tensor]):
+    def __call__(self, call: Call):
         """The model's output for a whole batch."""
+        inputs = call.local()
         if self.trains and torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True)  # a rank may have nothing that trains, and its loop calls backward too
             outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))

@@ -1,4 +1,4 @@
-"""One rank's forward and backward graphs as one differentiable function of the parameters.
+"""One rank's forward and backward graphs as one differentiable function of the parameters, and of inputs with a gradient.
 
 The graphs contain all collectives. `_Bridge` hangs them into autograd, so that `loss.backward()`, hooks, optimizers and gradient
 clipping work as for any module.
@@ -7,10 +7,10 @@ clipping work as for any module.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
@@ -20,46 +20,78 @@ from ..graph import output_node
 from ..lower import RankProgram
 from ..plan import Plan
 from .accumulation import Accumulation
-from .backward import Backward, refuse_second_derivatives
+from .backward import Backward, changes_explained, refuse_second_derivatives
+from .call import Call
 from .dtensors import spec_of
+from .kept import Kept, Versions, read_by_backward, read_by_outputs, written_by
 from .loaded import LoadedGraph
 from .parameters import table_of
 from .process_groups import ProcessGroups
 
 
 class Step:
-    """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here."""
+    """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
+
+    `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward that comes
+    from one that has none here; all ranks call it together."""
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
-                 groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
-        self.returns, self.saved = captured.returns, program.parts.saved
-        leaves = [n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"]
-        self.kinds = [role.kind for role in leaves if role.kind != "tangent"]
+                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step]):  # fmt: skip
+        self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
+        self.roles = [
+            n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"
+        ]
         self.random = module.random
-        self.names = [role.name for role in leaves if role.kind == "parameter"]
+        self.draws = any(role.kind == "random" for role in self.roles)
+        self.names = [role.name for role in self.roles if role.kind == "parameter"]
         self.parameter_tables = [table_of(module, name, "_parameters") for name in self.names]
         self.known = [table[leaf] for table, leaf in self.parameter_tables]
         self.frozen = [i for i, p in enumerate(self.known) if not p.requires_grad]
         self.specs = [p._spec for p in self.known]
-        self.buffer_tables = [table_of(module, r.name, "_buffers") for r in leaves if r.kind == "buffer"]
+        self.buffer_tables = [table_of(module, r.name, "_buffers") for r in self.roles if r.kind == "buffer"]
+        inputs = [role.name for role in self.roles if role.kind == "input"]
+        self.read = [captured.signature.tensor_names.index(name) for name in inputs]
+        differentiated = {*captured.signature.differentiated_names}
+        self.differentiated = [self.read[i] for i, name in enumerate(inputs) if name in differentiated]
         self._read_outputs(captured, plan, module, device_mesh)
         parts = program.parts
         self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), "forward")
         self.backward = None
         if parts.backward is not None:
+            wanted = [name for name in inputs if name in differentiated]
             self.backward = Backward(
-                parts.backward, captured, plan, self.names, self.specs, device_mesh, groups, accumulation
+                parts.backward, captured, plan, wanted, self.names, self.specs, device_mesh, groups, accumulation
             )
+        tangents = {at for at, *_ in self.backward.tangents} if self.backward else set()
+        self.differentiable = {at for at, wanted in enumerate(self.returns.differentiable) if wanted}
+        self.without_tangent = sorted(self.differentiable - tangents)
+        self._read_sources(captured.graph)
+
+    def _read_sources(self, graph: fx.Graph) -> None:
+        """Positions among the leaves: `checked`, whose versions torch does not check for the backward, since it is given their
+        local values; of a second forward `sources`, that it depends on, and `overwritten`, those of which the first one leaves
+        other values."""
+        keys = [(role.kind, role.name) for role in self.roles]
+        late = read_by_backward(graph, self.saved)
+        self.checked = [i for i, key in enumerate(keys) if key in late and key[0] in ("parameter", "input")]
+        early, written = (read_by_outputs(graph), written_by(graph)) if self.without_tangent else (set(), set())
+        self.sources = [i for i, key in enumerate(keys) if key in early and key not in written]
+        self.overwritten = [i for i, key in enumerate(keys) if key in early and key in written]
 
     def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module, device_mesh) -> None:
         output = output_node(captured.graph)
         roles, values = output.meta["roles"], [n.meta["val"] for n in output.args[0]]
-        order = [i for i, r in enumerate(roles) if r.kind in ("output", "mutation")]  # as the forward graph returns them
+        order = [i for i, r in enumerate(roles) if r.is_forward]  # as the forward graph returns them
         self.forward_count = len(order)
         self.outputs = [at for at, i in enumerate(order) if roles[i].kind == "output"]
-        self.mutated = [
-            (at, table_of(module, roles[i].name, "_buffers")) for at, i in enumerate(order) if roles[i].kind == "mutation"
-        ]
+        names = {r.name for r in self.roles if r.kind == "parameter"}
+        written = [(at, roles[i].name) for at, i in enumerate(order) if roles[i].kind == "mutation"]
+        self.mutated = [(at, table_of(module, name, "_buffers")) for at, name in written if name not in names]
+        self.rewritten = [(at, table_of(module, name, "_parameters")) for at, name in written if name in names]
+        self.written_inputs = [
+            (at, captured.signature.tensor_names.index(roles[i].name))
+            for at, i in enumerate(order) if roles[i].kind == "input_mutation"
+        ]  # fmt: skip
         outputs = [(values[order[at]], plan.sharding.outputs[order[at]]) for at in self.outputs]
         self.output_specs = [
             spec_of(layout, v.shape, v.dtype, plan.mesh, device_mesh) if v.dim() else None for v, layout in outputs
@@ -71,19 +103,23 @@ class Step:
         if self.backward is not None:
             self.backward.compile(options)
 
-    def __call__(self, inputs: list[torch.Tensor]):
+    def __call__(self, call: Call):
         """The model's output for this rank's part of the batch."""
-        if "random" in self.kinds and _torch.is_in_backward():
+        if self.draws and _torch.is_in_backward():
             raise InputError(
                 "the model draws random numbers and is called inside of a backward, where it would not draw those of the forward",
                 fix="leave out torch.utils.checkpoint around the model: compile with a memory limit, and autopar recomputes blocks",
             )
         parameters = [table[leaf] for table, leaf in self.parameter_tables]
         self._check(parameters)
+        if self.written_inputs:
+            call.check_apart([i for _, i in self.written_inputs])
+        inputs = call.local()
         if torch.is_grad_enabled() and self.backward is not None:
-            outputs = _Bridge.apply(self, inputs, *parameters)
+            outputs = _Bridge.apply(self, call, inputs, *[inputs[i] for i in self.differentiated], *parameters)
         else:
-            outputs, _ = self.forward(inputs, parameters)
+            with torch.no_grad():
+                outputs, _ = self.forward(self.leaves(inputs, parameters), call)
         return self.returns.rebuild(outputs)
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
@@ -102,17 +138,22 @@ class Step:
                     fix="set requires_grad before autopar.compile",
                 )
 
-    def forward(self, inputs: list[torch.Tensor], parameters) -> tuple[list[torch.Tensor], list]:
-        """(outputs of the model, values saved for the backward); buffers take their new values."""
+    def leaves(self, inputs: list[torch.Tensor], parameters) -> list[torch.Tensor]:
+        """What the forward graph takes. A graph that draws advances the random state."""
         values = {
-            "input": iter(inputs),
+            "input": (inputs[i].detach() for i in self.read),
             "parameter": map(_torch.local_of, parameters),
             "buffer": (table[leaf] for table, leaf in self.buffer_tables),
-            "random": (self.random.next() for _ in self.kinds),  # asked once, by a graph that draws
+            "random": (self.random.next() for _ in self.roles),  # asked once, by a graph that draws
         }
-        results = self.forward_graph.run([next(values[kind]) for kind in self.kinds])
-        for at, (table, leaf) in self.mutated:
-            table[leaf].copy_(results[at])
+        return [next(values[role.kind]) for role in self.roles]
+
+    def forward(self, leaves: list[torch.Tensor], call: Call | None) -> tuple[list[torch.Tensor], list]:
+        """(outputs of the model, values saved for the backward). What the model writes to takes its new values, unless it has them
+        already (no `call`)."""
+        results = self.forward_graph.run(leaves)
+        if call is not None:
+            self._write(results, call)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
         outputs = [
             results[at].detach() if spec is None else _torch.as_dtensor(results[at], spec)
@@ -120,27 +161,69 @@ class Step:
         ]
         return outputs, list(results[self.forward_count :])
 
+    def _write(self, results, call: Call) -> None:
+        for at, (table, leaf) in self.mutated:
+            table[leaf].copy_(results[at])
+        for at, (table, leaf) in self.rewritten:
+            _torch.write_local(table[leaf], results[at])
+        for at, i in self.written_inputs:
+            call.write(i, results[at])
+
+    def owners(self, leaves: list[torch.Tensor], parameters, call: Call) -> list[torch.Tensor]:
+        """For each of the leaves the tensor that is written to when its owner writes."""
+        parameters = iter(parameters)
+        inputs = (t if isinstance(t, DTensor) else None for t in (call.tensors[i] for i in self.read))
+        wide = {"parameter": parameters, "input": inputs}
+        found = [next(wide[role.kind]) if role.kind in wide else None for role in self.roles]
+        return [leaf if owner is None else owner for leaf, owner in zip(leaves, found)]
+
+    def keep(self, leaves: list[torch.Tensor], owners: list[torch.Tensor]) -> Kept:
+        """What a second forward needs, before the first one writes to anything."""
+        kept = {(role.kind, role.name): leaf for role, leaf in zip(self.roles, leaves)}
+        for i in self.overwritten:
+            kept[self.roles[i].kind, self.roles[i].name] = leaves[i].clone()
+        return Kept(kept, Versions.now(self.roles, owners, self.sources))
+
+    def gradients_again(self, kept: Kept, tangents, nodes: Mapping[str, object]) -> dict[tuple[str, str], torch.Tensor | None]:
+        """Gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter."""
+        _, saved = self.forward(kept.take(self.roles), None)
+        found = self.backward(saved, tangents, self.known, [nodes[name] for name in self.names])
+        return dict(zip(self.backward.owners, found))
+
 
 class _Bridge(torch.autograd.Function):
-    """A Step in autograd. Outputs that have a tangent have a gradient: the loss alone if there is one."""
+    """A Step in autograd, of the inputs that have a gradient and the parameters."""
 
     @staticmethod
-    def forward(ctx, step: Step, inputs: list[torch.Tensor], *parameters):
-        outputs, saved = step.forward(inputs, parameters)
+    def forward(ctx, step: Step, call: Call, inputs: list[torch.Tensor], *leaves):
+        parameters = leaves[len(step.differentiated) :]
+        values = step.leaves(inputs, parameters)
+        owners = step.owners(values, parameters, call)
+        ctx.versions = Versions.now(step.roles, owners, step.checked)
+        ctx.kept = step.keep(values, owners) if step.without_tangent else None
+        outputs, saved = step.forward(values, call)
         ctx.step = step
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
-        differentiable = {at for at, *_ in step.backward.tangents}
-        ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at not in differentiable])
+        ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at not in step.differentiable])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *tangents):
         refuse_second_derivatives()
-        tensors = iter(ctx.saved_tensors)
+        step, kept = ctx.step, ctx.kept
+        ctx.versions.check()
+        with changes_explained():
+            tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
         del tensors
         _torch.release_saved(ctx)
-        nodes = [node for node, _ in ctx.next_functions]
-        return None, None, *ctx.step.backward(saved, tangents, ctx.step.known, nodes)
+        if not _torch.keeps_graph():
+            ctx.kept = None
+        nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
+        if all(tangents[at] is None for at in step.without_tangent):
+            return None, None, None, *step.backward(saved, tangents, step.known, nodes)
+        saved.clear()
+        found = step.complete().gradients_again(kept, tangents, dict(zip(step.names, nodes)))
+        return None, None, None, *[found.get(owner) for owner in step.backward.owners]

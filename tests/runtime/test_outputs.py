@@ -17,7 +17,7 @@ from autopar.models.output import Output
 from tests import gloo
 
 from . import tiny
-from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned
+from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned
 
 Point = namedtuple("Point", "y total")
 
@@ -46,6 +46,9 @@ FORMS = {
     "tuple": lambda y, x: (y, [y.sum(), y * 2], None),
     "dict": lambda y, x: {"y": y, "twice": 2 * y},
     "dict with loss": lambda y, x: {"y": y, "loss": y.square().mean(), "also": y.abs().sum()},
+    "detached loss": lambda y, x: {"y": y, "loss": y.square().mean().detach(), "also": y.abs().sum()},
+    "a view of an output": lambda y, x: {"y": y, "loss": y.square().mean(), "half": y[:4], "turned": y.T},
+    "integers": lambda y, x: {"loss": y.square().mean(), "best": y.argmax(-1), "count": (y > 0).sum(), "y": y.detach()},
     "the loss twice": lambda y, x: (lambda loss: {"loss": loss, "total": loss, "y": y})(y.square().mean()),
     "namedtuple": lambda y, x: Point(y, y.sum()),
     "dataclass": lambda y, x: Nested({"y": y, "x": x}, "text"),
@@ -64,28 +67,33 @@ def _tensors(value, name=""):
     return _tensors(vars(value), name) if hasattr(value, "__dataclass_fields__") else []
 
 
-def _is_loss(value):
+def _loss_of(value):
     return value["loss"] if isinstance(value, dict) and "loss" in value else getattr(value, "loss", None)
 
 
-def _check_form(mesh, form):
+def _sum(value):
+    """Of all outputs, each with a factor of its own."""
+    terms = [(full(t) * (i + 1)).sum() for i, (_, t) in enumerate(_tensors(value)) if t.requires_grad]
+    return sum(terms)
+
+
+def _check_form(mesh, form, **options):
+    """The outputs and what they say of themselves, the gradients of the loss if there is one, and those of all outputs."""
     x, _ = tiny.Regressor.batch()
-    parallel, reference = pair(Returning(form), mesh, (x,))
-    found, expected = parallel(x), reference(x)
-    assert isinstance(found, type(expected))
-    loss = _is_loss(found)
-    for (name, mine), (other, whole) in zip(_tensors(found), _tensors(expected), strict=True):
-        assert name == other
-        assert isinstance(mine, DTensor) == bool(whole.dim()), name
-        assert_close(mine, whole, name)
-        assert mine.requires_grad == (whole.requires_grad if loss is None else mine is loss), name
-    if loss is not None:
-        totals = loss, _is_loss(expected)
-    else:
-        totals = (sum((t * (i + 1)).sum() for i, (_, t) in enumerate(_tensors(v))) for v in (found, expected))
-    for total in totals:
-        (total.full_tensor() if isinstance(total, DTensor) else total).backward()
-    assert_same_gradients(parallel, reference)
+    parallel, reference = pair(Returning(form), mesh, (x,), **options)
+    for total in (_loss_of, _sum, _sum, _loss_of):
+        found, expected = parallel(x), reference(x)
+        assert isinstance(found, type(expected))
+        for (name, mine), (other, whole) in zip(_tensors(found), _tensors(expected), strict=True):
+            assert name == other
+            assert isinstance(mine, DTensor) == bool(whole.dim()), name
+            assert_close(mine, whole, name)
+            assert mine.requires_grad == whole.requires_grad, name
+        if getattr(total(expected), "requires_grad", False):
+            for model, outputs in ((parallel, found), (reference, expected)):
+                model.zero_grad()
+                total(outputs).backward()
+            assert_same_gradients(parallel, reference)
     if isinstance(expected, Nested):
         assert found.note == "text" and found.nothing is None
 
@@ -128,7 +136,7 @@ def test_loss_fn(alone):
     parallel, reference = pair(tiny.Regressor(), alone, dict(x=x, target=y), loss_fn=lambda out, target: F.mse_loss(out, target))
     result = parallel(x=x, target=y)
     assert_close(result.output, reference(x))
-    assert not result.output.requires_grad
+    assert result.output.requires_grad
     result.loss.backward()
     F.mse_loss(reference(x), y).backward()
     assert_same_gradients(parallel, reference)
@@ -140,7 +148,7 @@ def test_hugging_face_outputs(alone):
     found, expected = parallel(**batch), reference(**batch)
     assert type(found) is type(expected) and list(found) == list(expected)
     assert_close(found["logits"], expected.logits)
-    assert found[0] is found.loss and not found.logits.requires_grad
+    assert found[0] is found.loss and found.logits.requires_grad
     assert parallel.config.n_embd == 24 and parallel.config is model.config
     assert parallel.dtype == torch.float32
     with pytest.raises(AttributeError, match="generate works on the parameters of the source model"):

@@ -176,20 +176,22 @@ def test_using_the_source_is_an_error(alone, capsys):
     source = tiny.Regressor()
     source.several = nn.ParameterList([nn.Parameter(torch.ones(2))])
     optimizers = [make(source.parameters()) for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))]
+    originals = list(source.parameters())
     parallel = autopar.compile(source, alone, (x,))
     uses = [
-        lambda: source(x), source.state_dict, lambda: source.up.weight + 1, lambda: source.up.weight.grad,
-        lambda: torch.nn.utils.clip_grad_norm_(source.parameters(), 1.0), source.zero_grad, source.half,
+        lambda: source(x), lambda: source.up(x), lambda: parallel.up(x), lambda: originals[0] + 1, lambda: originals[0].grad,
+        lambda: torch.nn.utils.clip_grad_norm_(originals, 1.0),
         *(o.step for o in optimizers), *(o.zero_grad for o in optimizers),
         lambda: autopar.compile(source, alone, (x,)), lambda: autopar.plan(source, "dp=1", (x,)),
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(MovedParameterError, match="taken over by .*autopar.compile"):
             use()
-    print(source, source.up.weight, list(source.named_parameters()), [p.dtype for p in source.parameters()])
+    print(originals, [p.dtype for p in originals])
     assert "taken over" in capsys.readouterr().out
-    assert len({*source.parameters()}) == 5
-    source = optimizers = uses = None
+    assert len({*originals}) == 5
+    assert source.up is parallel.up and source.up.weight is parallel.up.weight
+    source = optimizers = uses = originals = None
     gc.collect()
     parallel(x).sum().backward()
 

@@ -1,0 +1,132 @@
+"""What a forward leaves behind in its model's attributes, as a part of the traced call.
+
+A tensor that a forward puts into an attribute (`self.aux_loss = ...`) is one more output of the graph; a buffer that it replaces
+by another tensor of the same form is written; a plain value is set again after each call, since the same state before a call gives
+the same state after it; a counter that is only counted on goes on from where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CaptureError
+from .names import Reach
+from .snapshot import MISSING, PLAIN, text
+from .steps import step_of
+from .watch import Watch, Write
+
+FIX = "keep what changes in a buffer, or return it"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in an attribute's new value: its position among the outputs of the graph."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Effect:
+    """An attribute that a call sets. `value` has Slots for tensors; `step` is what a counter goes on by, 0 for other attributes."""
+
+    owner: object
+    name: str
+    path: str
+    value: object
+    step: int | float = 0
+
+    def apply(self, outputs: list) -> None:
+        """Set it, given the outputs of a call."""
+        if self.step:
+            setattr(self.owner, self.name, getattr(self.owner, self.name) + self.step)
+        elif self.value is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, _filled(self.value, outputs))
+
+
+def _filled(value: object, outputs: list) -> object:
+    if isinstance(value, Slot):
+        return outputs[value.position]
+    if isinstance(value, dict):
+        return {key: _filled(item, outputs) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_filled(item, outputs) for item in value)
+    return value
+
+
+def effects_of(watch: Watch, outputs: list[Tensor], names: list[str]) -> list[Effect]:
+    """Return what the run that `watch` saw leaves in attributes. Tensors are appended to `outputs`, with a name each.
+
+    Raises CaptureError for what no graph can leave there."""
+    found = []
+    for write in watch.changed():
+        step = step_of(write, watch.reach)
+        if step:
+            watch.reads.pop((id(write.owner), write.name), None)  # what is only counted on may have any value
+        found.append(Effect(write.owner, write.name, write.path, step or _template(write.now(), write, outputs, names), step))
+    return found
+
+
+def _template(value: object, write: Write, outputs: list[Tensor], names: list[str]) -> object:
+    if value is MISSING or isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        outputs.append(value)
+        names.append(write.path)
+        return Slot(len(outputs) - 1)
+    if type(value) in (list, tuple):
+        return type(value)(_template(item, write, outputs, names) for item in value)
+    if type(value) is dict:
+        return {key: _template(item, write, outputs, names) for key, item in value.items()}
+    raise CaptureError(f"the forward sets {write.path} to {text(value)}, a {type(value).__name__}", fix=FIX)
+
+
+class TensorTables:
+    """The tables of a model's modules before a run, to see what the run replaced in them."""
+
+    def __init__(self, model: nn.Module):
+        self.before = [(path, module, dict(module._parameters), dict(module._buffers), dict(module._modules))
+                       for path, module in model.named_modules()]  # fmt: skip
+
+    def write_back(self, reads: Mapping) -> list[Write]:
+        """Write buffers that the run replaced by tensors of the same form into those that were there. Returns the others, which
+        have become attributes: new ones, those of another form and those that carry a gradient.
+
+        Raises CaptureError for parameters and modules that were replaced."""
+        others = []
+        for path, module, parameters, buffers, modules in self.before:
+            label = f"model.{path}" if path else "model"
+            for kind, old, new in (("parameter", parameters, module._parameters), ("module", modules, module._modules)):
+                for name in {**old, **new}:
+                    if old.get(name) is not new.get(name):
+                        raise CaptureError(f"the forward replaces the {kind} {label}.{name}", fix="make it once, before compiling")
+            for name, tensor in module._buffers.items():
+                was = buffers.get(name)
+                if tensor is was:
+                    continue
+                if _is_like(tensor, was) and not tensor.requires_grad:
+                    with torch.no_grad():
+                        was.copy_(tensor.clone())
+                else:
+                    others.append(Write(module, name, MISSING if name not in buffers else was, f"{label}.{name}"))
+        return others
+
+    def undo(self) -> None:
+        """Put back what the tables held."""
+        for _, module, *tables in self.before:
+            for now, old in zip((module._parameters, module._buffers, module._modules), tables):
+                if now != old or list(now) != list(old):
+                    now.clear()
+                    now.update(old)
+
+
+def _is_like(tensor: Tensor | None, other: Tensor | None) -> bool:
+    return tensor is not None and other is not None and tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
+__all__ = ["Effect", "Reach", "Slot", "TensorTables", "effects_of"]

@@ -1,0 +1,171 @@
+"""Which global names and closed-over values a forward can reach, found in its bytecode.
+
+A global that a function reads cannot be watched while it runs, so the functions that a forward can reach by name are followed, as
+far as they are the user's own: what installed libraries keep in their globals does not change between two calls.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+OWN = Path(__file__).resolve().parent.parent.parent
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a function's code, that of functions inside of it included, mentions: global names that it reads and writes, and the
+    names of attributes that it reads."""
+
+    read: frozenset[str]
+    written: frozenset[str]
+    attributes: frozenset[str]
+
+
+@functools.lru_cache(4096)
+def names_in(code: types.CodeType) -> Names:
+    """Return the names in a code object."""
+    read, written, attributes = set(), set(), set()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(step.argval)
+        elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            written.add(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = names_in(constant)
+            read, written, attributes = read | inner.read, written | inner.written, attributes | inner.attributes
+    return Names(frozenset(read), frozenset(written), frozenset(attributes))
+
+
+@functools.lru_cache(4096)
+def is_library(module: str | None) -> bool:
+    """Whether a module, by its name, belongs to Python, to an installed package or to autopar."""
+    if not module or module == "__main__":
+        return False
+    root = module.split(".")[0]
+    if root in sys.stdlib_module_names or root in ("torch", "numpy", "transformers", "autopar"):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return False
+    path = os.path.realpath(file)
+    return path.startswith(_LIBRARIES) or "site-packages" in path
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value that a function reaches by name: `table[key]` of a dict of globals, or the contents of a cell."""
+
+    table: dict | types.CellType
+    key: str
+    path: str
+
+    def value(self, default: object = None) -> object:
+        """Return what is there now."""
+        if isinstance(self.table, types.CellType):
+            try:
+                return self.table.cell_contents
+            except ValueError:  # an empty cell
+                return default
+        return self.table.get(self.key, default)
+
+    def set(self, value: object) -> None:
+        """Put another value there."""
+        if isinstance(self.table, types.CellType):
+            self.table.cell_contents = value
+        else:
+            self.table[self.key] = value
+
+
+class Reach:
+    """Follows functions from the ones that are called. `places` are the values that they reach, each once."""
+
+    def __init__(self, methods: Iterable[type]):
+        self.classes = [c for c in methods if not is_library(c.__module__)]
+        self.places: dict[tuple[int, str], Place] = {}
+        self._functions: set[types.CodeType] = set()
+        self._attributes: set[str] = set()
+
+    def follow(self, function: object) -> Iterator[Place]:
+        """Yield the places that a function newly reaches, with those of the functions that it names."""
+        waiting = [function]
+        while waiting:
+            found = _function_of(waiting.pop())
+            if found is None or found.__code__ in self._functions or is_library(found.__module__):
+                continue
+            self._functions.add(found.__code__)
+            names = names_in(found.__code__)
+            module = sys.modules.get(found.__module__ or "")
+            label = getattr(module, "__name__", "globals")
+            reached = [Place(found.__globals__, name, f"{label}.{name}") for name in sorted(names.read | names.written)
+                       if name in found.__globals__]  # fmt: skip
+            reached += [Place(cell, name, f"{name} of {found.__qualname__}") for name, cell in
+                        zip(found.__code__.co_freevars, found.__closure__ or ())]  # fmt: skip
+            for place in list(reached):
+                value = place.value()
+                if isinstance(value, types.ModuleType) and not is_library(value.__name__):
+                    reached += [Place(vars(value), name, f"{value.__name__}.{name}") for name in sorted(names.attributes)
+                                if name in vars(value)]  # fmt: skip
+            for place in reached:
+                key = id(place.table), place.key
+                if key not in self.places:
+                    self.places[key] = place
+                    value = place.value()
+                    if _function_of(value) is not None:
+                        waiting.append(value)
+                    elif isinstance(value, type):
+                        waiting += [] if is_library(value.__module__) else _functions_in(value, None)
+                    else:
+                        yield place
+            new = names.attributes - self._attributes
+            self._attributes |= new
+            for cls in self.classes:
+                waiting += _functions_in(cls, new)
+
+
+def _functions_in(cls: type, names: Iterable[str] | None) -> list[object]:
+    """The functions of a class that have one of these names, or all."""
+    found = []
+    for base in cls.__mro__:
+        if not is_library(base.__module__):
+            wanted = vars(base) if names is None else [name for name in names if name in vars(base)]
+            found += [vars(base)[name] for name in wanted]
+    return found
+
+
+def _function_of(value: object) -> types.FunctionType | None:
+    """The Python function behind a method, a property or a partial."""
+    for _ in range(8):
+        if isinstance(value, types.FunctionType):
+            return value
+        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.partial):
+            value = value.func
+        else:
+            return None
+    return None
+
+
+def called_by(model: nn.Module, loss_fn: Callable | None) -> list[object]:
+    """Return the functions that a call of the model runs by itself: forwards, hooks and the loss."""
+    found: list[object] = [loss_fn]
+    for module in model.modules():
+        found.append(vars(module).get("forward", type(module).forward))
+        found += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return found

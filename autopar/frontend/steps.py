@@ -1,0 +1,46 @@
+"""Counters: attributes that a forward only counts on, `self.steps += 1`, and does not read for anything else.
+
+Whether that is so is found in the bytecode of the functions that the forward reaches: each mention of the attribute's name must be
+in a statement that adds a constant to it.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+
+from .names import Reach
+from .watch import Write
+
+
+def step_of(write: Write, reach: Reach) -> int | float:
+    """Return what a run added to a number that is only counted on, 0 if it is anything else."""
+    before, now = write.before, write.now()
+    if type(before) not in (int, float) or type(now) is not type(before):
+        return 0
+    if any(_mentions(code, write.name) for code in reach.functions):
+        return 0
+    return now - before
+
+
+@functools.lru_cache(4096)
+def _mentions(code: types.CodeType, name: str) -> bool:
+    """Whether code reads the attribute `name` of something otherwise than to count on."""
+    if any(isinstance(c, types.CodeType) and _mentions(c, name) for c in code.co_consts) or name in code.co_consts:
+        return True
+    if name not in code.co_names:
+        return False
+    steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL")]
+    for at, step in enumerate(steps):
+        if step.argval != name or step.opname not in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
+            continue
+        following = [(s.opname, s.argval) for s in steps[at + 1 : at + 6]]
+        following = [entry for entry in following if entry[0] not in ("SWAP", "ROT_TWO")]
+        if len(following) < 3 or following[0][0] != "LOAD_CONST" or following[1][0] not in ("BINARY_OP", "INPLACE_ADD"):
+            return True
+        if following[1][0] == "BINARY_OP" and following[1][1] != 13:  # `+=`
+            return True
+        if following[2] != ("STORE_ATTR", name):
+            return True
+    return False

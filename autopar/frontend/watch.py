@@ -1,0 +1,284 @@
+"""The Python state of a model that its forward reads and writes, watched while it is traced.
+
+A trace is right only for the Python values that it saw: a temperature, a dropout's p, an entry of a config, a training flag. Inside
+`Watch.run` the classes of the model's modules, and of the objects that the forward finds in their attributes, tell what is read and
+what is set. Afterwards the model is as it was before, so that tracing a call is not a call.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from .names import Place, Reach, called_by, is_library
+from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
+
+_HEAP_TYPE = 1 << 9  # a class that Python code made, whose attributes can be set
+_UNWATCHED = ("logging", "threading", "pathlib", "enum", "re", "weakref", "collections", "typing", "abc", "torch._", "torch.fx",
+              "torch.export", "torch.utils", "torch.distributed", "autopar")  # fmt: skip
+MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "__dict__", "__class__"})  # of torch's own; flags and tables are compared elsewhere
+
+
+@dataclass(frozen=True)
+class Read:
+    """An attribute of an object (or `place` of a global) that the forward read, as it was then."""
+
+    owner: object
+    name: str
+    before: Snapshot
+    path: str
+
+    def now(self) -> object:
+        """Return the value that is there now."""
+        if isinstance(self.owner, Place):
+            return self.owner.value(MISSING)
+        return getattr(self.owner, self.name, MISSING)
+
+    def set(self, value: object) -> None:
+        """Give a global, a closed-over name or a class attribute a value."""
+        if isinstance(self.owner, Place):
+            self.owner.set(value)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True)
+class Write:
+    """An attribute that the forward set, with what was there before."""
+
+    owner: object
+    name: str
+    before: object
+    path: str
+
+    def now(self) -> object:
+        """Return the value that is there now."""
+        return _own(self.owner, self.name)
+
+    def undo(self) -> None:
+        """Put back what was there before."""
+        if self.before is MISSING:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = self.before
+
+
+class Watch:
+    """Reads and writes of one run of a model's forward; of the last one, if there were several. `unwatched`: containers of the
+    model's parameters, which are other ones while it is traced."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable | None = None, unwatched: Iterable[object] = ()):
+        self.model, self.loss_fn = model, loss_fn
+        self._unwatched = {id(container) for container in unwatched}
+        self.reads: dict[tuple[int, str], Read] = {}
+        self.writes: dict[tuple[int, str], Write] = {}
+        self._known: dict[int, tuple[object, str]] = {}
+        self._is_running = False
+        self._patched: dict[type, dict[str, object]] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[Watch]:
+        """Inside, the classes of the model's objects tell of reads and writes."""
+        try:
+            yield self
+        finally:
+            for cls, before in reversed(self._patched.items()):
+                for name, value in before.items():
+                    if value is MISSING:
+                        delattr(cls, name)
+                    else:
+                        setattr(cls, name, value)
+            self._patched.clear()
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """One run of the forward. Raises CaptureError for what it changes and a graph cannot."""
+        self.reads.clear(), self.writes.clear(), self._known.clear()
+        generators = _random_states()
+        for name, module in self.model.named_modules():
+            self._know(module, f"model.{name}" if name else "model")
+        self._reach = Reach({type(module) for module in self.model.modules()})
+        for function in called_by(self.model, self.loss_fn):
+            self._follow(function)
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+        self._check_random(generators)
+
+    def changed(self) -> list[Write]:
+        """Return the attributes that have another value than before the run. Raises CaptureError for containers and globals that
+        the forward changed in place."""
+        for read in self.reads.values():
+            key = id(read.owner), read.name
+            if key in self.writes and not is_container(read.before.value):
+                continue
+            value = read.before.value if key in self.writes else read.now()
+            if not read.before.is_now(value):
+                before = "" if is_container(value) else f" from {text(read.before.value)} to {text(value)}"
+                raise CaptureError(
+                    f"the forward changes {read.path}{before}, which a compiled call would not do",
+                    fix="keep what changes in a buffer (register_buffer), or set an attribute of the module anew in each call",
+                )
+        return [write for write in self.writes.values() if not _is_same(write.before, write.now())]
+
+    def undo(self) -> None:
+        """Give everything that was written or changed in place its value from before the run."""
+        for write in self.writes.values():
+            write.undo()
+        for read in self.reads.values():
+            if isinstance(read.owner, (Place, type)) and read.now() is not read.before.value:
+                read.set(read.before.value)
+            if not read.before.is_now(read.before.value):
+                read.before.restore()
+
+    def _check_random(self, before: dict[str, object]) -> None:
+        for name, (state, restore) in before.items():
+            if not _equal(_random_states()[name][0], state):
+                restore(state)
+                raise CaptureError(
+                    f"the forward draws random numbers from {name}, which a graph would draw once and for all",
+                    fix="draw with torch (torch.rand, F.dropout), or outside of the model and pass the number to it",
+                )
+
+    def _know(self, value: object, path: str) -> None:
+        """Watch an object from here on, if it is one whose attributes can be watched."""
+        if id(value) in self._known or isinstance(value, (*PLAIN, torch.Tensor)):
+            return
+        if isinstance(value, type):
+            if not is_library(value.__module__):
+                self._known[id(value)] = value, path
+                for name, held in vars(value).items():
+                    if not name.startswith("__") and (isinstance(held, PLAIN) or is_container(held)):
+                        self._note(value, name, held, f"{path}.{name}")
+            return
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            self._known[id(value)] = value, path
+            self._follow(value)
+            if isinstance(value, types.MethodType):
+                self._know(value.__self__, path)
+            return
+        cls = type(value)
+        if not _is_watchable(cls):
+            if isinstance(value, types.SimpleNamespace):
+                self._known[id(value)] = value, path
+                for name, held in vars(value).items():
+                    self._note(value, name, held, f"{path}.{name}")
+            return
+        self._known[id(value)] = value, path
+        if cls not in self._patched:
+            self._patch(cls)
+
+    def _follow(self, function: object) -> None:
+        for place in self._reach.follow(function):
+            self._note(place, place.key, place.value(MISSING), place.path)
+
+    def _note(self, owner: object, name: str, value: object, path: str) -> None:
+        if id(value) in self._unwatched:
+            return
+        before = Snapshot(value)
+        self.reads[id(owner.table) if isinstance(owner, Place) else id(owner), name] = Read(owner, name, before, path)
+        for item in before.objects():
+            self._know(item, path)
+
+    def _patch(self, cls: type) -> None:
+        read, write, remove = cls.__getattribute__, cls.__setattr__, cls.__delattr__
+        before = {name: vars(cls).get(name, MISSING) for name in ("__getattribute__", "__setattr__", "__delattr__")}
+
+        def watched_read(owner, name: str):
+            if not self._is_running or id(owner) not in self._known:
+                return read(owner, name)
+            try:
+                value = read(owner, name)
+            except AttributeError:
+                self._read(owner, name, MISSING)
+                raise
+            self._read(owner, name, value)
+            return value
+
+        def watched_write(owner, name: str, value) -> None:
+            is_noted = self._is_running and id(owner) in self._known and (id(owner), name) not in self.writes
+            old = _own(owner, name) if is_noted else None
+            write(owner, name, value)
+            if is_noted and _own(owner, name) is not MISSING:
+                self.writes[id(owner), name] = Write(owner, name, old, f"{self._known[id(owner)][1]}.{name}")
+
+        def watched_removal(owner, name: str) -> None:
+            is_noted = self._is_running and id(owner) in self._known and (id(owner), name) not in self.writes
+            old = _own(owner, name) if is_noted else None
+            remove(owner, name)
+            if is_noted and old is not MISSING:
+                self.writes[id(owner), name] = Write(owner, name, old, f"{self._known[id(owner)][1]}.{name}")
+
+        try:
+            cls.__getattribute__, cls.__setattr__, cls.__delattr__ = watched_read, watched_write, watched_removal
+        except TypeError:  # a class that does not let itself be changed
+            return
+        self._patched[cls] = before
+
+    def _read(self, owner: object, name: str, value: object) -> None:
+        key = id(owner), name
+        if key in self.reads or key in self.writes or name.startswith("__"):
+            return
+        if isinstance(owner, nn.Module) and (name in MODULE_ATTRIBUTES or _is_in_tables(owner, name)):
+            return
+        if value is not MISSING and _own(owner, name) is MISSING and _is_computed(type(owner), name):
+            return
+        self._note(owner, name, value, f"{self._known[id(owner)][1]}.{name}")
+
+
+def _own(owner: object, name: str) -> object:
+    """An attribute in the object's own dict."""
+    try:
+        return object.__getattribute__(owner, "__dict__").get(name, MISSING)
+    except AttributeError:  # an object with slots alone
+        return MISSING
+
+
+def _is_in_tables(module: nn.Module, name: str) -> bool:
+    own = object.__getattribute__(module, "__dict__")
+    return any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
+
+
+def _is_computed(cls: type, name: str) -> bool:
+    """Whether a class makes the attribute by a method, a property or `__getattr__`, what they read being watched itself."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            kind = type(vars(base)[name])
+            return hasattr(kind, "__get__") and not issubclass(kind, types.MemberDescriptorType)
+    return True
+
+
+def _is_watchable(cls: type) -> bool:
+    if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, (type, types.ModuleType, BaseException)):
+        return False
+    module = cls.__module__ or ""
+    return issubclass(cls, nn.Module) or not any(module == name or module.startswith(name.rstrip(".") + ".") or
+                                                 (name.endswith("_") and module.startswith(name)) for name in _UNWATCHED)  # fmt: skip
+
+
+def _is_same(before: object, now: object) -> bool:
+    return before is now or (type(before) is type(now) and isinstance(now, PLAIN) and before == now)
+
+
+def _random_states() -> dict[str, tuple[object, Callable]]:
+    """State of the generators outside of torch, and of torch's seed, each with what sets it."""
+    import numpy
+
+    return {
+        "Python's random": (random.getstate(), random.setstate),
+        "numpy.random": (numpy.random.get_state(legacy=False), numpy.random.set_state),
+        "torch.manual_seed": (torch.initial_seed(), torch.manual_seed),
+    }
+
+
+def _equal(a: object, b: object) -> bool:
+    return repr(a) == repr(b) if isinstance(a, dict) else a == b

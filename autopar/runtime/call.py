@@ -1,0 +1,40 @@
+"""One call of a compiled module: its tensors as the user passed them, and as this rank computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import _torch
+from ..errors import InputError
+from .inputs import Inputs
+
+
+@dataclass
+class Call:
+    """`tensors` in the order of the inputs' names."""
+
+    inputs: Inputs
+    tensors: list[torch.Tensor]
+
+    def local(self) -> list[torch.Tensor]:
+        """This rank's parts."""
+        return self.inputs.local(self.tensors)
+
+    def write(self, i: int, local: torch.Tensor) -> None:
+        """Give a tensor of the user new values, of which `local` is this rank's part."""
+        name, tensor = self.inputs.signature.tensor_names[i], self.tensors[i]
+        tensor.copy_(self.inputs.as_passed(name, tensor, local))
+
+    def check_apart(self, written: Sequence[int]) -> None:
+        """Raises InputError if the model writes to one of the tensors `written` and reads the same memory as another input: a
+        trace has each of them in memory of its own."""
+        places = [_torch.storage_key(t.to_local() if hasattr(t, "to_local") else t) for t in self.tensors]
+        for i in written:
+            if places.count(places[i]) > 1:
+                name = self.inputs.signature.tensor_names[i]
+                raise InputError(
+                    f"the model writes to {name}, which shares its memory with another input", fix=f"pass {name}.clone()"
+                )

@@ -1,0 +1,66 @@
+"""A module that speaks for another one: the attributes that it does not know are those of its source, to read and to set.
+
+What a user says of a compiled model (`model.temperature = 2.0`, `model.eval()`) is said of the model that is traced.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..errors import SourceMethodError
+
+
+class OfSource(nn.Module):
+    """A module in front of `source`, with the same submodules. `own`: names of its own attributes; all others that are set on it
+    are set on the source."""
+
+    def __init__(self, source: nn.Module, own: tuple[str, ...], tables: tuple[str, ...] = ("_modules",)):
+        super().__init__()
+        self.__dict__.update({name: vars(source)[name] for name in tables})
+        self.__dict__["_own"] = frozenset({*vars(self), *own})
+        self.__dict__["_source"] = source
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in train mode, as its source says."""
+        source = self.__dict__.get("_source")
+        return True if source is None else source.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if (source := self.__dict__.get("_source")) is not None:
+            source.training = mode
+
+    def train(self, mode: bool = True):
+        """Set training mode as the source does, whose class may keep some of its layers in eval mode."""
+        self._source.train(mode)
+        return self
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_source")
+            if source is None or (name.startswith("_") and name not in vars(source)):
+                raise
+            value = getattr(source, name)
+        if callable(value) and not isinstance(value, nn.Module):
+            raise SourceMethodError(
+                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile took over",
+                fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain model",
+            )
+        return value
+
+    def __setattr__(self, name: str, value) -> None:
+        source = self.__dict__.get("_source")
+        if source is None or name in self._own or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        source = self.__dict__.get("_source")
+        if source is None or name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(source, name)

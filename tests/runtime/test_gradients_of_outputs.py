@@ -1,0 +1,271 @@
+"""Gradients through outputs beside the loss: the program for them is made at their first need, and serves from then on."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.errors import InputError
+from autopar.models.output import Output
+from autopar.runtime.captures import Captures
+from tests import gloo
+
+from . import tiny
+from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned
+
+
+class TwoHeads(nn.Module):
+    """A loss from one head, scores from another; `also` reads a part of the parameters that the loss does not."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 10)
+        self.norm = nn.BatchNorm1d(10) if norm else nn.Identity()
+        self.drop = nn.Dropout(dropout)
+        self.one, self.other = nn.Linear(10, 3), nn.Linear(10, 5)
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x, target):
+        h = self.drop(self.norm(torch.tanh(self.body(x))))
+        self.seen.add_(1.0)
+        scores = self.other(h) * self.seen
+        return {"loss": F.cross_entropy(self.one(h), target), "scores": scores}
+
+
+def batch(size: int = 8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def both(parallel, reference, total, *arguments, steps: int = 1):
+    """Backward of `total(outputs)` in both models, and a comparison of everything they leave."""
+    for _ in range(steps):
+        for model in (parallel, reference):
+            total(model(*arguments)).backward()
+        assert_same_gradients(parallel, reference)
+        for (name, mine), whole in zip(parallel.named_buffers(), reference.buffers()):
+            assert_close(mine, whole, name)
+
+
+def weighted(outputs):
+    return outputs["loss"] + 0.1 * full(outputs["scores"]).square().mean()
+
+
+def scores(outputs):
+    return full(outputs["scores"]).square().mean()
+
+
+def _programs(monkeypatch) -> list[str]:
+    """Is told of each program made for all outputs."""
+    made, complete = [], Captures._complete
+    monkeypatch.setattr(Captures, "_complete", lambda self, step: made.append(step in self.completed) or complete(self, step))
+    return made
+
+
+def test_loss_alone_makes_no_other_program(alone, monkeypatch):
+    made = _programs(monkeypatch)
+    parallel, reference = pair(TwoHeads(), alone, batch())
+    both(parallel, reference, lambda o: o["loss"], *batch(), steps=2)
+    assert not made and parallel.other.weight.grad is None
+    both(parallel, reference, weighted, *batch(), steps=3)
+    assert made == [False]
+    parallel.zero_grad(), reference.zero_grad()
+    both(parallel, reference, lambda o: o["loss"], *batch())  # in the program for all outputs
+    assert parallel.other.weight.grad is None and made == [False] and len(parallel.captures) == 1
+
+
+def test_the_forward_before_the_program_keeps_its_numbers(alone):
+    """Masks, buffers and parameters of the forward that the backward belongs to, whatever ran since."""
+    x, y = batch()
+    torch.manual_seed(3)
+    parallel = autopar.compile(TwoHeads(0.5, norm=True), alone, (x, y))
+    torch.manual_seed(3)
+    again = autopar.compile(TwoHeads(0.5, norm=True), alone, (x, y))
+    again(x, y)["scores"].full_tensor().sum().backward()  # from here on it has the program from the start
+    again.random.offset = 0
+    again.seen.zero_(), again.zero_grad()
+    for model in (parallel, again):
+        outputs = [model(x, y), model(2 * x, y)]
+        weighted(outputs[0]).backward()
+        weighted(outputs[1]).backward()
+    for (name, mine), other in zip(parallel.named_parameters(), again.parameters()):
+        assert_close(mine.grad, other.grad.full_tensor(), name)
+    assert parallel.random.offset == again.random.offset == 2
+    assert torch.equal(parallel.seen, again.seen) and parallel.norm.num_batches_tracked == 2
+
+
+def test_retained_graphs_and_several_gradients(alone):
+    x, y = batch()
+    parallel, reference = pair(TwoHeads(norm=True), alone, (x, y))
+    for model in (parallel, reference):
+        outputs = model(x, y)
+        outputs["loss"].backward(retain_graph=True)
+        scores(outputs).backward(retain_graph=True)
+        weighted(outputs).backward()
+        with pytest.raises((RuntimeError, InputError), match="second time"):
+            scores(outputs).backward()
+    assert_same_gradients(parallel, reference)
+    found = []
+    for model in (parallel, reference):
+        outputs, leaves = model(x, y), [model.body.weight, model.other.bias]
+        found.append(torch.autograd.grad([outputs["loss"], scores(outputs)], leaves, [torch.tensor(2.0), torch.tensor(3.0)]))
+    for mine, whole in zip(*found):
+        assert_close(mine, whole)
+
+
+def test_what_changes_before_the_backward(alone):
+    x, y = batch()
+    parallel = autopar.compile(TwoHeads(), alone, (x, y))
+    outputs = parallel(x, y)
+    with torch.no_grad():
+        parallel.other.bias.add_(1)  # which the loss does not read
+    outputs["loss"].backward(retain_graph=True)
+    with pytest.raises(InputError, match="the parameter other.bias, which this backward needs, has been modified"):
+        scores(outputs).backward()
+    outputs = parallel(x, y)
+    with torch.no_grad():
+        parallel.one.weight.add_(1)
+    with pytest.raises(InputError, match="parameter one.weight, which this backward needs, has been modified by an inplace"):
+        outputs["loss"].backward()
+    outputs = parallel(x, y)
+    x.mul_(2)
+    with pytest.raises(InputError, match="changed in place since the forward(.|\n)*modified by an inplace operation"):
+        outputs["loss"].backward()
+
+
+def test_hooks_and_evaluation(alone):
+    """Gradients pass hooks once, in train and in eval mode."""
+    x, y = batch()
+    parallel, reference = pair(TwoHeads(norm=True), alone, (x, y))
+    calls = []
+    parallel.body.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
+    both(parallel, reference, weighted, x, y)
+    parallel.eval(), reference.eval()
+    both(parallel, reference, scores, x, y, steps=2)
+    assert calls == [True] * 3
+    with torch.no_grad():
+        found, expected = parallel(x, y), reference(x, y)
+        assert not found["scores"].requires_grad and not found["loss"].requires_grad
+        assert_close(found["scores"], expected["scores"])
+
+
+def _train(model, teacher, tokens, steps: int) -> list[float]:
+    """Distillation with a z-loss beside the model's own loss."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        out = model(**tokens)
+        logits = full(out.logits)
+        soft = F.kl_div(logits.log_softmax(-1), teacher, log_target=True, reduction="batchmean")
+        loss = out.loss + 0.5 * soft + 1e-3 * logits.logsumexp(-1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _distilled(rank, mesh, plan, seq):
+    model, tokens = tiny.gpt2(batch=4, seq=seq)
+    teacher = torch.randn(4, seq, 96, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
+    parallel, reference = pair(model, device_mesh(mesh), tokens, plan=plan)
+    mine, whole = _train(parallel, teacher, tokens, 3), _train(reference, teacher, tokens, 3)
+    assert mine == pytest.approx(whole, rel=2e-4), (mine, whole)
+    return mine
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("tp=2", None)])
+def test_distillation(mesh, strategy):
+    model, tokens = tiny.gpt2(batch=4, seq=11)
+    plan = planned(model, mesh, tokens, strategy=strategy)
+    results = gloo.run(2 if "," not in mesh else 4, _distilled, mesh, plan, 11)
+    assert all(r == results[0] for r in results)
+
+
+def _sharded(rank):
+    """Accumulation, buffers and dropout over two ranks that cut a batch of seven unevenly."""
+    mesh, arguments = device_mesh("dp=2"), batch(7)
+    parallel, reference = pair(TwoHeads(norm=True), mesh, arguments)
+    both(parallel, reference, scores, *arguments, steps=2)
+    for outside in (weighted, lambda o: o["loss"]):
+        parallel.zero_grad(), reference.zero_grad()
+        with parallel.no_sync():
+            for total in (lambda o: o["loss"], scores, weighted):
+                for model in (parallel, reference):
+                    total(model(*arguments)).backward()
+        both(parallel, reference, outside, *arguments)
+    parallel, reference = pair(TwoHeads(), mesh, arguments)
+    with parallel.no_sync():  # the program is made inside
+        for model in (parallel, reference):
+            weighted(model(*arguments)).backward()
+    both(parallel, reference, weighted, *arguments)
+    torch.manual_seed(5)
+    drawn = autopar.compile(TwoHeads(0.5), mesh, arguments)
+    gradients = []
+    for _ in range(2):  # with the program made in the backward, and before the forward
+        drawn.random.offset, drawn.seen[:] = 0, 0
+        drawn.zero_grad()
+        weighted(drawn(*arguments)).backward()
+        gradients.append([full(p.grad) for p in drawn.parameters()])
+    for mine, whole in zip(*gradients):
+        assert_close(mine, whole)
+
+
+@pytest.mark.gloo
+def test_on_two_processes():
+    gloo.run(2, _sharded)
+
+
+class Chained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = nn.Linear(5, 2)
+
+    def forward(self, scores):
+        return self.layer(scores).square().sum()
+
+
+def test_an_output_goes_on_into_another_module(alone):
+    x, y = batch()
+    (parallel, reference), (head, plain) = pair(TwoHeads(), alone, (x, y)), pair(Chained(), alone, (x @ torch.ones(6, 5),))
+    plain_head = Chained()
+    for model, after, beside in ((parallel, head, full), (reference, plain, full)):
+        outputs = model(x, y)
+        (after(outputs["scores"]) + plain_head(beside(outputs["scores"])) + outputs["loss"]).backward()
+    assert_same_gradients(parallel, reference)
+    assert_same_gradients(head, plain)
+
+
+def test_outputs_that_are_views_of_parameters(alone):
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            y = x @ self.w
+            return Output(y.square().mean(), {"w": self.w, "top": self.w[:2], "y": y, "same": y, "x": x})
+
+    x, _ = tiny.Regressor.batch()
+    parallel, reference = pair(Viewing(), alone, (x,))
+    for _ in range(2):
+        for model in (parallel, reference):
+            out = model(x)
+            assert [v.requires_grad for v in out.logits.values()] == [True, True, True, True, False]
+            (out.loss + sum(full(v).sin().sum() for v in out.logits.values())).backward()
+        assert_same_gradients(parallel, reference)
+
+
+def test_the_log_names_the_program(alone, caplog):
+    parallel = autopar.compile(TwoHeads(), alone, batch())
+    with caplog.at_level(logging.INFO, "autopar"):
+        scores(parallel(*batch())).backward()
+    assert any("gradients of all outputs: compiled in" in r.message for r in caplog.records)
