@@ -3,15 +3,18 @@
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs                       # all of tests/faithful, on one process
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs state/ hooks/ --mesh dp=2,tp=2 --strategy fsdp
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs --list
-    OMP_NUM_THREADS=1 python benchmarks/faithful.py --count 5000 [--seed 0]          # random programs
+    OMP_NUM_THREADS=1 python benchmarks/faithful.py --count 5000 [--seed 0]          # random programs, of the seeds from 0 on
+    OMP_NUM_THREADS=1 python benchmarks/faithful.py --seed 1234 --count 1 --verbose  # one of them again
 
-Prints what came of each program that is not equal, and a table. The exit code is 1 if any differs in silence, raises a bare
+Prints what came of each program that is not equal, and a table. With --log FILE seeds that are in the file are not run again, and
+its table counts them too. The exit code is 1 if any differs in silence, raises a bare
 exception or hangs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from autopar.mesh import Mesh
 from tests.faithful.catalogue import PROGRAMS, chosen
 from tests.faithful.processes import judge_named, run_all
+from tests.faithful.random_programs import KINDS, judge_random, kind_of
 from tests.faithful.runner import BROKEN, EQUAL, SECONDS
 
 
@@ -49,12 +53,44 @@ def programs(args) -> int:
     return broken
 
 
+def random_programs(args) -> int:
+    """How many random programs came to something that none may come to. Those of one number of processes run together."""
+    seeds, known = range(args.seed, args.seed + args.count), _logged(args.log)
+    counts = Counter(known[seed] for seed in seeds if seed in known)
+    log = open(args.log, "a") if args.log else None
+    for kind in args.kinds:
+        jobs = [(kind, seed, args.seconds) for seed in seeds if kind_of(seed) == kind and seed not in known]
+        for (_, seed, _), outcome in run_all(1 if kind == "simulated" else int(kind), judge_random, jobs, args.seconds + 15):
+            text = outcome.kind + (f" ({outcome.error})" if outcome.error else "")
+            counts[f"{kind:9} {text}"] += 1
+            if log is not None:
+                print(json.dumps({"seed": seed, "outcome": f"{kind:9} {text}"}), file=log, flush=True)
+            if outcome.kind in BROKEN or args.verbose:
+                where = outcome.detail.strip().splitlines()[-1] if outcome.detail else ""
+                print(f"seed {seed} ({kind}), {outcome.seconds:.1f} s: {outcome}; {where.strip()}", flush=True)
+    print(f"{sum(counts.values())} random programs, seeds {args.seed} to {args.seed + args.count - 1}")
+    for text, count in sorted(counts.items()):
+        print(f"{count:6d} {text}")
+    return sum(count for text, count in counts.items() if any(kind in text for kind in BROKEN))
+
+
+def _logged(path: str | None) -> dict[int, str]:
+    if path is None or not Path(path).exists():
+        return {}
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return {line["seed"]: line["outcome"] for line in lines}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--programs", nargs="*", metavar="PART", help="of tests/faithful, those with a part in their names, or all"
     )
     parser.add_argument("--list", action="store_true", help="names the programs and stops")
+    parser.add_argument("--count", type=int, default=300, help="of random programs")
+    parser.add_argument("--seed", type=int, default=0, help="of the first random program")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of random programs: processes, or simulated")
+    parser.add_argument("--log", metavar="FILE", help="of random programs that were run, one line each")
     parser.add_argument("--mesh", default="dp=1,tp=1")
     parser.add_argument("--strategy")
     parser.add_argument("--precision", default="fp32")
@@ -64,7 +100,7 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{p.name:50} {p.source}" for p in chosen(args.programs or [])))
         return 0
-    return min(1, programs(args))
+    return min(1, random_programs(args) if args.programs is None else programs(args))
 
 
 if __name__ == "__main__":
