@@ -208,6 +208,22 @@ def _describe_output(desc) -> tuple[str, object] | None:
     return None
 
 
+def hooks_of_all_modules() -> list[dict]:
+    """The tables of hooks that run for every module."""
+    from torch.nn.modules import module
+
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return [getattr(module, name) for name in names]
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Register the hooks of one parameter with another one."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
 def is_fake(tensor: object) -> bool:
     """Whether a tensor exists only while something is traced."""
     from torch._subclasses.fake_tensor import FakeTensor

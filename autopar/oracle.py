@@ -19,8 +19,10 @@ from torch import Tensor, fx, nn
 
 from ._torch import graph_module, tree_map
 from .calls import CallSignature, Returns, split_example
-from .capture import Captured, FlatCall
+from .capture import Captured
 from .errors import InputError
+from .fake_state import buffers_of
+from .frontend.flat_call import FlatCall
 from .graph import output_node
 from .precision import compute_dtype
 from .runtime.random_state import RandomState
@@ -39,7 +41,7 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
     state is the first that a run from torch's present seed takes."""
     args, kwargs = split_example(example_inputs)
     inputs = dict(zip(captured.signature.tensor_names, CallSignature.of(args, kwargs)[1], strict=True))
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    state = dict(model.named_parameters()) | buffers_of(model)
     values = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":

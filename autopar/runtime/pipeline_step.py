@@ -151,7 +151,7 @@ class PipelineStep:
             outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))
         else:
             outputs, _ = self.run(inputs)
-        return self.returns.rebuild(outputs)
+        return call.returns.rebuild(outputs)
 
     def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], Sums]:
         """(outputs by position, what the stages leave of gradients)."""
