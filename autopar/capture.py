@@ -27,6 +27,7 @@ from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from .precision import computing_in, narrowed, widened
+from .traced_forms import traced_forms
 from .value_checks import checks_pass
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
@@ -140,7 +141,7 @@ def export(
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards(), checks_pass():
+        with fake_state(model, mode, forms), in_order(model), kept_backwards(), checks_pass(), traced_forms():
             program = _program(wrapper, inputs)
     except AutoparError:
         raise

@@ -15,17 +15,20 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
 
 import torch
+from torch.distributions import constraints
 
 from . import _torch
 
 ASKS = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")  # instructions that take the truth of a value by themselves
+TORCH = os.path.dirname(torch.__file__) + os.sep
 ANSWERS = {"bool", "any", "all"}  # functions that return the truth of what they ask
 # what checks of arguments do not raise: a handler of these alone lets them through
 UNRELATED = {"NotImplementedError", "ImportError", "ModuleNotFoundError", "AttributeError", "StopIteration"}
@@ -36,16 +39,29 @@ Range = tuple[tuple[int, int], tuple[int, int]]  # (line, column) of the start a
 @contextmanager
 def checks_pass() -> Iterator[None]:
     """Inside, tensors without values answer checks so that nothing is raised."""
-    with _answering(torch.Tensor, _torch.has_no_value), _answering(torch.SymBool, _torch.has_no_value):
+    with _answering(torch.Tensor), _answering(torch.SymBool), _only_definite():
         yield
 
 
 @contextmanager
-def _answering(kind: type, is_unknown: Callable[[object], bool]) -> Iterator[None]:
+def _only_definite() -> Iterator[None]:
+    """Inside, torch.distributions asks of a covariance matrix whether it is positive definite, and not first whether it is
+    symmetric, with another way to go on if it is not."""
+    kind = type(constraints.positive_definite)
+    before = kind.check
+    kind.check = lambda self, value: torch.linalg.cholesky_ex(value).info.eq(0)
+    try:
+        yield
+    finally:
+        kind.check = before
+
+
+@contextmanager
+def _answering(kind: type) -> Iterator[None]:
     own, plain = kind.__dict__.get("__bool__"), kind.__bool__
 
     def truth(value) -> bool:
-        answer = valid_answer(sys._getframe(1)) if is_unknown(value) else None
+        answer = valid_answer(sys._getframe(1)) if _torch.has_no_value(value) else None
         return plain(value) if answer is None else answer
 
     kind.__bool__ = truth
@@ -60,15 +76,14 @@ def _answering(kind: type, is_unknown: Callable[[object], bool]) -> Iterator[Non
 
 def valid_answer(frame: FrameType) -> bool | None:
     """The answer to the truth that a frame asks for now which does not raise; None if neither answer, or both, may go on."""
-    tree = _parsed(frame.f_code.co_filename)
-    place = _place(frame)
+    tree, place = _parsed(frame.f_code.co_filename), _asked(frame)
     if tree is None or place is None:
         return None
-    instruction = next((i.opname for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti), "")
+    asks_itself = _instruction(frame).opname.startswith(ASKS)
     for node in _around(tree, place):
         wanted = _wanted(node)
         if wanted is not None and _contains(_range(node.test), place):
-            answer = _answer(node.test, wanted, place, instruction.startswith(ASKS))
+            answer = _answer(node.test, wanted, place, asks_itself)
             return None if answer is None or _is_caught(frame) else answer
     return None
 
@@ -95,8 +110,7 @@ def _raises(body: list[ast.stmt]) -> bool:
 def _answer(test: ast.expr, wanted: bool, place: Range, asks_itself: bool) -> bool | None:
     """The truth that makes `test` come out as wanted, of the part of it at `place`."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _range(test.operand) if place == _range(test) else place
-        return _answer(test.operand, not wanted, inner, asks_itself)
+        return _answer(test.operand, not wanted, place, asks_itself)
     if isinstance(test, ast.BoolOp):
         parts = [part for part in test.values if _contains(_range(part), place)]
         return _answer(parts[0], wanted, place, asks_itself) if parts else None
@@ -109,9 +123,12 @@ def _answer(test: ast.expr, wanted: bool, place: Range, asks_itself: bool) -> bo
 
 
 def _is_caught(frame: FrameType) -> bool:
-    """Whether the module itself would catch what is raised here: then it goes on, in another way."""
+    """Whether the module itself would catch what is raised here: then it goes on, in another way. (torch does not.)"""
     while frame is not None and not _is_capture(frame):
-        tree, place = _parsed(frame.f_code.co_filename), _place(frame)
+        if frame.f_code.co_filename.startswith(TORCH):
+            frame = frame.f_back
+            continue
+        tree, place = _parsed(frame.f_code.co_filename), _place(frame, frame.f_lasti)
         if tree is None or place is None:
             return True
         for node in _around(tree, place):
@@ -132,10 +149,21 @@ def _catches(handler: ast.ExceptHandler) -> bool:
     return not is_unrelated and not _raises(handler.body)
 
 
-def _place(frame: FrameType) -> Range | None:
-    """Where in the source a frame is."""
-    positions = list(frame.f_code.co_positions())
-    at = frame.f_lasti // 2
+def _instruction(frame: FrameType) -> dis.Instruction:
+    return next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+
+
+def _asked(frame: FrameType) -> Range | None:
+    """Where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or by a call itself."""
+    if not _instruction(frame).opname.startswith(ASKS):
+        return _place(frame, frame.f_lasti)
+    before = [i.offset for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti]
+    return _place(frame, before[-1]) if before else None
+
+
+def _place(frame: FrameType, offset: int) -> Range | None:
+    """Where in the source an instruction of a frame comes from."""
+    positions, at = list(frame.f_code.co_positions()), offset // 2
     if not 0 <= at < len(positions) or None in positions[at]:
         return None
     line, last_line, column, last_column = positions[at]
