@@ -222,20 +222,3 @@ def _vocab_loss_backward(ctx, grad_sum, grad_picked):
 
 
 vocab_loss.register_autograd(_vocab_loss_backward, setup_context=_vocab_loss_setup)
-
-
-def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype) -> Tensor:
-    """Cross-entropy over the last dim of `logits` (..., v) written in ops that may all be sharded, the vocabulary included.
-    reduction as in ATen: 0 none, 1 mean over the targets that are not `ignore_index`, 2 sum. `dtype` is the result's."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    row_max = aten._to_copy.default(aten.amax.default(aten.detach.default(logits), [-1]), dtype=wide)
-    keep = aten.ne.Scalar(target, ignore_index)
-    safe = torch.where(keep, target, 0)
-    sums = torch.ops.autopar.vocab_loss.default(logits, safe, row_max, 0)
-    loss = aten.sub.Tensor(aten.add.Tensor(aten.log.default(sums[0]), row_max), sums[1])
-    loss = torch.where(keep, loss, 0.0)
-    if reduction:
-        loss = aten.sum.default(loss)
-    if reduction == 1:
-        loss = aten.div.Tensor(loss, aten.sum.default(aten._to_copy.default(keep, dtype=wide)))
-    return loss if dtype == wide else aten._to_copy.default(loss, dtype=dtype)

@@ -15,7 +15,7 @@ from ..graph import call
 from .canonicalize_attention import attention
 from .canonicalize_batch_norm import batch_norm
 from .canonicalize_experts import bmm, grouped_mm
-from .canonicalize_loss import cross_entropy
+from .canonicalize_loss import cross_entropy, nll_loss
 from .canonicalize_random import has_formula, number_streams, random_op, refuse_the_rest
 from .canonicalize_rows import index, squeeze
 
@@ -125,4 +125,7 @@ REWRITES = {
     "transformers.grouped_mm_fallback.default": grouped_mm,
     aten.scaled_dot_product_attention.default: attention,
     aten.cross_entropy_loss.default: cross_entropy,
+    aten.nll_loss_nd.default: nll_loss,
+    aten.nll_loss.default: nll_loss,
+    aten.nll_loss2d.default: nll_loss,
 }
