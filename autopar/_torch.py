@@ -124,6 +124,31 @@ def has_unknown_number(value: object) -> bool:
     return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
 
 
+def has_no_value(value: object) -> bool:
+    """Whether a tensor, or the truth of a traced number, exists only while something is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(value, torch.SymBool):
+        return value.node.maybe_as_bool() is None
+    if isinstance(value, FunctionalTensor):
+        value = torch._from_functional_tensor(value.elem)
+    return isinstance(value, FakeTensor) and value.constant is None
+
+
+@contextlib.contextmanager
+def _without_linalg_checks():
+    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a graph keeps: such
+    a matrix then gives what LAPACK leaves behind."""
+    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(before)
+
+
 def decomposition_table() -> dict[object, Callable]:
     """Decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
     from torch._decomp import get_decompositions
@@ -159,7 +184,8 @@ def joint_graph(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
-    with contextlib.ExitStack() as stack, _without_mkldnn(), torch.enable_grad(), torch._C._DisableAutocast():
+    checks = _without_mkldnn(), _without_linalg_checks()
+    with contextlib.ExitStack() as stack, checks[0], checks[1], torch.enable_grad(), torch._C._DisableAutocast():
         joint = aot_export_joint_with_descriptors(
             stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )

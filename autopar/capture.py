@@ -28,7 +28,10 @@ from .frontend.hooks import refuse_backward_hooks
 from .frontend.watch import Watch
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
+from .traced_forms import traced_forms
+from .value_checks import checks_pass
 from .zero_tangents import drop_tangents
+
 
 @dataclass
 class Exported:
@@ -84,7 +87,10 @@ def export(
     watch = Watch(model, loss_fn, [held.container for held in forms.held])
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
     try:
-        with fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), _torch.plain_regions(), watch.installed():
+        with (
+            fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(), traced_forms(),
+            _torch.plain_regions(), watch.installed(),
+        ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)
     except AutoparError:
