@@ -51,8 +51,9 @@ from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
 from .runtime.parameters import check_model, check_source
+from .runtime.same_values import share_values
 from .same_stages import plan_same_stages, with_owners
-from .storage.weights import Weights
+from .storage.weights import Weights, shapes_of
 from .unroll import tower_of, unroll
 
 ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  # by the name of an adaptation
@@ -233,7 +234,8 @@ def compile(
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs too).
     `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each rank reads
     its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's parameters are
-    taken over. Without example_inputs the model is compiled at its first call.
+    taken over; where ranks built it with different values, rank 0's count (runtime/same_values.py). Without
+    example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K times a
     step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. Any
@@ -280,6 +282,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
         return Weights(model, weights) if weights is not None else None
 
     values = agree.everywhere(opened)
+    share_values(model, device_mesh.device_type, shapes_of(model) if values is not None else ())
     seed = agree.from_rank_zero(torch.initial_seed)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
