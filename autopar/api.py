@@ -45,7 +45,7 @@ from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
 from .planner.tensor_plan import styles_of
 from .precision import compute_dtype
-from .runtime import agree, process_groups, watch
+from .runtime import agree, optimizers, process_groups, watch
 from .runtime.captures import Traced
 from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
@@ -287,7 +287,9 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
-        return ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere")
+        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere")
+        optimizers.follow(module)
+        return module
     except BaseException:
         with contextlib.suppress(MovedParameterError):  # what was taken over cannot be given back
             attachment.undo()
