@@ -69,6 +69,10 @@ class PipelineError(AutoparError):
     """A number of micro-batches or stages that no pipeline has."""
 
 
+class OptimizerError(AutoparError):
+    """An optimizer that cannot update the parameters of a compiled model as it would those of a plain one."""
+
+
 class AdaptError(AutoparError):
     """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not its own."""
 

@@ -23,6 +23,11 @@ class Branching(tiny.Regressor):
         return y * 2 if y.sum() > 0 else y
 
 
+class Twice(tiny.Regressor):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
 class Flagged(tiny.Regressor):
     def forward(self, x, scale=1.0, extra=None):
         return super().forward(x) * scale
@@ -103,7 +108,8 @@ def _mistakes(rank, of_model, of_mesh, of_shape, of_all):
         "no mesh": _error(lambda: autopar.compile(tiny.Regressor(), "dp=4", (x,))),
         "branch": compiled(Branching()),
         "branch on one rank": compiled(Branching() if rank == 2 else tiny.Regressor()),
-        "other models": compiled(tiny.Regressor(hidden=16 + 16 * (rank == 1))),
+        "other models": compiled(Twice() if rank == 1 else tiny.Regressor()),
+        "other shapes": compiled(tiny.Regressor(hidden=16 + 16 * (rank == 1))),
         "meta": compiled(tiny.Regressor().to("meta")),
         "gradient of an input": compiled(example=(x.clone().requires_grad_(),)),
         "empty": compiled(example=(x[:0],)),
@@ -138,6 +144,7 @@ EXPECTED = {
     "branch": ["CaptureError: Branching could not be traced", "test_errors.py:", "return y * 2 if y.sum() > 0", "fix: "],
     "branch on one rank": ["CaptureError: Branching could not be traced", "test_errors.py:", "fix: "],
     "other models": ["DesyncError: rank 1 traced another graph", "fix: build the same model"],
+    "other shapes": ["DesyncError: up.weight is (32, 6) torch.float32 on rank 1 and (16, 6) torch.float32 on rank 0", "fix: "],
     "meta": ["InputError: up.weight is on the meta device", "fix: "],
     "gradient of an input": ["InputError: args[0] requires a gradient", "fix: pass input.detach()"],
     "empty": ["InputError: args[0] is empty", "fix: pass at least one sample"],
