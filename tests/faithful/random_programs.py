@@ -1,0 +1,217 @@
+"""Random programs: a random model, what is done with it between calls, a mesh, a strategy, pins and a schedule.
+
+    program, job = drawn(17, world=4)        # job: the mesh and the arguments of autopar.compile
+    simulated(17)                            # such a model in fp64 on up to 12 simulated devices, with adapters
+
+Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+import autopar
+from autopar import Mesh, api, schedule
+from autopar.adapt import order
+from autopar.errors import AutoparError
+from autopar.fake_state import forms_of
+from autopar.simulate_pipeline import simulate_pipeline
+from autopar.simulated import simulate_step
+from tests.staged import Case
+
+from .compare import difference
+from .program import Program, ids, randn
+from .random_models import VOCAB, WIDTHS, RandomModel
+from .runner import AT_COMPILE, DIFFERENT, EQUAL, Outcome, judge, play, seed_all
+
+KINDS = ("simulated", "1", "2", "4")  # and on so many processes
+STRATEGIES = (None, None, "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp")
+MESHES = {
+    1: ("dp=1,tp=1",),
+    2: ("dp=2", "tp=2", "a=2", "pp=2"),
+    4: ("dp=4", "tp=4", "dp=2,tp=2", "a=2,b=2", "tp=2,dp=2", "pp=2,dp=2", "pp=2,tp=2"),
+}
+SIMULATED = (
+    "dp=2", "tp=3", "dp=2,tp=2", "a=2,b=3", "dp=3,tp=2", "dp=2,cp=2,tp=2", "dp=8", "dp=4,tp=3", "pp=2,dp=2", "pp=3", "pp=2,tp=2",
+)  # fmt: skip
+ADAPTATIONS = (
+    lambda: [autopar.LoRA(r=2, target_modules="all-linear", init_lora_weights=False)],
+    lambda: [autopar.LoRA(r=3, target_modules="all-linear", use_dora=True, init_lora_weights=False)],
+    lambda: [autopar.FakeQuant("int8")],
+    lambda: [autopar.FakeQuant("int4", activations="int8")],
+    lambda: [autopar.LoRA(r=2, target_modules="all-linear", init_lora_weights=False), autopar.FakeQuant("int8")],
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A random model's sizes. `actions`: what a script does, a list of (name, argument)."""
+
+    seed: int
+    batch: int
+    length: int
+    width: int
+    takes_ids: bool
+    input_gradient: bool
+    actions: list = field(default_factory=list)
+
+
+def sizes(rng: Random, seed: int) -> Drawn:
+    actions = [(rng.choice(ACTIONS), rng.random()) for _ in range(rng.randint(2, 5))]
+    return Drawn(seed, rng.choice((2, 3, 4, 6, 8)), rng.randint(1, 6), rng.choice(WIDTHS), rng.random() < 0.5,
+                 rng.random() < 0.3, [("call", 0.0), *actions, ("call", 0.5)])  # fmt: skip
+
+
+def drawn(seed: int, world: int) -> tuple[Program, str, dict]:
+    """(a program, its mesh, the arguments of autopar.compile)."""
+    rng = Random(seed)
+    d = sizes(rng, seed)
+    mesh = rng.choice(MESHES[world])
+    options: dict = {"strategy": _strategy(rng, mesh)}
+    if "pp" in mesh:
+        options = {"strategy": None, "outputs": "everywhere", "micro_batches": rng.choice((None, 2)),
+                   "schedule": rng.choice(("auto", "gpipe", "1f1b", "zb_h1", "zbv"))}  # fmt: skip
+    elif options["strategy"] is None and rng.random() < 0.4:
+        axis = rng.choice([name for name in Mesh.parse(mesh).names])
+        options["pin"] = {rng.choice(("head.weight", "head.*", "*.weight")): rng.choice((f"{axis}:S(0)", "R"))}
+
+    def build():
+        model_rng = Random(seed + 1)
+        model = RandomModel(model_rng, d.width, d.takes_ids, staged="pp" in mesh)
+        return model, lambda n: _batch(d, n, d.batch), lambda run: _act(run, d)
+
+    return Program(f"random/{seed}", build, tolerance=2e-4, source=f"seed {seed}"), mesh, options
+
+
+def _strategy(rng: Random, mesh: str) -> str | None:
+    return rng.choice([s for s in STRATEGIES if s is None or ("pp" not in mesh and (s != "hsdp" or "," in mesh))])
+
+
+def _batch(d: Drawn, n: int, size: int) -> dict:
+    batch = {"x": randn(n, size, d.length, d.width, requires_grad=d.input_gradient)}
+    return batch | ({"ids": ids(n, VOCAB, size, d.length)} if d.takes_ids else {})
+
+
+ACTIONS = ("call", "call", "other_size", "eval", "train", "no_grad", "step", "freeze", "thaw", "factor", "twice", "write")
+
+
+def _act(run, d: Drawn) -> None:
+    """The script: every action but a setting is a recorded call."""
+    for n, (action, number) in enumerate(d.actions, 1):
+        if action in ("call", "other_size"):
+            run.call(**_batch(d, n, d.batch if action == "call" else 1 + int(number * 9)))
+        elif action in ("eval", "train"):
+            run.model.train(action == "train")
+        elif action == "no_grad":
+            with torch.no_grad():
+                run(n)
+        elif action == "step":
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-0.05)
+            run.record()
+        elif action in ("freeze", "thaw"):
+            for i, p in enumerate(run.model.parameters()):
+                if action == "thaw" or i % 3 == 0:
+                    p.requires_grad_(action == "thaw")
+        elif action == "factor":
+            run.model.factor = round(0.5 + number, 2)
+        elif action == "twice":
+            outputs = [run.model(**_batch(d, n + k, d.batch)) for k in (0, 50)]
+            losses = [loss for y in outputs if (loss := run.loss(y)) is not None]
+            if losses:
+                sum(losses).backward()
+            run.record()
+        elif action == "write":
+            with torch.no_grad():
+                run.model.head.weight.mul_(0.5 + number)
+
+
+def kind_of(seed: int) -> str:
+    """Of KINDS: nearly half of the programs are simulated."""
+    return Random(seed).choice((*KINDS, "simulated", "simulated"))
+
+
+def judge_random(job: tuple[str, int, float]) -> Outcome:
+    """(kind, seed, seconds) on this rank: "simulated", or a number of processes."""
+    kind, seed, seconds = job
+    if kind == "simulated":
+        return simulated(seed)
+    program, mesh, options = drawn(seed, int(kind))
+    outcome = judge(program, mesh, seconds, **options)
+    return Outcome(outcome.kind, f"{outcome.detail}\n  on {mesh} with {options}", outcome.error, outcome.seconds)
+
+
+def simulated(seed: int) -> Outcome:
+    """One step of a random model on simulated ranks against one device in fp64, and that against the eager model."""
+    rng = Random(seed)
+    d, mesh = sizes(rng, seed), rng.choice(SIMULATED)
+    make = rng.choice(ADAPTATIONS) if rng.random() < 0.35 else list
+    options = {"strategy": _strategy(rng, mesh)}
+    if "pp" in mesh:
+        options |= {"schedule": rng.choice(("auto", *schedule.KINDS)), "micro_batches": rng.choice((None, 2, d.batch))}
+    elif options["strategy"] is None and rng.random() < 0.4:
+        options["pin"] = {"head.weight": f"{rng.choice(Mesh.parse(mesh).names)}:S({rng.randint(0, 1)})"}
+    where = f"\n  on {mesh} with {options}, {make()}"
+    try:
+        reason = _simulated(seed, d, mesh, make, options, rng.random() < 0.3)
+    except AutoparError as error:
+        return Outcome(AT_COMPILE, f"{error}{where}", type(error).__name__)
+    return Outcome(EQUAL) if reason is None else Outcome(DIFFERENT, reason + where)
+
+
+def _simulated(seed: int, d: Drawn, mesh: str, make, options: dict, random: bool) -> str | None:
+    def model():
+        seed_all(seed)
+        return RandomModel(Random(seed + 1), d.width, d.takes_ids, random=random, staged="pp" in mesh)
+
+    batch = {name: value.detach() for name, value in _batch(d, 0, d.batch).items()}
+    adapt = order.checked(make())
+    plan = api.search(model(), mesh, batch, hardware="cpu-gloo", baselines=False, adapt=make(), fixes=False, **options).plan
+    adapted = model()
+    order.attach(adapted, adapt, "cpu", seed)
+    case = Case.of(adapted, batch, forms=forms_of(adapted), adapt=adapt)
+    step = (simulate_pipeline if plan.pipeline else simulate_step)(case.captured, plan, case.values)
+    outputs = step.outputs if plan.pipeline else {str(i): o for i, o in enumerate(step.outputs)}
+    found = _wrong(case, outputs, step, 1e-7)
+    return found or (None if adapt or random else _against_eager(model, batch, case))
+
+
+def _wrong(case: Case, outputs, step, tolerance: float) -> str | None:
+    wanted = [{f"output {i}": o for i, o in enumerate(case.wanted.outputs)}
+              | {f"gradient of {n}": g for n, g in case.wanted.gradients.items()}
+              | {f"buffer {n}": b for n, b in case.wanted.buffers.items()}]  # fmt: skip
+    mine = [{f"output {i}": o for i, o in outputs.items()} | {f"gradient of {n}": g for n, g in step.gradients.items()}
+            | {f"buffer {n}": b for n, b in step.buffers.items()}]  # fmt: skip
+    return difference(wanted, mine, tolerance)
+
+
+def _against_eager(model, batch: dict, case: Case) -> str | None:
+    """The captured step against the model's own: gradients of the loss, or of the sum of all outputs."""
+
+    def script(run):
+        run.loss = lambda out: _total(out)
+        run.call(**batch)
+
+    played = play(Program("eager", lambda: (model(), lambda n: batch, script)), lambda m, example: m)
+    record = played.run.records[-1]
+    wanted = [{k: v for k, v in record.items() if k.startswith("gradient of") and "input" not in k and v is not None
+               and "layout" not in k}]  # fmt: skip
+    mine = [{f"gradient of {n}": g.float() for n, g in case.wanted.gradients.items() if f"gradient of {n}" in wanted[0]}]
+    found = difference(wanted, mine, 2e-4)
+    return found and f"captured: {found}"
+
+
+def _total(out):
+    from .script import snapshot
+
+    if isinstance(out, dict) and "loss" in out:
+        return out["loss"]
+    tensors = [t for _, t in snapshot.leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return sum(t.sum() for t in tensors) if tensors else None
+
+

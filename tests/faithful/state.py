@@ -1,0 +1,421 @@
+"""Buffers that the forward reads and writes, in all the ways that people write them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .nets import Net
+from .program import Topic, ids, one, randn
+
+state = Topic(__name__)
+
+
+class Codebook(nn.Module):
+    """A VQ-VAE's quantizer with a codebook that follows the data (van den Oord et al. 2017, appendix A.1)."""
+
+    def __init__(self, codes: int = 7, width: int = 6, decay: float = 0.9, write: str = "copy"):
+        super().__init__()
+        self.decay, self.write = decay, write
+        codebook = torch.randn(codes, width)
+        self.register_buffer("codebook", codebook)
+        self.register_buffer("counts", torch.ones(codes))
+        self.register_buffer("sums", codebook.clone())
+
+    def forward(self, z):
+        nearest = torch.cdist(z, self.codebook).argmin(1)
+        quantized = F.embedding(nearest, self.codebook)
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(nearest, len(self.codebook)).to(z.dtype)
+                self.counts.mul_(self.decay).add_(hot.sum(0), alpha=1 - self.decay)
+                self.sums.mul_(self.decay).add_(hot.t() @ z, alpha=1 - self.decay)
+                new = self.sums / self.counts.clamp(min=1e-3)[:, None]
+                if self.write == "copy":
+                    self.codebook.copy_(new)
+                elif self.write == "data":
+                    self.codebook.data = new
+                else:
+                    self.codebook = new
+        commitment = F.mse_loss(z, quantized.detach())
+        return z + (quantized - z).detach(), commitment, nearest
+
+
+class VQVAE(nn.Module):
+    def __init__(self, write: str):
+        super().__init__()
+        self.encoder, self.quantizer, self.decoder = nn.Linear(5, 6), Codebook(write=write), nn.Linear(6, 5)
+
+    def forward(self, x):
+        z, commitment, codes = self.quantizer(self.encoder(x))
+        return {"loss": F.mse_loss(self.decoder(z), x) + 0.25 * commitment, "codes": codes}
+
+
+@state()
+def ema_codebook():
+    """The codebook is written in place inside of no_grad."""
+    return VQVAE("copy"), one(9, 5)
+
+
+@state()
+def ema_codebook_data():
+    """The codebook's data is replaced."""
+    return VQVAE("data"), one(9, 5)
+
+
+@state()
+def ema_codebook_assigned():
+    """The codebook is assigned anew as an attribute."""
+    return VQVAE("assign"), one(9, 5)
+
+
+@state()
+def ema_codebook_eval_between():
+    """The codebook stands still in eval mode and goes on after it."""
+
+    def script(run):
+        run(1)
+        run.model.eval()
+        run(2)
+        run.model.train()
+        run(3)
+
+    return VQVAE("copy"), one(9, 5), script
+
+
+class Running(Net):
+    """A Net with a running mean of its features, written in the way `update(self, mean)` says."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.update = update
+        self.register_buffer("running", torch.zeros(10))
+
+    def forward(self, x):
+        h = self.features(x)
+        self.update(self, h.mean(0))
+        return self.down(h - self.running)
+
+
+def _detached_lerp(m, mean):
+    m.running = torch.lerp(m.running, mean.detach(), 0.1)
+
+
+def _no_grad_lerp(m, mean):
+    with torch.no_grad():
+        m.running.lerp_(mean, 0.1)
+
+
+def _decorated(m, mean):
+    @torch.no_grad()
+    def write(new):
+        m.running.mul_(0.9).add_(0.1 * new)
+
+    write(mean)
+
+
+def _data(m, mean):
+    m.running.data.mul_(0.9).add_(mean.data, alpha=0.1)
+
+
+def _sliced(m, mean):
+    with torch.no_grad():
+        m.running[:5] = mean[:5]
+        m.running[5:] *= 0.5
+
+
+def _set_data(m, mean):
+    m.running.data = 0.9 * m.running.data + 0.1 * mean.detach()
+
+
+def _register_again(m, mean):
+    m.register_buffer("running", 0.9 * m.running + 0.1 * mean.detach())
+
+
+def _setattr(m, mean):
+    setattr(m, "runn" + "ing", (m.running + mean.detach()) / 2)
+
+
+def _buffers_dict(m, mean):
+    m._buffers["running"] = (m.running + mean.detach()) / 2
+
+
+def _fill_and_zero(m, mean):
+    with torch.no_grad():
+        m.running.zero_()
+        m.running.add_(mean)
+
+
+def _index_copy(m, mean):
+    m.running.index_copy_(0, torch.tensor([0, 3]), mean.detach()[:2])
+
+
+def _where(m, mean):
+    m.running = torch.where(mean.detach() > m.running, mean.detach(), m.running)
+
+
+for update in (_detached_lerp, _no_grad_lerp, _decorated, _data, _sliced, _set_data, _register_again, _setattr, _buffers_dict,
+               _fill_and_zero, _index_copy, _where):  # fmt: skip
+    state.add(f"running{update.__name__}", lambda update=update: (Running(update), one(5, 6)))
+
+
+@state(raises=True)
+def buffer_with_gradient_history():
+    """A buffer is assigned without detaching: the second call goes back through the first, which eager autograd refuses."""
+
+    def update(m, mean):
+        m.running = 0.9 * m.running + 0.1 * mean
+
+    return Running(update), one(5, 6)
+
+
+@state()
+def call_counter():
+    """An integer buffer counts the calls and scales the output."""
+
+    class Counting(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    return Counting(), one(4, 6)
+
+
+@state()
+def warmup_buffer():
+    """A factor rises with a step buffer until it is clamped."""
+
+    class Warming(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("step", torch.tensor(0.0))
+
+        def forward(self, x):
+            factor = torch.clamp(self.step / 2, max=1.0)
+            with torch.no_grad():
+                self.step.add_(1)
+            return super().forward(x) * factor
+
+    def script(run):
+        for seed in range(4):
+            run(seed)
+
+    return Warming(), one(5, 6), script
+
+
+@state()
+def queue_of_keys():
+    """MoCo's queue (He et al. 2020): a pointer buffer says where new keys are written."""
+
+    class Queue(Net):
+        def __init__(self):
+            super().__init__(outputs=4)
+            self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
+            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x):
+            q = F.normalize(super().forward(x), dim=1)
+            logits = q @ self.queue.clone().detach()
+            with torch.no_grad():
+                at = (self.pointer + torch.arange(x.shape[0])) % self.queue.shape[1]
+                self.queue[:, at] = q.t()
+                self.pointer[0] = (self.pointer[0] + x.shape[0]) % self.queue.shape[1]
+            return logits
+
+    return Queue(), one(4, 6)
+
+
+@state(refused="value")
+def queue_with_int_pointer():
+    """The same queue with `int(self.pointer)`, as its published code has it."""
+
+    class Queue(Net):
+        def __init__(self):
+            super().__init__(outputs=4)
+            self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
+            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x):
+            q = F.normalize(super().forward(x), dim=1)
+            logits = q @ self.queue.clone().detach()
+            at = int(self.pointer)
+            self.queue[:, at : at + len(q)] = q.detach().t()
+            self.pointer[0] = (at + len(q)) % 12
+            return logits
+
+    return Queue(), one(4, 6)
+
+
+@state()
+def lazily_registered():
+    """A buffer is registered by the first forward."""
+
+    class Lazy(Net):
+        def forward(self, x):
+            if not hasattr(self, "center"):
+                self.register_buffer("center", x.detach().mean(0))
+            return super().forward(x - self.center)
+
+    return Lazy(), one(4, 6)
+
+
+@state()
+def none_buffer_filled():
+    """A buffer that starts as None is filled by the first forward."""
+
+    class Lazy(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", None)
+
+        def forward(self, x):
+            if self.center is None:
+                self.center = x.detach().mean(0)
+            return super().forward(x - self.center)
+
+    return Lazy(), one(4, 6)
+
+
+@state()
+def normalizing_inputs():
+    """Welford's running mean and variance of the inputs, as in reinforcement learning."""
+
+    class Normalized(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("var", torch.ones(6))
+            self.register_buffer("count", torch.tensor(1e-4, dtype=torch.float64))
+
+        def forward(self, x):
+            if self.training:
+                delta, total = x.mean(0) - self.mean, self.count + x.shape[0]
+                self.var = (self.var * self.count + x.var(0, unbiased=False) * x.shape[0]
+                            + delta**2 * self.count * x.shape[0] / total).div(total).float()  # fmt: skip
+                self.mean = (self.mean + delta * x.shape[0] / total).float()
+                self.count = total
+            return super().forward((x - self.mean) / self.var.sqrt())
+
+    def script(run):
+        run(1)
+        run(2)
+        run.model.eval()
+        run(3)
+
+    return Normalized(), one(7, 6), script
+
+
+@state()
+def center_of_a_teacher():
+    """DINO's center (Caron et al. 2021) follows the teacher's outputs, under autograd's eyes."""
+
+    class Dino(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = Net(outputs=5), Net(outputs=5).requires_grad_(False)
+            self.register_buffer("center", torch.zeros(1, 5))
+
+        @torch.no_grad()
+        def update_center(self, teacher):
+            self.center = self.center * 0.9 + teacher.mean(0, keepdim=True) * 0.1
+
+        def forward(self, a, b):
+            target = ((self.teacher(b) - self.center) / 0.04).softmax(-1).detach()
+            loss = -(target * (self.student(a) / 0.1).log_softmax(-1)).sum(-1).mean()
+            self.update_center(self.teacher(b))
+            return loss
+
+    return Dino(), lambda seed: (randn(seed, 6, 6), randn(seed + 50, 6, 6))
+
+
+@state()
+def shared_buffer():
+    """Two modules hold one buffer, and one of them writes it."""
+
+    class Reader(Net):
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Reader(), Reader()
+            scale = torch.ones(3)
+            self.a.register_buffer("scale", scale)
+            self.b.register_buffer("scale", scale)
+
+        def forward(self, x):
+            self.a.scale.mul_(1.5)
+            return self.a(x) + self.b(x)
+
+    return Pair(), one(4, 6)
+
+
+@state()
+def buffer_set_between_calls():
+    """The user writes, fills and replaces a buffer between calls."""
+
+    class Scaled(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    def script(run):
+        run(1)
+        run.model.scale.fill_(2.0)
+        run(2)
+        run.model.scale = torch.tensor([1.0, 0.5, 3.0])
+        run(3)
+        run.model.scale.data = torch.zeros(3)
+        run(1)
+
+    return Scaled(), one(4, 6), script
+
+
+@state()
+def buffer_returned():
+    """A buffer is written and returned; the user then writes into what was returned."""
+
+    class Returning(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.total += y.detach().sum(0)
+            return y, self.total
+
+    def script(run):
+        run(1)
+        _, total = run(2)
+        total.zero_()
+        run.record()
+        run(3)
+
+    return Returning(), one(4, 6), script
+
+
+@state()
+def usage_histogram():
+    """Token counts are added by index into a buffer, and gradients flow beside it."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.register_buffer("seen", torch.zeros(11, dtype=torch.long))
+
+        def forward(self, tokens):
+            self.seen.index_add_(0, tokens.flatten(), torch.ones_like(tokens.flatten()))
+            return self.embed(tokens) / (1 + self.seen[tokens])[..., None]
+
+    return Counted(), lambda seed: (ids(seed, 11, 4, 5),)

@@ -1,0 +1,391 @@
+"""Training loops: optimizers, accumulation, clipping, schedules, freezing, averaging, saving and loading."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .nets import Net, Tokens
+from .program import Topic, ids, one, randn
+
+training = Topic(__name__)
+
+
+class Language(Tokens):
+    """tokens -> a dict with loss and logits."""
+
+    def forward(self, tokens, labels=None):
+        logits = super().forward(tokens)
+        labels = tokens if labels is None else labels
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def _tokens(seed):
+    return (ids(seed, 13, 3, 5),)
+
+
+def _loop(run, optimizer, steps: int = 3, before_step=lambda: None):
+    for seed in range(steps):
+        optimizer.zero_grad()
+        out = run.model(*run.batch(seed))
+        loss = out["loss"] if isinstance(out, dict) else out.square().mean()
+        loss.backward()
+        before_step()
+        optimizer.step()
+        run.record(loss=loss)
+
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "sgd_momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, eps=1e-3),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-3, weight_decay=0.1),
+    "adamw_amsgrad": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-3, amsgrad=True),
+    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-3, foreach=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-2, eps=1e-3),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, eps=1e-3),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+}
+for name, make in OPTIMIZERS.items():
+
+    def _script(run, make=make):
+        _loop(run, make(run.model.parameters()))
+
+    training.add(f"optimizer_{name}", lambda script=_script: (Language(), _tokens, script), tolerance=3e-4)
+
+
+@training(tolerance=3e-4)
+def parameter_groups():
+    """No weight decay for vectors, found by name and dimension."""
+
+    def script(run):
+        decay = [p for n, p in run.model.named_parameters() if p.dim() > 1 and "embed" not in n]
+        others = [p for n, p in run.model.named_parameters() if p.dim() <= 1 or "embed" in n]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        _loop(run, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3))
+
+    return Language(), _tokens, script
+
+
+@training(tolerance=3e-4)
+def schedule_and_clipping():
+    """A cosine schedule, and gradients clipped by their norm."""
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+        def before():
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.3)
+            run.record(norm=norm)
+            schedule.step()
+
+        _loop(run, optimizer, 3, before)
+
+    return Language(), _tokens, script
+
+
+@training()
+def clipping_by_value():
+    """Gradients clipped element by element."""
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
+        _loop(run, optimizer, 2, lambda: torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.01))
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def norm_by_hand():
+    """The norm of all gradients added up by hand with item()."""
+
+    def script(run):
+        run.model(randn(1, 5, 6)).square().mean().backward()
+        total = sum(p.grad.norm().item() ** 2 for p in run.model.parameters()) ** 0.5
+        run.record(total=total)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def accumulation():
+    """Gradients of three micro-batches of unequal size are added up, losses divided by three."""
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        for step in range(2):
+            for part, size in enumerate((5, 3, 4)):
+                loss = run.model(randn(10 * step + part, size, 6)).square().mean() / 3
+                loss.backward()
+            run.record()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.record()
+
+    return Net(), one(4, 6), script
+
+
+@training()
+def accumulation_zeroed_not_none():
+    """zero_grad(set_to_none=False) keeps tensors of zeros."""
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+        for seed in (1, 2):
+            run.model(randn(seed, 5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            run.record()
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def freezing_between_calls():
+    """A layer is frozen and thawed between calls (gradual unfreezing)."""
+
+    def script(run):
+        run(1)
+        run.model.up.requires_grad_(False)
+        run(2)
+        run.model.up.weight.requires_grad = True
+        run(3)
+        run.model.requires_grad_(True)
+        run(4)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def thawing_what_was_frozen():
+    """A layer that was frozen at compile is thawed after the first call."""
+    model = Net()
+    model.up.requires_grad_(False)
+
+    def script(run):
+        run(1)
+        for p in run.model.parameters():
+            p.requires_grad = True
+        run(2)
+
+    return model, one(5, 6), script
+
+
+@training()
+def all_frozen_later():
+    """Everything is frozen: outputs then have no gradient."""
+
+    def script(run):
+        run(1)
+        run.model.requires_grad_(False)
+        run(2)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def parameters_written_between_calls():
+    """Weights are scaled, clamped and initialized anew between calls."""
+
+    def script(run):
+        run(1)
+        with torch.no_grad():
+            run.model.up.weight.mul_(0.5)
+            run.model.down.bias.clamp_(-0.1, 0.1)
+        run(2)
+        run.model.down.weight.data.zero_()
+        run(3)
+        nn.init.constant_(run.model.down.weight, 0.1)
+        run(4)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def parameter_replaced_between_calls():
+    """A parameter is assigned anew: later calls use the new one."""
+
+    def script(run):
+        run(1)
+        run.model.down.bias = nn.Parameter(torch.tensor([1.0, -1.0, 2.0]))
+        run(2)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def layer_replaced_between_calls():
+    """A head is replaced by another layer for fine-tuning."""
+
+    def script(run):
+        run(1)
+        torch.manual_seed(9)
+        run.model.down = nn.Linear(10, 3)
+        run(2)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def weight_average():
+    """torch.optim.swa_utils.AveragedModel follows the model, and is called."""
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        average = torch.optim.swa_utils.AveragedModel(run.model)
+        for seed in (1, 2):
+            run(seed)
+            optimizer.step()
+            average.update_parameters(run.model)
+        run.record(y=average(randn(3, 5, 6)))
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def average_by_hand():
+    """A deep copy of the model follows it, parameter by parameter."""
+
+    def script(run):
+        optimizer, average = torch.optim.SGD(run.model.parameters(), lr=0.1), copy.deepcopy(run.model)
+        for seed in (1, 2):
+            run(seed)
+            optimizer.step()
+            with torch.no_grad():
+                for mine, theirs in zip(average.parameters(), run.model.parameters()):
+                    mine.lerp_(theirs, 0.5)
+        run.record(y=average(randn(3, 5, 6)))
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def deep_copy_is_apart():
+    """A deep copy trains on without the original."""
+
+    def script(run):
+        run(1)
+        other = copy.deepcopy(run.model)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        other(randn(2, 5, 6)).sum().backward()
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        run(2)
+        run.record(y=other(randn(2, 5, 6)))
+
+    return Net(), one(5, 6), script
+
+
+@training(refused="pickle")
+def pickled():
+    """The whole model is pickled and loaded."""
+
+    def script(run):
+        run(1)
+        other = pickle.loads(pickle.dumps(run.model))
+        run.record(y=other(randn(2, 5, 6)))
+
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), one(5, 6), script
+
+
+@training()
+def best_weights_restored():
+    """Early stopping: the best state dict is copied, and loaded at the end."""
+
+    def script(run):
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
+        best = {k: v.clone() for k, v in run.model.state_dict().items()}
+        _loop(run, optimizer, 2)
+        run.model.load_state_dict(best)
+        run(4)
+
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), one(5, 6), script
+
+
+@training(alone=True)
+def plain_weights_loaded():
+    """A state dict of plain tensors, as of another training, is loaded."""
+    torch.manual_seed(4)
+    other = Net().state_dict()
+
+    def script(run):
+        run(1)
+        run.model.load_state_dict(other)
+        run(2)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def optimizer_state_round_trip():
+    """Optimizer and model are saved to memory and loaded in the middle of a training."""
+
+    def script(run):
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, eps=1e-3)
+        _loop(run, optimizer, 2)
+        state = copy.deepcopy((run.model.state_dict(), optimizer.state_dict()))
+        _loop(run, optimizer, 2)
+        run.model.load_state_dict(state[0])
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, eps=1e-3)
+        optimizer.load_state_dict(state[1])
+        _loop(run, optimizer, 2)
+
+    return Net(), one(5, 6), script
+
+
+@training(alone=True)
+def torch_save_of_the_state_dict():
+    """torch.save and torch.load of the state dict."""
+
+    def script(run):
+        file = io.BytesIO()
+        torch.save(run.model.state_dict(), file)
+        with torch.no_grad():
+            run.model.up.weight.zero_()
+        file.seek(0)
+        run.model.load_state_dict(torch.load(file, weights_only=False))
+        run(1)
+
+    return Net(), one(5, 6), script
+
+
+@training(tolerance=3e-4)
+def evaluation_in_between():
+    """Training, evaluation without gradients, and training again, with dropout of rate 0 and BatchNorm."""
+
+    def script(run):
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, eps=1e-2)
+        for epoch in range(2):
+            run.model.train()
+            _loop(run, optimizer, 2)
+            run.model.eval()
+            with torch.no_grad():
+                run(10 + epoch)
+
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.0), nn.Linear(5, 3)), one(7, 6), script
+
+
+@training(tolerance=3e-4)
+def lbfgs():
+    """LBFGS calls a closure several times a step."""
+
+    def script(run):
+        optimizer, x = torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=3), randn(1, 5, 6)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = run.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        run.record(loss=optimizer.step(closure))
+
+    return Net(), one(5, 6), script
