@@ -17,16 +17,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from . import _torch
+from . import _torch, refusals
 from ._torch import tree_map
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
+from .dtypes import check_types
 from .errors import AutoparError, CaptureError, InputError
 from .experts import in_order
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from .precision import computing_in, narrowed, widened
+from .quiet import quiet
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
 
@@ -139,18 +141,22 @@ def export(
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards():
+        with quiet(), fake_state(model, mode, forms), in_order(model), kept_backwards(), refusals.noted() as entered:
             program = _program(wrapper, inputs)
     except AutoparError:
         raise
     except Exception as error:
-        raise CaptureError(
+        raise refusals.explained(error, entered) or CaptureError(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=_source_of_exception(error),
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
-    graph_module = program.module(check_guards=False)
+    with quiet():
+        graph_module = program.module(check_guards=False)
+    refusals.refuse(graph_module.graph, entered, source_line)
+    check_types(graph_module.graph, source_line)
+    graph_module.meta["entered"] = entered
     ties = tie_map(model)
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
@@ -194,9 +200,11 @@ def differentiate(exported: Exported) -> Captured:
     """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
     _refuse_sizes_from_values(exported.graph_module.graph)
     try:
-        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
+        with quiet():
+            graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
     except Exception as error:
-        raise CaptureError(
+        forward = exported.graph_module
+        raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph, source_line) or CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",
             source=_source_of_exception(error),
             fix="write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
