@@ -108,6 +108,40 @@ def written(node: fx.Node) -> fx.Node | None:
     return next((given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
 
 
+@contextlib.contextmanager
+def without_prints():
+    """Inside, torch.export does not print the graph that it had when it failed."""
+    import torch.export._trace as trace
+
+    trace.print = lambda *args, **kwargs: None  # hides the builtin from this module alone
+    try:
+        yield
+    finally:
+        trace.__dict__.pop("print", None)
+
+
+@contextlib.contextmanager
+def transforms(entered: Callable[[str], object]):
+    """Inside, `entered` is told the name of every transform of torch.func that begins: "torch.vmap", "torch.func.grad" (and
+    vjp, jacrev) or "torch.func.jvp" (jacfwd too)."""
+    from torch._functorch import eager_transforms, vmap
+
+    places = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting", "torch.func.grad"),
+              (eager_transforms, "jvp_increment_nesting", "torch.func.jvp"))  # fmt: skip
+    before = [getattr(module, function) for module, function, _ in places]
+
+    def noting(plain: Callable, name: str) -> Callable:
+        return lambda *args, **kwargs: (entered(name), plain(*args, **kwargs))[1]
+
+    try:
+        for (module, function, name), plain in zip(places, before):
+            setattr(module, function, noting(plain, name))
+        yield
+    finally:
+        for (module, function, _), plain in zip(places, before):
+            setattr(module, function, plain)
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether tracing failed because Python asked for the values of a tensor."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from . import _torch
+from . import _torch, refusals
 from .calls import CallSignature, Returns, split_example
 from .compact import Compact
+from .dtypes import check_types
 from .errors import AutoparError, CaptureError, InputError
 from .experts import in_order
 from .fake_state import DEVICE, Form, Forms, fake, fake_state, forms_of
@@ -28,6 +29,7 @@ from .frontend.hooks import refuse_backward_hooks
 from .frontend.watch import Watch
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
+from .quiet import quiet
 from .traced_forms import traced_forms
 from .value_checks import checks_pass
 from .zero_tangents import drop_tangents
@@ -88,21 +90,25 @@ def export(
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
     try:
         with (
-            fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(), traced_forms(),
-            _torch.plain_regions(), watch.installed(),
+            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(),
+            traced_forms(), _torch.plain_regions(), refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)
     except AutoparError:
         raise
     except Exception as error:
-        raise CaptureError(
+        raise refusals.explained(error, entered) or CaptureError(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=_source_of_exception(error),
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
-    graph_module = program.module(check_guards=False)
+    with quiet():
+        graph_module = program.module(check_guards=False)
+    refusals.refuse(graph_module.graph, entered, source_line)
+    check_types(graph_module.graph, source_line)
+    graph_module.meta["entered"] = entered
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
@@ -157,9 +163,11 @@ def differentiate(exported: Exported) -> Captured:
     """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
     _refuse_sizes_from_values(exported.graph_module.graph)
     try:
-        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
+        with quiet():
+            graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
     except Exception as error:
-        raise CaptureError(
+        forward = exported.graph_module
+        raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph, source_line) or CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",
             source=_source_of_exception(error),
             fix="write it without operations that read a tensor's values (item, nonzero, a mask as an index)",

@@ -174,6 +174,11 @@ class SourceMethodError(AutoparError, AttributeError):
     """A method of the source model, such as `generate`, was looked up on the compiled one, which has only the call."""
 
 
+def not_compared(error: Exception) -> AutoparError:
+    """What a row says of a comparison that could not be made: nobody asked for it, so it never takes the place of a plan."""
+    return error if isinstance(error, AutoparError) else StrategyError(f"could not be compared: {type(error).__name__}: {error}")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Up to three of the `known` names that look like `word`, else all of them, as text for a `fix`."""
     names = sorted(known)
