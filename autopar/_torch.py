@@ -99,6 +99,51 @@ def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
     return graph.call_function(torch._C._set_grad_enabled, (on,))
 
 
+def autocast_switch(node: fx.Node) -> tuple | None:
+    """(device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None for others."""
+    if node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast:
+        return ()
+    return tuple(node.args[:3]) if node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast else None
+
+
+def no_autocast():
+    """Inside, autocast is off on every device."""
+    return torch._C._DisableAutocast()
+
+
+def has_autocast_kernel(target, device: str) -> bool:
+    """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made of."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    name = target.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key) or torch._C._dispatch_has_kernel_for_dispatch_key(
+        name, "CompositeImplicitAutograd"
+    )
+
+
+class _StandIn(torch.Tensor):
+    """Shape, type and strides of a tensor on a device that need not be there; `run` does what is called with it."""
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, device: str, run: Callable):
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, strides=value.stride(), dtype=value.dtype, device=device)
+
+    def __init__(self, value: torch.Tensor, device: str, run: Callable):
+        self.run = run
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        first = next(a for a in tree_flatten((args, kwargs))[0] if isinstance(a, cls))
+        return first.run(func, args, kwargs or {})
+
+    def __repr__(self, **options):
+        return f"stand-in {tuple(self.shape)}"
+
+
+def stand_in(value: torch.Tensor, device: str, run: Callable) -> torch.Tensor:
+    """A tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op, args, kwargs)`."""
+    return _StandIn(value, device, run)
+
+
 def written(node: fx.Node) -> fx.Node | None:
     """The first argument that an op writes to, None if it writes to none."""
     schema = getattr(node.target, "_schema", None)
@@ -219,7 +264,7 @@ def joint_graph(
 
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
     checks = _without_mkldnn(), _without_linalg_checks()
-    with contextlib.ExitStack() as stack, checks[0], checks[1], torch.enable_grad(), torch._C._DisableAutocast():
+    with contextlib.ExitStack() as stack, checks[0], checks[1], torch.enable_grad(), no_autocast():
         joint = aot_export_joint_with_descriptors(
             stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )

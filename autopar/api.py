@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import capture, debug, pipeline_meshes
+from . import autocast, capture, debug, pipeline_meshes
 from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
@@ -30,6 +30,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
+from .passes.explicit_casts import explicit_casts
 from .passes.fake_quant import fake_quant
 from .passes.grad_regions import grad_regions
 from .passes.lora import check_gradients, lora
@@ -72,6 +73,7 @@ def trace(
         exported = debug.run_pass(
             "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
         )
+        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, autocast.ambient())
         debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:

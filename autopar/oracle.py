@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import graph_module, tree_map
+from ._torch import graph_module, no_autocast, tree_map
 from .calls import CallSignature, Returns, split_example
 from .capture import Captured
 from .errors import InputError
@@ -92,6 +92,11 @@ def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevi
 
 def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     """The value of every node of the joint graph, by name."""
+    with no_autocast():
+        return _interpret(module, values)
+
+
+def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     result: dict[str, object] = {}
     for node in module.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: result[n.name])
