@@ -71,6 +71,43 @@ def as_if_eager(active: bool = True):
         torch.compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def plain_regions():
+    """Inside, an exported graph keeps a node where gradients or autocast are switched on or off, and all ops in one graph. As
+    submodules, which torch makes of such regions, it loses a `no_grad` that begins inside of an `autocast`."""
+    from torch._export.passes import replace_autocast_with_hop_pass as autocast
+    from torch._export.passes import replace_set_grad_with_hop_pass as set_grad
+
+    def unchanged(module, signature):
+        return module, signature
+
+    before = autocast.replace_autocast_with_hop_pass, set_grad.replace_set_grad_with_hop_pass
+    autocast.replace_autocast_with_hop_pass = set_grad.replace_set_grad_with_hop_pass = unchanged
+    try:
+        yield
+    finally:
+        autocast.replace_autocast_with_hop_pass, set_grad.replace_set_grad_with_hop_pass = before
+
+
+def grad_switch(node: fx.Node) -> bool | None:
+    """Whether a node switches gradients on or off, None for any other node."""
+    return node.args[0] if node.op == "call_function" and node.target is torch._C._set_grad_enabled else None
+
+
+def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
+    """A node that switches gradients, where the graph is being written."""
+    return graph.call_function(torch._C._set_grad_enabled, (on,))
+
+
+def written(node: fx.Node) -> fx.Node | None:
+    """The first argument that an op writes to, None if it writes to none."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return None
+    given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
+    return next((given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether tracing failed because Python asked for the values of a tensor."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -116,13 +153,13 @@ def joint_graph(
     """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output. Ops in
     `decompositions` are traced into what they stand for.
 
-    Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index) and
-    ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation", name of a parameter or buffer),
-    ("input_mutation", input index). The tangent of a parameter's new value is ("tangent", None): autograd gives it none."""
+    Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index), ("zero", "") of
+    the tangent of a mutation, and ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation",
+    name of a parameter or buffer), ("input_mutation", input index)."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
-    with contextlib.ExitStack() as stack, _without_mkldnn():
+    with contextlib.ExitStack() as stack, _without_mkldnn(), torch.enable_grad(), torch._C._DisableAutocast():
         joint = aot_export_joint_with_descriptors(
             stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )
@@ -151,7 +188,8 @@ def _describe_input(desc) -> tuple[str, object]:
     if kind == "PlainAOTInput":
         return "input", desc.idx
     if kind == "TangentAOTInput":
-        return "tangent", desc.output.idx if type(desc.output).__name__ == "PlainAOTOutput" else None
+        is_mutation = type(desc.output).__name__ == "InputMutationAOTOutput"
+        return ("zero", "") if is_mutation else ("tangent", getattr(desc.output, "idx", 0))
     raise RuntimeError(f"torch gave the joint graph an input of an unknown kind: {desc!r}")
 
 

@@ -31,6 +31,7 @@ from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.fake_quant import fake_quant
+from .passes.grad_regions import grad_regions
 from .passes.lora import check_gradients, lora
 from .passes.quantize import quantize
 from .passes.widen import widen
@@ -70,6 +71,7 @@ def trace(
         exported = debug.run_pass(
             "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
         )
+        debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
             debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)

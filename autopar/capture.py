@@ -27,6 +27,7 @@ from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from .precision import computing_in, narrowed, widened
+from .zero_tangents import drop_tangents
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
 
@@ -147,7 +148,7 @@ def export(
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone)
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards():
+        with fake_state(model, mode, forms), in_order(model), kept_backwards(), _torch.plain_regions():
             program = _program(wrapper, inputs)
     except AutoparError:
         raise
@@ -212,7 +213,8 @@ def differentiate(exported: Exported) -> Captured:
     graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results
     names = exported.signature.tensor_names
-    for node, (kind, name) in zip([n for n in graph.nodes if n.op == "placeholder"], placeholders):
+    leaves = list(zip([n for n in graph.nodes if n.op == "placeholder"], placeholders))
+    for node, (kind, name) in leaves:
         if kind in ("parameter", "buffer"):
             name = exported.ties.get(_strip(name), _strip(name))
             node.meta["role"] = Role(kind, name, name in exported.forms and exported.forms[name].trainable)
@@ -223,6 +225,8 @@ def differentiate(exported: Exported) -> Captured:
         else:
             node.meta["role"] = Role("tangent", str(name))
         _torch.rename(node, leaf_name(node.meta["role"]))
+    tangents = [(node, kind) for node, (kind, _) in leaves if kind in ("tangent", "zero")]
+    drop_tangents(graph, [node for node, kind in tangents if kind == "zero"], [node for node, _ in tangents])
     output = output_node(graph)
     kept, roles = [], []
     for node, described in zip(output.args[0], outputs):

@@ -54,9 +54,7 @@ def _linear_backward(ctx, grad):
     return dx, dw
 
 
-linear.register_autograd(
-    _linear_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], inputs[1])
-)
+linear.register_autograd(_linear_backward, setup_context=ops_matmul.save_factors)
 
 
 # attention -------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,13 @@ def _backward(ctx, grad):
     return da, db
 
 
-matmul.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+def save_factors(ctx, inputs, output) -> None:
+    """Each of two factors only for the other one's gradient, as ATen does: a factor that no gradient needs may be written to."""
+    a, b = inputs
+    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
+
+
+matmul.register_autograd(_backward, setup_context=save_factors)
 
 
 @custom_op("autopar::grouped_mm", mutates_args=())

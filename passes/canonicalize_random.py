@@ -187,7 +187,7 @@ def number_streams(graph: fx.Graph) -> None:
 
 
 def refuse_the_rest(graph_module: fx.GraphModule) -> None:
-    """Raises UnsupportedOpError listing every op that draws from torch's own generator, those in nested graphs (of a `no_grad`)
+    """Raises UnsupportedOpError listing every op that draws from torch's own generator, those in nested graphs (of a condition)
     included."""
     graphs = [m.graph for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
     found = [f"{n.name} ({n.target})" for graph in graphs for n in graph.nodes if _draws_from_torch(n)]
@@ -196,7 +196,7 @@ def refuse_the_rest(graph_module: fx.GraphModule) -> None:
             f"{len(found)} random ops would draw other numbers on every device: {', '.join(found[:8])}"
             + (" ..." if len(found) > 8 else ""),
             node=found[0],
-            fix="use one of " + ", ".join(FORMULAS) + ", outside of torch.no_grad()",
+            fix="use one of " + ", ".join(FORMULAS),
         )
 
 

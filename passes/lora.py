@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..adapt.lora_site import LORA_A, LORA_B, MAGNITUDE, LoraSite, is_factor, sites_of
-from ..capture import Captured, Exported, source_line
+from ..capture import Captured, Exported
 from ..errors import AdaptError
 from ..graph import output_node
 from .canonicalize_random import number_streams, random_op
@@ -34,8 +34,6 @@ def lora(exported: Exported, model: torch.nn.Module) -> Exported:
         uses = uses_of(exported, name) if site.kind == "parameter" else uses_in(exported, name, model, module)
         if not uses:
             raise AdaptError(f"{name} is not used in this call: its adapter would never train", fix="leave it out of the targets")
-        for user, _ in uses:
-            _refuse_untraced(path, site, user)
         if site.kind == "parameter":
             for source in dict.fromkeys(computed_from(argument) for _, argument in uses):
                 _whole(exported, path, site, source)
@@ -91,14 +89,6 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
     else:
         result = edit.call(aten.add.Tensor, base, delta)
     replace_value(user, edit.cast(result, dtype))
-
-
-def _refuse_untraced(path: str, site: LoraSite, user: fx.Node) -> None:
-    if isinstance(user.target, torch._ops.HigherOrderOperator):
-        raise AdaptError(
-            f"{path}.{site.parameter} is used under torch.no_grad, where its adapter would never train",
-            node=user.name, source=source_line(user) or None, fix="leave it out of the targets",
-        )  # fmt: skip
 
 
 def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> None:
