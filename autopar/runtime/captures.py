@@ -34,6 +34,7 @@ from ..lower import RankProgram, lower, lower_deferred
 from ..passes.defer import unreduced_layouts
 from ..pipeline import PipelineProgram, lower_pipeline
 from ..plan import Plan
+from .. import autocast
 from . import agree
 from .accumulation import Accumulation
 from .call import Call
@@ -89,12 +90,13 @@ class Compiler(Protocol):
 
 @dataclass
 class Capture:
-    """`call` is its text; `flags`, `hooks`, `gradients` and `guards` are when it serves, `returns` what it gives. `is_met`: all ranks were
+    """`call` is its text; `flags`, `hooks`, `autocast`, `gradients` and `guards` are when it serves, `returns` what it gives. `is_met`: all ranks were
     seen to make this call."""
 
     call: str
     flags: list[bool]
     hooks: list[int]
+    autocast: autocast.State
     gradients: bool
     guards: Guards
     buffers: list[tuple[dict, str, torch.Size, torch.dtype]]
@@ -153,7 +155,7 @@ class Captures:
         call = f"{inputs.text()}; {self._modes_text(gradients)}"
         captured = traced.captured
         self.last = Capture(
-            call, self.modes.now(), self.hooks.now(), gradients, captured.guards, self._buffers_of(captured), captured.returns, inputs, step, plan, traced
+            call, self.modes.now(), self.hooks.now(), autocast.ambient(), gradients, captured.guards, self._buffers_of(captured), captured.returns, inputs, step, plan, traced
         )
         self.table.append(self.last)
         return self.last
@@ -174,10 +176,11 @@ class Captures:
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
         ranks; DesyncError if this rank alone makes a call for the first time."""
         self.structure.check()
+        casts = autocast.ambient()
         flags, hooks, gradients = self.modes.now(), self.hooks.now(), self._trains() and torch.is_grad_enabled()
         tensors = None
         for capture in (self.last, *self.table):
-            if capture.gradients is not gradients or capture.flags != flags or capture.hooks != hooks:
+            if capture.gradients is not gradients or capture.flags != flags or capture.hooks != hooks or capture.autocast != casts:
                 continue
             if capture.holds():
                 tensors = capture.inputs.match(args, kwargs)
@@ -232,7 +235,7 @@ class Captures:
         agree.meet(f"{self.place}/{self.meetings}", call)
         self.meetings += 1
         start = time.perf_counter()
-        with self.modes.set_to(capture.flags), capture.guards.installed():
+        with self.modes.set_to(capture.flags), autocast.entered(capture.autocast), capture.guards.installed():
             traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
@@ -292,7 +295,8 @@ class Captures:
         return total
 
     def _modes_text(self, gradients: bool) -> str:
-        return self.modes.text() + (", no_grad" if self._trains() and not gradients else "")
+        casts = "".join(f", autocast {device} {str(dtype).removeprefix('torch.')}" for device, dtype in autocast.ambient())
+        return self.modes.text() + (", no_grad" if self._trains() and not gradients else "") + casts
 
     def _trains(self) -> bool:
         return self.is_trained if self.modes.adapters else self.trains_besides
