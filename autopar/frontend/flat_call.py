@@ -14,8 +14,8 @@ from .._torch import tree_flatten, tree_map
 from ..calls import CallSignature, LossOutput, Returns
 from ..fake_state import Held, refreshed
 from ..precision import computing_in, narrowed, widened
-from .effects import TensorTables, effects_of
 from .eager_meaning import EagerMeaning
+from .effects import TensorTables, effects_of
 from .watch import Watch
 
 ROOT = "model"  # name of the user's module inside the traced wrapper

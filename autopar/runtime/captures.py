@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from .. import autocast
 from ..calls import Returns, describe_call
 from ..capture import Captured
 from ..errors import InputError
@@ -34,7 +35,6 @@ from ..lower import RankProgram, lower, lower_deferred
 from ..passes.defer import unreduced_layouts
 from ..pipeline import PipelineProgram, lower_pipeline
 from ..plan import Plan
-from .. import autocast
 from . import agree
 from .accumulation import Accumulation
 from .call import Call
