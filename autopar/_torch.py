@@ -99,6 +99,51 @@ def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
     return graph.call_function(torch._C._set_grad_enabled, (on,))
 
 
+def autocast_switch(node: fx.Node) -> tuple | None:
+    """(device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None for others."""
+    if node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast:
+        return ()
+    return tuple(node.args[:3]) if node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast else None
+
+
+def no_autocast():
+    """Inside, autocast is off on every device."""
+    return torch._C._DisableAutocast()
+
+
+def has_autocast_kernel(target, device: str) -> bool:
+    """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made of."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
+    name = target.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key) or torch._C._dispatch_has_kernel_for_dispatch_key(
+        name, "CompositeImplicitAutograd"
+    )
+
+
+class _StandIn(torch.Tensor):
+    """Shape, type and strides of a tensor on a device that need not be there; `run` does what is called with it."""
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, device: str, run: Callable):
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, strides=value.stride(), dtype=value.dtype, device=device)
+
+    def __init__(self, value: torch.Tensor, device: str, run: Callable):
+        self.run = run
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        first = next(a for a in tree_flatten((args, kwargs))[0] if isinstance(a, cls))
+        return first.run(func, args, kwargs or {})
+
+    def __repr__(self, **options):
+        return f"stand-in {tuple(self.shape)}"
+
+
+def stand_in(value: torch.Tensor, device: str, run: Callable) -> torch.Tensor:
+    """A tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op, args, kwargs)`."""
+    return _StandIn(value, device, run)
+
+
 def written(node: fx.Node) -> fx.Node | None:
     """The first argument that an op writes to, None if it writes to none."""
     schema = getattr(node.target, "_schema", None)
@@ -106,6 +151,40 @@ def written(node: fx.Node) -> fx.Node | None:
         return None
     given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
     return next((given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
+
+
+@contextlib.contextmanager
+def without_prints():
+    """Inside, torch.export does not print the graph that it had when it failed."""
+    import torch.export._trace as trace
+
+    trace.print = lambda *args, **kwargs: None  # hides the builtin from this module alone
+    try:
+        yield
+    finally:
+        trace.__dict__.pop("print", None)
+
+
+@contextlib.contextmanager
+def transforms(entered: Callable[[str], object]):
+    """Inside, `entered` is told the name of every transform of torch.func that begins: "torch.vmap", "torch.func.grad" (and
+    vjp, jacrev) or "torch.func.jvp" (jacfwd too)."""
+    from torch._functorch import eager_transforms, vmap
+
+    places = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting", "torch.func.grad"),
+              (eager_transforms, "jvp_increment_nesting", "torch.func.jvp"))  # fmt: skip
+    before = [getattr(module, function) for module, function, _ in places]
+
+    def noting(plain: Callable, name: str) -> Callable:
+        return lambda *args, **kwargs: (entered(name), plain(*args, **kwargs))[1]
+
+    try:
+        for (module, function, name), plain in zip(places, before):
+            setattr(module, function, noting(plain, name))
+        yield
+    finally:
+        for (module, function, _), plain in zip(places, before):
+            setattr(module, function, plain)
 
 
 def is_data_dependent(error: BaseException) -> bool:
@@ -122,6 +201,31 @@ def has_unknown_number(value: object) -> bool:
         return any(map(has_unknown_number, value))
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
+def has_no_value(value: object) -> bool:
+    """Whether a tensor, or the truth of a traced number, exists only while something is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(value, torch.SymBool):
+        return value.node.maybe_as_bool() is None
+    if isinstance(value, FunctionalTensor):
+        value = torch._from_functional_tensor(value.elem)
+    return isinstance(value, FakeTensor) and value.constant is None
+
+
+@contextlib.contextmanager
+def _without_linalg_checks():
+    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a graph keeps: such
+    a matrix then gives what LAPACK leaves behind."""
+    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    before = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(before)
 
 
 def decomposition_table() -> dict[object, Callable]:
@@ -159,7 +263,8 @@ def joint_graph(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
-    with contextlib.ExitStack() as stack, _without_mkldnn(), torch.enable_grad(), torch._C._DisableAutocast():
+    checks = _without_mkldnn(), _without_linalg_checks()
+    with contextlib.ExitStack() as stack, checks[0], checks[1], torch.enable_grad(), no_autocast():
         joint = aot_export_joint_with_descriptors(
             stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
         )
@@ -206,6 +311,22 @@ def _describe_output(desc) -> tuple[str, object] | None:
         source = desc.mutated_input
         return ("mutation", source.target) if hasattr(source, "target") else ("input_mutation", source.idx)
     return None
+
+
+def hooks_of_all_modules() -> list[dict]:
+    """The tables of hooks that run for every module."""
+    from torch.nn.modules import module
+
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return [getattr(module, name) for name in names]
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Register the hooks of one parameter with another one."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
 def is_fake(tensor: object) -> bool:

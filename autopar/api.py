@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import capture, debug, pipeline_meshes
+from . import autocast, capture, debug, pipeline_meshes
 from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
@@ -30,6 +30,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
+from .passes.explicit_casts import explicit_casts
 from .passes.fake_quant import fake_quant
 from .passes.grad_regions import grad_regions
 from .passes.lora import check_gradients, lora
@@ -46,14 +47,15 @@ from .planner.make import Planned, PlanOptions, make_plan
 from .planner.make import search as search_plan
 from .planner.tensor_plan import styles_of
 from .precision import compute_dtype
-from .runtime import agree, process_groups, watch
+from .runtime import agree, optimizers, process_groups, watch
 from .runtime.captures import Traced
 from .runtime.first_call import CompiledAtFirstCall
 from .runtime.inputs import global_example
 from .runtime.module import ParallelModule
 from .runtime.parameters import check_model, check_source
+from .runtime.same_values import share_values
 from .same_stages import plan_same_stages, with_owners
-from .storage.weights import Weights
+from .storage.weights import Weights, shapes_of
 from .unroll import tower_of, unroll
 
 ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  # by the name of an adaptation
@@ -71,6 +73,7 @@ def trace(
         exported = debug.run_pass(
             "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
         )
+        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, autocast.ambient())
         debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
@@ -238,7 +241,8 @@ def compile(
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs too).
     `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each rank reads
     its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's parameters are
-    taken over. Without example_inputs the model is compiled at its first call.
+    taken over; where ranks built it with different values, rank 0's count (runtime/same_values.py). Without
+    example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K times a
     step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. Any
@@ -285,11 +289,14 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
         return Weights(model, weights) if weights is not None else None
 
     values = agree.everywhere(opened)
+    share_values(model, device_mesh.device_type, shapes_of(model) if values is not None else ())
     seed = agree.from_rank_zero(torch.initial_seed)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
-        return ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere")
+        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere")
+        optimizers.follow(module)
+        return module
     except BaseException:
         with contextlib.suppress(MovedParameterError):  # what was taken over cannot be given back
             attachment.undo()

@@ -18,6 +18,7 @@ import torch
 
 from ._torch import tree_flatten, tree_unflatten
 from .errors import CaptureError, InputError
+from .frontend.effects import Effect
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)  # constants of an output
 
@@ -158,13 +159,21 @@ def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
 
 @dataclass
 class Returns:
-    """Form of a model's output. `position` of a tensor is its place among the flat outputs of the graph."""
+    """Form of a model's output. `position` of a tensor is its place among the flat outputs of the graph. `effects`: what a call
+    leaves in attributes of the model (see autopar/frontend/effects.py), from outputs behind those of the model."""
 
     template: object = None  # the output with _Slot(position) in place of tensors
     count: int = 0
     loss: int | None = None  # position of the scalar loss, the only output with a tangent if it requires a gradient
     names: list[str] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
+    effects: list[Effect] = field(default_factory=list)
+    buffers: dict[int, str] = field(default_factory=dict)  # outputs behind the others that are new values of buffers
+
+    @property
+    def outputs(self) -> tuple[int, int | None, list[bool]]:
+        """What a program knows of its outputs."""
+        return self.count, self.loss, self.differentiable
 
     def take_apart(self, output) -> list[torch.Tensor]:
         """Flatten an output while tracing; remembers how to rebuild it."""
@@ -209,7 +218,9 @@ class Returns:
         return None
 
     def rebuild(self, tensors):
-        """The model's output object with the given tensors."""
+        """The model's output object with the given tensors; attributes get the values that the call leaves in them."""
+        for effect in self.effects:
+            effect.apply(tensors)
         return _filled(self.template, tensors)
 
 

@@ -7,35 +7,38 @@ the call as placeholders. The joint graph has one placeholder for each of them a
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx, nn
 
-from . import _torch
-from ._torch import tree_flatten, tree_map
-from .calls import CallSignature, LossOutput, Returns, split_example
+from . import _torch, refusals
+from .calls import CallSignature, Returns, split_example
 from .compact import Compact
+from .dtypes import check_types
 from .errors import AutoparError, CaptureError, InputError
 from .experts import in_order
-from .fake_state import DEVICE, Form, Forms, Held, fake, fake_state, forms_of, refreshed
+from .fake_state import DEVICE, Form, Forms, fake, fake_state, forms_of
+from .frontend.flat_call import ROOT, FlatCall
+from .frontend.guards import Guards
+from .frontend.hooks import refuse_backward_hooks
+from .frontend.watch import Watch
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
-from .precision import computing_in, narrowed, widened
+from .quiet import quiet
+from .traced_forms import traced_forms
+from .value_checks import checks_pass
 from .zero_tangents import drop_tangents
-
-ROOT = "model"  # name of the user's module inside the traced wrapper
 
 
 @dataclass
 class Exported:
     """The forward graph of a call. `ties` maps every name of a shared parameter to its first name; `forms`: of all parameters of
-    the model under their first names, those that the call does not read included."""
+    the model under their first names, those that the call does not read included; `guards`: the Python state that it holds for."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -43,88 +46,24 @@ class Exported:
     inputs: list[torch.Tensor]
     ties: dict[str, str] = field(default_factory=dict)
     forms: Mapping[str, Form] = field(default_factory=dict)
+    guards: Guards = field(default_factory=Guards)
 
 
 @dataclass
 class Captured:
-    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it. `compact`: the same with few of many equal
-    blocks, if it was captured so."""
+    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it. `guards`: the Python state that it holds
+    for; `compact`: the same with few of many equal blocks, if it was captured so."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
     returns: Returns
     ties: dict[str, str]
+    guards: Guards = field(default_factory=Guards)
     compact: Compact | None = None
 
     @property
     def graph(self) -> fx.Graph:
         return self.graph_module.graph
-
-
-class FlatCall(nn.Module):
-    """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
-    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
-    `loss_alone`: a loss that requires a gradient is the only output that has one."""
-
-    def __init__(
-        self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
-        dtype: torch.dtype | None = None, loss_alone: bool = True, held: Sequence[Held] = (),
-    ):  # fmt: skip
-        super().__init__()
-        self.add_module(ROOT, model)
-        self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
-        self.as_eager, self.loss_alone = False, loss_alone
-
-    def forward(self, *tensors):
-        with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
-            return self._call(*self.signature.rebuild(tensors))
-
-    def _call(self, args: tuple, kwargs: dict):
-        model = getattr(self, ROOT)
-        loss_kwargs = {}
-        if self.loss_fn is not None:
-            kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
-        if _keeps_cache(model) and "use_cache" not in kwargs:
-            kwargs = {**kwargs, "use_cache": False}
-        args, kwargs = tree_map(lambda x: narrowed(x, self.dtype), (args, kwargs))
-        output = model(*args, **kwargs)
-        if self.loss_fn is not None:
-            output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
-        outputs = self.returns.take_apart(output)
-        self.returns.differentiable = [o.requires_grad for o in outputs]
-        if (at := self.returns.loss) is not None:
-            wide = outputs[at] if self.dtype is None else widened(outputs[at])
-            is_alone = self.loss_alone and self.returns.differentiable[at]
-            outputs = [wide if i == at else o.detach() if is_alone else o for i, o in enumerate(outputs)]
-        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        return tuple(_apart(outputs, [*model.parameters(), *inputs]))
-
-
-def _apart(outputs: list[torch.Tensor], leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a view of
-    a parameter, an input or another output."""
-    taken, result = {_torch.storage_key(p) for p in leaves}, []
-    for output in outputs:
-        if output.requires_grad and _torch.storage_key(output) in taken:
-            output = output.clone()
-        taken.add(_torch.storage_key(output))
-        result.append(output)
-    return result
-
-
-def _keeps_cache(model: nn.Module) -> bool:
-    """Whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
-    takes = inspect.signature(model.forward).parameters
-    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    return "use_cache" in takes or (is_open and bool(getattr(getattr(model, "config", None), "use_cache", False)))
-
-
-def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
-    """Keyword arguments of the call go to the model if it takes them and to the loss function if that takes them."""
-    model_takes, loss_takes = inspect.signature(forward).parameters, list(inspect.signature(loss_fn).parameters)[1:]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in model_takes.values())
-    to_loss = {k: v for k, v in kwargs.items() if k in loss_takes}
-    return {k: v for k, v in kwargs.items() if k in model_takes or (open_ended and k not in to_loss)}, to_loss
 
 
 def export(
@@ -146,26 +85,41 @@ def export(
         fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated) for name, x in zip(signature.tensor_names, inputs)
     ]
     returns = Returns()
-    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held)
+    refuse_backward_hooks(model)
+    watch = Watch(model, loss_fn, [held.container for held in forms.held])
+    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards(), _torch.plain_regions():
+        with (
+            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(),
+            traced_forms(), _torch.plain_regions(), refusals.noted() as entered, watch.installed(),
+        ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)
     except AutoparError:
         raise
     except Exception as error:
-        raise CaptureError(
+        raise refusals.explained(error, entered) or CaptureError(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=_source_of_exception(error),
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
-    graph_module = program.module(check_guards=False)
+    with quiet():
+        graph_module = program.module(check_guards=False)
+    refusals.refuse(graph_module.graph, entered, source_line)
+    check_types(graph_module.graph, source_line)
+    graph_module.meta["entered"] = entered
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
+            if name in with_gradient and node.users:
+                raise CaptureError(
+                    f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get none",
+                    source=source_line(next(iter(node.users))) or None,
+                    fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
+                )
             node.target = f"{ROOT}.{ties.get(name, name)}"
-    return Exported(graph_module, signature, returns, inputs, ties, forms)
+    return Exported(graph_module, signature, returns, inputs, ties, forms, Guards.of(watch))
 
 
 def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
@@ -209,13 +163,16 @@ def differentiate(exported: Exported) -> Captured:
     """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
     _refuse_sizes_from_values(exported.graph_module.graph)
     try:
-        graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
+        with quiet():
+            graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
     except Exception as error:
-        raise CaptureError(
+        forward = exported.graph_module
+        raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph, source_line) or CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",
             source=_source_of_exception(error),
-            fix="write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
-        ) from error
+            fix="write to the tensor before it is read, or to a clone of it" if "inplace operation" in str(error)
+            else "write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
+        ) from error  # fmt: skip
     graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results
     names = exported.signature.tensor_names
@@ -239,6 +196,10 @@ def differentiate(exported: Exported) -> Captured:
         if node is None or described is None:  # a frozen parameter, or a later name of a shared one
             continue
         kind, name = described
+        if kind == "output" and name in exported.returns.buffers:
+            kind, name = "mutation", exported.returns.buffers[name]
+        elif kind == "mutation" and _strip(name) in exported.returns.buffers.values():
+            continue  # written to, and then replaced
         if kind in ("gradient", "mutation"):
             name = exported.ties.get(_strip(name), _strip(name))
         elif kind in ("input_gradient", "input_mutation"):
@@ -250,6 +211,10 @@ def differentiate(exported: Exported) -> Captured:
     output.args = (tuple(kept),)
     output.meta["roles"] = roles
     _merge_shared_placeholders(graph)
+    registered = getattr(exported.forms, "buffers", {})
+    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
+        if node.meta["role"].kind == "buffer" and node.meta["role"].name not in registered:  # an attribute that nobody reads
+            graph.erase_node(node)
     _refuse_fake_constants(graph_module)
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -259,7 +224,7 @@ def differentiate(exported: Exported) -> Captured:
         node.meta["source"] = source_line(node)
     mark_phases(graph)
     graph_module.recompile()
-    return Captured(graph_module, exported.signature, exported.returns, exported.ties)
+    return Captured(graph_module, exported.signature, exported.returns, exported.ties, exported.guards)
 
 
 def _refuse_sizes_from_values(graph: fx.Graph) -> None:

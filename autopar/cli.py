@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def one_line(error: AutoparError) -> str:
-    """The first line of the message, and the fix."""
-    message = error.message.splitlines()[0]
+    """The first line of the message, the user's line and the fix."""
+    message = error.message.splitlines()[0] + (f", at {error.source}" if error.source else "")
     return f"{message}; fix: {error.fix}" if error.fix else message
 
 

@@ -54,9 +54,10 @@ class Divergence:
 @dataclass(frozen=True)
 class VerifyReport:
     """A simulated step against the unsharded model in the same precision. `loss_error` is relative (of all outputs if there is no
-    loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight"), `buffer_errors` that of
-    buffers with new values; bytes are what a rank sends in a step, under a pipeline what one rank of every stage sends inside of
-    it. `sends`: between stages, how many values, forward and backward.
+    loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight") and inputs ("input x"),
+    `buffer_errors` that of buffers and of parameters and inputs that the forward writes to; bytes are what a rank sends in a step,
+    under a pipeline what one rank of every stage sends inside of it. `sends`: between stages, how many values, forward and
+    backward.
 
     Rounding may hide a mistake or look like one: mixed precision rounds by more than most mistakes are large, and what cancels
     out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake can be seen (`wide`;

@@ -69,6 +69,10 @@ class PipelineError(AutoparError):
     """A number of micro-batches or stages that no pipeline has."""
 
 
+class OptimizerError(AutoparError):
+    """An optimizer that cannot update the parameters of a compiled model as it would those of a plain one."""
+
+
 class AdaptError(AutoparError):
     """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not its own."""
 
@@ -168,6 +172,11 @@ class MovedParameterError(AutoparError):
 
 class SourceMethodError(AutoparError, AttributeError):
     """A method of the source model, such as `generate`, was looked up on the compiled one, which has only the call."""
+
+
+def not_compared(error: Exception) -> AutoparError:
+    """What a row says of a comparison that could not be made: nobody asked for it, so it never takes the place of a plan."""
+    return error if isinstance(error, AutoparError) else StrategyError(f"could not be compared: {type(error).__name__}: {error}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

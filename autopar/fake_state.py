@@ -163,10 +163,61 @@ def fake(mode, shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=DEVICE)
 
 
+def attributes_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are plain attributes of a module: to a graph they are buffers that no state dict has."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model and the tensors that are plain attributes of its modules, by their first names."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for leaf, tensor in (*module._buffers.items(), *attributes_of(module).items()):
+            if tensor is not None and not isinstance(tensor, nn.Parameter):
+                found.setdefault(id(tensor), (f"{path}.{leaf}" if path else leaf, tensor))
+    return dict(found.values())
+
+
 @contextmanager
-def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[None]:
+def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tensor]) -> Iterator[set[str]]:
+    """Inside, tensors that are plain attributes are in the tables of the modules, on the CPU. Gives the names of those that require
+    a gradient."""
+    moved: list[tuple[nn.Module, dict[str, Tensor]]] = []
+    made: dict[int, Tensor] = {}
+    with_gradient: set[str] = set()
+    for path, module in model.named_modules():
+        attributes = attributes_of(module)
+        for leaf, tensor in attributes.items():
+            if tensor.requires_grad and id(tensor) not in parameters:
+                with_gradient.add(f"{path}.{leaf}" if path else leaf)
+            if id(tensor) not in made:
+                is_whole = hasattr(tensor, "full_tensor") or tensor.is_meta
+                value = fake(mode, tensor.shape, tensor.dtype) if is_whole else tensor.detach().to(DEVICE)
+                made[id(tensor)] = parameters.get(id(tensor), value)
+        if attributes:
+            moved.append((module, attributes))
+    try:
+        for module, attributes in moved:
+            for leaf, tensor in attributes.items():
+                del vars(module)[leaf]
+                table = module._parameters if id(tensor) in parameters else module._buffers
+                table[leaf] = made[id(tensor)]
+                if table is module._buffers:
+                    module._non_persistent_buffers_set.add(leaf)
+        yield with_gradient
+    finally:
+        for module, attributes in moved:
+            for leaf, tensor in attributes.items():
+                module._buffers.pop(leaf, None), module._parameters.pop(leaf, None)
+                module._non_persistent_buffers_set.discard(leaf)
+                vars(module)[leaf] = tensor
+
+
+@contextmanager
+def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[set[str]]:
     """Inside, the parameters of `model` are fake tensors of these forms, and its buffers are on the CPU (fake if they are
-    meta or not on this rank). Shared ones stay shared. Afterwards everything is as it was."""
+    meta or not on this rank), as are tensors that are plain attributes. Shared ones stay shared. Gives the names of the plain
+    attributes that require a gradient. Afterwards everything is as it was."""
     where = forms if isinstance(forms, Forms) else forms_of(model)
     tensors: dict[str, Tensor] = {}
     for name in where:
@@ -178,10 +229,13 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[No
         is_fake = buffer is None or buffer.is_meta
         tensors[name] = fake(mode, form.shape, form.dtype) if is_fake else buffer.detach().to(DEVICE)
     global _tracing
-    with where.installed(tensors):
+    owned = {id(value): tensors[name] for t in where.tables for table, names in
+             ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers)) for leaf, name in names.items()
+             if name is not None and (value := table.get(leaf)) is not None}  # fmt: skip
+    with where.installed(tensors), _attributes_as_buffers(model, mode, owned) as with_gradient:
         _tracing += 1
         try:
-            yield
+            yield with_gradient
         finally:
             _tracing -= 1
 

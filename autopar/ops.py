@@ -6,8 +6,8 @@ contributes nothing, so the results of all shards add up to the whole (a masked 
 embedding and cross-entropy, arXiv 1909.08053). Implementations run below autograd: they call kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
-quantization, quantized weights and random numbers have files of their own: autopar/ops_matmul.py, ops_batch_norm.py, ops_quant.py,
-ops_nf4.py and ops_random.py.
+quantization, quantized weights, random numbers and CTC have files of their own: autopar/ops_matmul.py, ops_batch_norm.py,
+ops_quant.py, ops_nf4.py, ops_random.py and ops_ctc.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import ops_batch_norm, ops_matmul, ops_nf4, ops_quant, ops_random  # noqa: F401  (their ops are registered too)
+from . import ops_batch_norm, ops_ctc, ops_matmul, ops_nf4, ops_quant, ops_random  # noqa: F401  (their ops are registered too)
+from .attention_forms import additive, by_formula, by_formula_backward, by_kernel, by_kernel_backward, lse_dtype
 
 aten = torch.ops.aten
 
@@ -75,12 +76,6 @@ def _sum_repeats(grad: Tensor, kv: Tensor) -> Tensor:
     return grad if repeat == 1 else grad.unflatten(1, (kv.shape[1], repeat)).sum(2)
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
 def _seq_major(x: Tensor) -> Tensor:
     """The same values stored as (b, s, h, d), which the projection after attention reads without a copy."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -92,17 +87,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Scaled dot-product attention. q (b, h, s, d), k (b, h_kv, t, d), v (b, h_kv, t, d_v) with h a multiple of h_kv (grouped
     queries), mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d_v) and the log-sum-exp
-    (b, h, s)."""
-    q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), _additive(mask, q.dtype)
-    if q.is_cuda:
-        out, lse = _attention_cuda(q, k, v, mask, causal, scale)
-    else:
-        if mask is not None:
-            mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*_one_width(q, k, v), 0.0, causal, attn_mask=mask, scale=scale)
-        out = out[..., : v.shape[-1]]
-    return _seq_major(out), lse.to(_lse_dtype(q)).clone(memory_format=torch.contiguous_format)
+    (b, h, s): 0 and -inf for a query that may attend to no key."""
+    q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
+    out, lse = (by_formula if q.is_cuda else by_kernel)(q, k, v, mask, causal, scale)
+    return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
 
 
 @custom_op("autopar::attention_bw", mutates_args=())
@@ -112,50 +100,12 @@ def attention_bw(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     grad, q, out = _rows(grad), _rows(q), _rows(out)
-    full_k, full_v, mask = _repeat_heads(q, k), _repeat_heads(q, v), _additive(mask, q.dtype)
+    full_k, full_v, mask = _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
     if q.is_cuda:
-        dq, dk, dv = _attention_formula_bw(grad, q, full_k, full_v, lse, mask, causal, scale)
+        dq, dk, dv = by_formula_backward(grad, q, full_k, full_v, mask, causal, scale)
     else:
-        if mask is not None:
-            mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        wide_q, wide_k, *wide = _one_width(q, full_k, full_v, out, grad)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            wide[2], wide_q, wide_k, *wide[:2], lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
-        dq, dk, dv = dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        dq, dk, dv = by_kernel_backward(grad, q, full_k, full_v, out, lse, mask, causal, scale)
     return _seq_major(dq), _seq_major(_sum_repeats(dk, k)), _seq_major(_sum_repeats(dv, v))
-
-
-def _one_width(*heads: Tensor) -> list[Tensor]:
-    """Heads of one size, as the CPU kernel wants them: zeros behind the others add nothing to a product."""
-    width = max(x.shape[-1] for x in heads)
-    return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _scores(q, k, mask, causal, scale):
-    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~keep, float("-inf"))
-    return scores if mask is None else scores + mask
-
-
-def _attention_cuda(q, k, v, mask, causal, scale):
-    """The math form on CUDA: right for every shape; fused kernels are a later choice of the code generator."""
-    scores = _scores(q, k, mask, causal, scale).to(_lse_dtype(q))
-    return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1)
-
-
-def _attention_formula_bw(grad, q, k, v, lse, mask, causal, scale):
-    p = (_scores(q, k, mask, causal, scale).to(lse.dtype) - lse.unsqueeze(-1)).exp()
-    dp = (grad @ v.transpose(-1, -2)).to(p.dtype)
-    ds = (p * (dp - (dp * p).sum(-1, keepdim=True))).to(q.dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return ds @ k, ds.transpose(-1, -2) @ q, p.to(q.dtype).transpose(-1, -2) @ grad
 
 
 def _empty_seq_major(like: Tensor, shape) -> Tensor:
@@ -165,7 +115,7 @@ def _empty_seq_major(like: Tensor, shape) -> Tensor:
 
 @attention.register_fake
 def _(q, k, v, mask, causal, scale):
-    return _empty_seq_major(q, (*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    return _empty_seq_major(q, (*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
 
 
 @attention_bw.register_fake
@@ -270,20 +220,3 @@ def _vocab_loss_backward(ctx, grad_sum, grad_picked):
 
 
 vocab_loss.register_autograd(_vocab_loss_backward, setup_context=_vocab_loss_setup)
-
-
-def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype) -> Tensor:
-    """Cross-entropy over the last dim of `logits` (..., v) written in ops that may all be sharded, the vocabulary included.
-    reduction as in ATen: 0 none, 1 mean over the targets that are not `ignore_index`, 2 sum. `dtype` is the result's."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    row_max = aten._to_copy.default(aten.amax.default(aten.detach.default(logits), [-1]), dtype=wide)
-    keep = aten.ne.Scalar(target, ignore_index)
-    safe = torch.where(keep, target, 0)
-    sums = torch.ops.autopar.vocab_loss.default(logits, safe, row_max, 0)
-    loss = aten.sub.Tensor(aten.add.Tensor(aten.log.default(sums[0]), row_max), sums[1])
-    loss = torch.where(keep, loss, 0.0)
-    if reduction:
-        loss = aten.sum.default(loss)
-    if reduction == 1:
-        loss = aten.div.Tensor(loss, aten.sum.default(aten._to_copy.default(keep, dtype=wide)))
-    return loss if dtype == wide else aten._to_copy.default(loss, dtype=dtype)

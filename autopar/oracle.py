@@ -17,17 +17,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import graph_module, tree_map
+from ._torch import graph_module, no_autocast, tree_map
 from .calls import CallSignature, Returns, split_example
-from .capture import Captured, FlatCall
+from .capture import Captured
 from .errors import InputError
-from .graph import output_node
+from .fake_state import buffers_of
+from .frontend.flat_call import FlatCall
+from .graph import OutputRole, output_node
 from .precision import compute_dtype
 from .runtime.random_state import RandomState
 
 
 class OneDevice(NamedTuple):
-    """What a step gives: outputs in order, gradients by parameter name, new values of buffers by name; all global."""
+    """What a step gives: outputs in order, gradients by name, and the values by name of buffers and of what else the forward writes
+    to; all global. Parameters and buffers have their own names, the input x is "input x"."""
 
     outputs: Sequence[Tensor]
     gradients: Mapping[str, Tensor]
@@ -39,7 +42,7 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
     state is the first that a run from torch's present seed takes."""
     args, kwargs = split_example(example_inputs)
     inputs = dict(zip(captured.signature.tensor_names, CallSignature.of(args, kwargs)[1], strict=True))
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    state = dict(model.named_parameters()) | buffers_of(model)
     values = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -54,42 +57,60 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
 
 
 def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable | None, precision: str) -> OneDevice:
-    """A step of the model itself, in a precision. Buffers get their old values back."""
-    inputs = {n.meta["role"].name: values[n.name] for n in captured.graph.nodes if _is_input(n)}
+    """A step of the model itself, in a precision. Its state gets its old values back."""
+    roles = {n.name: n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"}
+    named = {role.name: values[name] for name, role in roles.items() if role.kind == "input"}
+    differentiated = captured.signature.differentiated_names
+    inputs = {n: x.clone().requires_grad_(n in differentiated) for n, x in named.items()}
+    tangents = [int(role.name) for role in roles.values() if role.kind == "tangent"]
     returns = Returns()
-    call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision))
-    old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision), tangents == [captured.returns.loss])
+    written = {output_name(r) for r in output_node(captured.graph).meta["roles"] if "mutation" in r.kind}
+    state = {n: p for n, p in model.named_parameters() if n in written} | dict(model.named_buffers())
+    old = {name: tensor.detach().clone() for name, tensor in state.items()}
     try:
         outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
     except RuntimeError as error:  # tracing looks at shapes only
         raise InputError(f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs") from error
-    wanted = outputs if returns.loss is None else [outputs[returns.loss]]
-    sums = [o.sum() for o in wanted if o.requires_grad]
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True) if sums and parameters else ()
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    sums = [outputs[at].sum() for at in tangents if outputs[at].requires_grad]
+    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {f"input {n}": inputs[n] for n in differentiated}
+    gradients = torch.autograd.grad(sums, list(leaves.values()), allow_unused=True) if sums and leaves else ()
+    new = {name: tensor.detach().clone() for name, tensor in state.items()}
+    new |= {f"input {n}": x.detach() for n, x in inputs.items() if f"input {n}" in written}
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(old[name])
-    return OneDevice(outputs, {name: g for name, g in zip(parameters, gradients) if g is not None}, buffers)
+        for name, tensor in state.items():
+            tensor.copy_(old[name])
+    return OneDevice(outputs, {name: g for name, g in zip(leaves, gradients) if g is not None}, new)
 
 
-def _is_input(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["role"].kind == "input"
+def output_name(role: OutputRole) -> str:
+    """The name of what a gradient or a new value belongs to."""
+    return f"input {role.name}" if role.kind.startswith("input_") else role.name
 
 
 def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevice:
     """A step of the unsharded joint graph."""
     known, output = interpret(captured.graph_module, values), output_node(captured.graph)
+    results = [known[node.name] for node in output.args[0]]
+    return sorted_results(results, output.meta["roles"])
+
+
+def sorted_results(results: Sequence[Tensor], roles: Sequence[OutputRole]) -> OneDevice:
+    """The values of a joint graph's outputs by what they are."""
     found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "mutation": {}}
-    for node, role in zip(output.args[0], output.meta["roles"]):
-        found.setdefault(role.kind, {})[role.name] = known[node.name]
-    outputs = [found["output"][name] for name in sorted(found["output"], key=int)]
+    for value, role in zip(results, roles):
+        found[role.kind.removeprefix("input_")][output_name(role)] = value
+    outputs = tuple(found["output"][name] for name in sorted(found["output"], key=int))
     return OneDevice(outputs, found["gradient"], found["mutation"])
 
 
 def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     """The value of every node of the joint graph, by name."""
+    with no_autocast():
+        return _interpret(module, values)
+
+
+def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     result: dict[str, object] = {}
     for node in module.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: result[n.name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import AutoparError
+from .errors import AutoparError, not_compared
 from .pipeline_search import Estimate, Tried
 from .planner.forced import AUTO
 from .planner.restrict import Restriction
@@ -23,6 +23,16 @@ def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
             search.report(name)
             estimates = search.under(name, [(pipeline.schedule, pipeline.stages_per_rank)]).estimates()
             found[name] = min(estimates, key=lambda one: (0, one.step_seconds) if one.fits else (1, one.peak_bytes))
-        except AutoparError as error:
-            found[name] = error
+        except Exception as error:
+            found[name] = not_compared(error)
     return found
+
+
+def judged_if_faster(one: Estimate | AutoparError, seconds: float) -> Estimate | Tried | AutoparError:
+    """An expert's estimate, judged if it fits and is below `seconds`; else as it is."""
+    if not isinstance(one, Estimate) or not one.fits or one.step_seconds >= seconds:
+        return one
+    try:
+        return one.search.judged(one)
+    except Exception as error:
+        return not_compared(error)

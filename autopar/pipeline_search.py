@@ -223,7 +223,8 @@ class PipelineSearch:
         for stage in cut.stages:
             spans = [pieces.parts[first:end] for first, end in stage.spans]
             own = [_seconds(span) for span in spans]
-            again = stage.seconds / sum(map(sum, own))
+            seconds = sum(map(sum, own))
+            again = stage.seconds / seconds if seconds else 1.0  # a stage may have views alone
             for (first, _), (forward, inputs, weight) in zip(stage.spans, own):
                 works[first] = forward, (forward + inputs + weight) * again - forward - weight, weight
         firsts = sorted(works)

@@ -18,7 +18,7 @@ from .capture import Captured
 from .errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
 from .mesh import Mesh
 from .passes.micro_batch import MicroBatched
-from .pipeline_experts import experts
+from .pipeline_experts import experts, judged_if_faster
 from .pipeline_plan import axis_of, inside
 from .pipeline_search import Estimate, PipelineSearch, Tried
 from .plan import Alternative, Plan, fingerprint
@@ -69,9 +69,7 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     if not tried[0].fits and options.refuses:
         raise _refusal(tried[0], tried[0].limit)
     others = experts(tried[0]) if options.baselines and tried[0].fits else {}
-    for name, one in others.items():  # never worse than an expert
-        if isinstance(one, Estimate) and one.fits and one.step_seconds < tried[0].judged.step_seconds:
-            others[name] = one.search.judged(one)
+    others = {name: judged_if_faster(one, tried[0].judged.step_seconds) for name, one in others.items()}  # never worse than one
     tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Tried))])
     return described(tried[0], tried, captured, mesh, warnings, batch, others)
 

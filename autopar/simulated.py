@@ -16,6 +16,7 @@ from . import api, debug
 from .capture import Captured
 from .graph import output_node
 from .lower import RankProgram, lower
+from .oracle import sorted_results
 from .plan import Plan
 from .simulate import Simulator, assemble, local_inputs
 from .simulate import simulate_step as run_parts
@@ -24,8 +25,9 @@ from .verify import check_ranks
 
 @dataclass(frozen=True)
 class StepResult:
-    """One simulated step. `outputs`, `gradients` (by parameter name) and `buffers` (new values by name) are global tensors;
-    `bytes_sent` has one number a rank; `collectives` counts what rank 0 calls as (kind, axes)."""
+    """One simulated step. `outputs`, `gradients` and `buffers` (new values of all that the forward writes to), both by name as in
+    autopar/oracle.py, are global tensors; `bytes_sent` has one number a rank; `collectives` counts what rank 0 calls as
+    (kind, axes)."""
 
     loss: Tensor | None
     outputs: tuple[Tensor, ...]
@@ -57,13 +59,11 @@ def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) 
     roles = output.meta["roles"]
     is_forward = [r.is_forward for r in roles]
     order = sorted(range(len(roles)), key=lambda i: not is_forward[i])  # as the parts return them
-    whole: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "input_gradient": {}, "mutation": {}}
+    whole: dict[int, Tensor] = {}
     for position, i in enumerate(order):
         blocks, shape = [values[position] for values in ranks], output.args[0][i].meta["val"].shape
-        whole[roles[i].kind][roles[i].name] = assemble(blocks, plan.sharding.outputs[i], mesh, shape)
-    returned = tuple(whole["output"][name] for name in sorted(whole["output"], key=int))
-    loss = None if captured.returns.loss is None else returned[captured.returns.loss]
+        whole[i] = assemble(blocks, plan.sharding.outputs[i], mesh, shape)
+    found = sorted_results([whole[i] for i in range(len(roles))], roles)
+    loss = None if captured.returns.loss is None else found.outputs[captured.returns.loss]
     calls = Counter((debug.kind_of(op), axes) for op, axes, group in simulator.calls if 0 in group)
-    return StepResult(
-        loss, returned, whole["gradient"], whole["mutation"], tuple(simulator.bytes_sent), calls, programs
-    )  # fmt: skip
+    return StepResult(loss, *found, tuple(simulator.bytes_sent), calls, programs)

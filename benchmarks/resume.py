@@ -92,7 +92,9 @@ def train(folder: Path, *words: str) -> subprocess.Popen:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """All but what names the run and the time."""
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in ("manifest.json", "COMMIT")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def run(rng: random.Random, trials: int) -> int:

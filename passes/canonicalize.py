@@ -15,16 +15,17 @@ from ..graph import call
 from .canonicalize_attention import attention
 from .canonicalize_batch_norm import batch_norm
 from .canonicalize_experts import bmm, grouped_mm
-from .canonicalize_loss import cross_entropy
+from .canonicalize_loss import cross_entropy, nll_loss
 from .canonicalize_random import has_formula, number_streams, random_op, refuse_the_rest
 from .canonicalize_rows import index, squeeze
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-# Checks of values and types; none of them makes a value.
-ASSERTIONS = {
+# Checks of values and types, none of which makes a value. For what they refuse (a class that one_hot does not have, a matrix that
+# cannot be inverted) a compiled module computes on: a row of zeros, what LAPACK leaves behind.
+CHECKS = {
     aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten._assert_async.default,
-    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
+    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default, aten._linalg_check_errors.default,
 }  # fmt: skip
 
 
@@ -32,7 +33,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites in place and returns the module. Raises UnsupportedOpError listing the random ops that are left."""
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in ASSERTIONS:
+        if node.op == "call_function" and node.target in CHECKS:
             graph.erase_node(node)
     for node in list(graph.nodes):
         rewrite = random_op if has_formula(node) else _rewrite_of(node)
@@ -124,4 +125,7 @@ REWRITES = {
     "transformers.grouped_mm_fallback.default": grouped_mm,
     aten.scaled_dot_product_attention.default: attention,
     aten.cross_entropy_loss.default: cross_entropy,
+    aten.nll_loss_nd.default: nll_loss,
+    aten.nll_loss.default: nll_loss,
+    aten.nll_loss2d.default: nll_loss,
 }

@@ -64,18 +64,18 @@ class Draws:
         return autopar.dropout.default(x, self.proxy(self.state), p, 0, 0, contiguous_strides(shape))
 
     def uniform(self) -> fx.Proxy:
-        return self._draw(autopar.uniform.default, self.value.shape, self.value.dtype)
+        return self.draw(autopar.uniform.default, self.value.shape, self.value.dtype)
 
     def normal(self) -> fx.Proxy:
-        return self._draw(autopar.normal.default, self.value.shape, self.value.dtype)
+        return self.draw(autopar.normal.default, self.value.shape, self.value.dtype)
 
     def happens(self, p: float | fx.Proxy, shape=None) -> fx.Proxy:
         """True with probability p; fine steps also where the result's type has coarse ones."""
         dtype = torch.promote_types(self.value.dtype, torch.float32)
-        number = self._draw(autopar.uniform.default, self.value.shape if shape is None else shape, dtype)
+        number = self.draw(autopar.uniform.default, self.value.shape if shape is None else shape, dtype)
         return (aten.lt.Tensor if isinstance(p, fx.Proxy) else aten.lt.Scalar)(number, p)
 
-    def _draw(self, op, shape, dtype: torch.dtype) -> fx.Proxy:
+    def draw(self, op, shape, dtype: torch.dtype) -> fx.Proxy:
         dtype = dtype if dtype.is_floating_point else torch.float64
         strides = contiguous_strides(shape)
         return op(self.proxy(self.state), list(shape), 0, 0, strides, dtype=dtype, device=self.value.device)
@@ -156,6 +156,27 @@ def _exponential(draws: Draws, lambd=1.0, **_) -> fx.Proxy:
     return aten.div.Tensor(aten.clamp_min.default(log, torch.finfo(draws.value.dtype).eps / 4), lambd)
 
 
+def _rrelu(draws: Draws, lower=1 / 8, upper=1 / 3, training=False, **_) -> fx.Proxy | None:
+    """Every negative element times a slope of its own; in evaluation the op draws nothing."""
+    if not training:
+        return None
+    slope = aten.add.Tensor(aten.mul.Tensor(draws.uniform(), upper - lower), lower)
+    return aten.where.self(aten.le.Scalar(draws.input, 0), aten.mul.Tensor(draws.input, slope), draws.input)
+
+
+def _multinomial(draws: Draws, num_samples, replacement=False, **_) -> fx.Proxy | None:
+    """The class in whose share of the sum of all weights a uniform number falls, (..., c) -> (..., samples)."""
+    if num_samples > 1 and not replacement:
+        return None
+    weights = draws.node.args[0].meta["val"]
+    wide = aten._to_copy.default(draws.input, dtype=torch.promote_types(weights.dtype, torch.float32))
+    ends = aten.cumsum.default(wide, -1)
+    number = draws.draw(autopar.uniform.default, draws.value.shape, torch.promote_types(weights.dtype, torch.float32))
+    number = aten.mul.Tensor(number, aten.sum.dim_IntList(wide, [-1], True))
+    passed = aten.le.Tensor(aten.unsqueeze.default(ends, -2), aten.unsqueeze.default(number, -1))
+    return aten.clamp_max.default(aten.sum.dim_IntList(passed, [-1]), weights.shape[-1] - 1)
+
+
 FORMULAS: dict[str, Callable[..., fx.Proxy | None]] = {
     "dropout": _dropout,
     "feature_dropout": _feature_dropout,
@@ -171,6 +192,8 @@ FORMULAS: dict[str, Callable[..., fx.Proxy | None]] = {
     "randint": _randint,
     "randint_like": _randint,
     "exponential": _exponential,
+    "rrelu": _rrelu,
+    "multinomial": _multinomial,
 }
 
 

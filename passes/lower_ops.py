@@ -88,24 +88,22 @@ def _embedding_dw(call, node, grad, index, padding_idx, offset, rows):
 def _attention(call, node, q, k, v, mask, causal, scale):
     if _is_plain(q, k, v, mask):
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
-        return call(flash, q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return call(flash, q, k, v, 0.0, causal, scale=scale)
 
 
 def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale):
     if _is_plain(q, k, v, mask):
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        return call(flash, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
 def _is_plain(q, k, v, mask) -> bool:
     """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat or
-    of several sizes, no mask to convert or to expand."""
+    of several sizes, no mask (which the op converts, and of a query that it closes the kernel says another log-sum-exp)."""
     if any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False
-    scores = (*_shape(q)[:3], _shape(k)[2])
-    whole = mask is None or (mask.meta["val"].dtype == q.meta["val"].dtype and _shape(mask) == scores)
     equal = _shape(q)[1] == _shape(k)[1] == _shape(v)[1] and _shape(q)[-1] == _shape(v)[-1]
-    return q.meta["val"].device.type == "cpu" and equal and whole
+    return q.meta["val"].device.type == "cpu" and equal and mask is None
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

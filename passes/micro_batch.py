@@ -20,7 +20,7 @@ from .._torch import graph_module
 from ..capture import Captured
 from ..compact import Compact
 from ..cost.redistribute import Link
-from ..errors import MicroBatchError
+from ..errors import MicroBatchError, StageError
 from ..graph import OutputRole, Role, describe, leaf_name, output_node
 from ..layout import Layout
 from ..ops_random import STREAM, stream_of
@@ -47,7 +47,9 @@ class MicroBatched:
 
 
 def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
-    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by one."""
+    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by one, and
+    StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
+    _check_roles(captured.graph)
     graph = captured.graph
     roles = output_node(graph).meta["roles"]
     if micro_batches == 1:
@@ -68,6 +70,23 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
             if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
     compact = captured.compact and _compact(captured.compact, small, local)
     return MicroBatched(replace(captured, graph_module=local, compact=compact), micro_batches, joins, totals, inputs, dims)
+
+
+def _check_roles(graph: fx.Graph) -> None:
+    """Gradients of inputs would have to leave a schedule that is over when the call returns; what one micro-batch writes to a
+    parameter or to the batch, the others would read or overwrite."""
+    parameters = {n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
+    for node, role in zip(output_node(graph).args[0], output_node(graph).meta["roles"]):
+        if role.kind == "input_gradient":
+            raise StageError(
+                f"{role.name} requires a gradient, and a pipeline gives gradients to parameters only",
+                fix=f"pass {role.name}.detach(), make what computes it a part of the model, or use a mesh without pp",
+            )
+        if role.kind == "input_mutation" or role.kind == "mutation" and role.name in parameters:
+            raise StageError(
+                f"the forward writes to {role.name} in place, and in a pipeline each micro-batch would",
+                source=node.meta.get("source") or None, fix="write to it outside of the forward, or use a mesh without pp",
+            )  # fmt: skip
 
 
 def _few(old: Compact, micro_batches: int, samples: int) -> fx.GraphModule:
@@ -91,6 +110,7 @@ def _local(joint: fx.GraphModule, axis: BatchAxis, checks: bool = True) -> fx.Gr
 def few_blocks(captured: Captured, micro_batches: int) -> Captured:
     """What the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact graph are cut, so
     that no op of the whole graph is known. Raises as that does."""
+    _check_roles(captured.graph)
     old, samples = captured.compact, next((shape[0] for shape in captured.signature.shapes if shape), 1)
     if old is None or micro_batches == 1:
         return micro_batch(captured, micro_batches).captured

@@ -89,6 +89,9 @@ def test_version(capsys):
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
         (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
         (["train", *MLP, "--resume"], "--every, --keep and --resume", "--checkpoint FOLDER"),
+        (["train", *MLP, "--checkpoint", "x", "--keep", "0"], "--keep: 0 is not 1 or more", ""),
+        (["train", *MLP, "--checkpoint", "x", "--keep", "-1"], "--keep: -1 is not 1 or more", ""),
+        (["train", *MLP, "--checkpoint", "x", "--keep", "2.0"], "--keep: invalid count value: '2.0'", ""),
         (["train", *MLP, "--save-adapter", "there"], "--save-adapter", "--lora"),
         (plan("--lora", "rank=2"), "no 'rank'", "r"),
         (plan("--lora", "r=2,target_modules=upp"), "'upp'", "up"),
@@ -239,7 +242,8 @@ def test_train_under_torchrun(tmp_path):
 
 
 def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
-    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte."""
+    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the name of the
+    run and the time, which are in the manifest)."""
     from autopar.commands import train_rank
 
     words = ["train", "--model", "gpt:hidden=16,layers=1,heads=2,vocab=256,seq=8", "--mesh", "dp=1", "--batch", "2", "--seq", "8"]
@@ -260,10 +264,31 @@ def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main([*words, str(tmp_path / "killed")]) == 0
     out = capsys.readouterr().out
-    assert "resumed from" in out and out.count("  loss ") == 2 and "step 5  loss" in out
-    names = [p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*") if p.is_file()]
+    assert "step-00000004: step 4 of run " in out and out.count("  loss ") == 2 and "step 5  loss" in out
+    files = [p for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.name not in ("manifest.json", "COMMIT")]
+    names = [p.relative_to(tmp_path / "whole") for p in files]
     assert {p.parts[0] for p in names} == {"step-00000004", "step-00000006"}
     assert all((tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
+
+
+def test_two_runs_in_one_folder(tmp_path, monkeypatch, capsys):
+    """The checkpoints of the earlier run stay, however far it came, and the later one is resumed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", *MLP, "--mesh", "dp=1", "--every", "1", "--keep", "1", "--checkpoint", str(tmp_path)]
+    assert main([*words, "--steps", "6"]) == 0
+    assert main([*words, "--steps", "3"]) == 0
+    assert "has checkpoints of an earlier run, the last of them step-00000006" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
+    assert main([*words, "--steps", "5", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "step-00000003: step 3 of run " in out and out.count("  loss ") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+    assert main([*words, "--steps", "9", "--resume", "--lr", "0.5", "--seed", "1"]) == 2
+    assert "has --seed 0, not 1; --lr 0.001, not 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.gloo

@@ -30,8 +30,8 @@ def add(subparsers) -> None:
     parser.add_argument("--timeout", type=common.count, metavar="S", help="seconds a collective waits for others (default 120)")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="save the run there at the end, and what --every says")
     parser.add_argument("--every", type=common.count, metavar="N", help="save after every N steps too")
-    parser.add_argument("--keep", type=common.count, metavar="N", help="keep the newest N checkpoints only")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in FOLDER, if there is one")
+    parser.add_argument("--keep", type=common.count, metavar="N", help="keep the last N checkpoints that this run saved")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,16 +23,17 @@ import autopar
 from .. import hardware, models, schedule
 from ..allocations import Allocations
 from ..calibrate import stale
-from ..errors import AutoparError
+from ..errors import AutoparError, CheckpointMismatch
 from ..mesh import Mesh
 from ..models.corpus import batches
 from ..plan import Plan
-from ..runtime import watch
+from ..runtime import agree, watch
 from ..units import ms, size
 from ..view.plan_text import summary
 from . import common
 
 WARM_UP = 2  # steps that are not timed
+OF_A_RUN = ("model", "batch", "seq", "seed", "lr")  # settings that stay when a run goes on
 
 
 def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
@@ -121,23 +122,40 @@ def _trace(model, settings: dict, say) -> None:
 def _resume(model, optimizer, stream, settings: dict, say) -> int:
     """The number of steps that were taken before; 0 without a checkpoint to go on from."""
     folder = settings["checkpoint"]
-    if not settings["resume"]:
+    if folder is None:
         return 0
-    if autopar.latest_checkpoint(folder) is None:
+    newest = agree.from_rank_zero(lambda: autopar.latest_checkpoint(folder))
+    if newest is None:
         say(f"no checkpoint in {folder}: starting with step 1")
         return 0
-    loaded = autopar.load_checkpoint(folder, model, optimizer)
-    if loaded.data is not None:
+    if not settings["resume"]:
+        say(f"{folder} has checkpoints of an earlier run, the last of them {newest.name}; this is another run, and they stay")
+        return 0
+    loaded = autopar.load_checkpoint(newest, model, optimizer)
+    _check_settings(loaded, settings)
+    if "position" in loaded.data:
         stream.position = loaded.data["position"]
-    say(f"resumed from {loaded.path}")
+    say(f"resumed from {loaded.path}: step {loaded.step} of run {loaded.run}, saved {loaded.saved}")
     return loaded.step
+
+
+def _check_settings(loaded: autopar.Checkpoint, settings: dict) -> None:
+    """Raises CheckpointMismatch if the run that is resumed was another one than is asked for now."""
+    saved = loaded.data["settings"]
+    differ = [f"--{name} {saved.get(name)}, not {settings[name]}" for name in OF_A_RUN if saved.get(name) != settings[name]]
+    if differ:
+        raise CheckpointMismatch(
+            f"{loaded.path}, saved {loaded.saved} by run {loaded.run}, has {'; '.join(differ)}",
+            fix="resume with the settings of that run, or start another run in another folder",
+        )
 
 
 def _save(step: int, model, optimizer, stream, settings: dict) -> None:
     """A checkpoint, if the settings want one after this step."""
     every = settings["every"]
     if settings["checkpoint"] and (step == settings["steps"] or every and step % every == 0):
-        data = {"position": stream.position} if hasattr(stream, "position") else None
+        data = {"settings": {name: settings[name] for name in OF_A_RUN}}
+        data |= {"position": stream.position} if hasattr(stream, "position") else {}
         autopar.save_checkpoint(settings["checkpoint"], model, optimizer, step=step, data=data, keep=settings["keep"])
 
 

@@ -7,14 +7,12 @@ the same state after it; a counter that is only counted on goes on from where it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError
-from .names import Reach
 from .snapshot import MISSING, PLAIN, text
 from .steps import step_of
 from .watch import Watch, Write
@@ -51,7 +49,9 @@ class Effect:
 
 def _filled(value: object, outputs: list) -> object:
     if isinstance(value, Slot):
-        return outputs[value.position]
+        tensor = outputs[value.position]
+        is_kept = hasattr(tensor, "full_tensor") and not tensor.requires_grad  # the next call may read it
+        return tensor.full_tensor() if is_kept else tensor
     if isinstance(value, dict):
         return {key: _filled(item, outputs) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -59,12 +59,13 @@ def _filled(value: object, outputs: list) -> object:
     return value
 
 
-def effects_of(watch: Watch, outputs: list[Tensor], names: list[str]) -> list[Effect]:
-    """Return what the run that `watch` saw leaves in attributes. Tensors are appended to `outputs`, with a name each.
+def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], names: list[str]) -> list[Effect]:
+    """Return what the run that `watch` saw leaves in attributes, with buffers that became `others`. Tensors are appended to
+    `outputs`, with a name each.
 
     Raises CaptureError for what no graph can leave there."""
     found = []
-    for write in watch.changed():
+    for write in (*watch.changed(), *others):
         step = step_of(write, watch.reach)
         if step:
             watch.reads.pop((id(write.owner), write.name), None)  # what is only counted on may have any value
@@ -93,12 +94,12 @@ class TensorTables:
         self.before = [(path, module, dict(module._parameters), dict(module._buffers), dict(module._modules))
                        for path, module in model.named_modules()]  # fmt: skip
 
-    def write_back(self, reads: Mapping) -> list[Write]:
-        """Write buffers that the run replaced by tensors of the same form into those that were there. Returns the others, which
-        have become attributes: new ones, those of another form and those that carry a gradient.
+    def replaced(self, casts: bool = False) -> tuple[dict[str, Tensor], list[Write]]:
+        """Return what the run put in the place of buffers: tensors of the same form, but for a float type if the run `casts`, by
+        the name of the buffer that takes their value, and the others: new ones, those of another form and those with a gradient.
 
         Raises CaptureError for parameters and modules that were replaced."""
-        others = []
+        values, others = {}, []
         for path, module, parameters, buffers, modules in self.before:
             label = f"model.{path}" if path else "model"
             for kind, old, new in (("parameter", parameters, module._parameters), ("module", modules, module._modules)):
@@ -109,24 +110,22 @@ class TensorTables:
                 was = buffers.get(name)
                 if tensor is was:
                     continue
-                if _is_like(tensor, was) and not tensor.requires_grad:
-                    with torch.no_grad():
-                        was.copy_(tensor.clone())
+                if _is_like(tensor, was, casts) and not tensor.requires_grad:
+                    values[f"{path}.{name}" if path else name] = tensor.detach().to(was.dtype).clone()
                 else:
                     others.append(Write(module, name, MISSING if name not in buffers else was, f"{label}.{name}"))
-        return others
+        return values, others
 
     def undo(self) -> None:
         """Put back what the tables held."""
         for _, module, *tables in self.before:
             for now, old in zip((module._parameters, module._buffers, module._modules), tables):
-                if now != old or list(now) != list(old):
+                if list(now) != list(old) or any(now[name] is not value for name, value in old.items()):
                     now.clear()
                     now.update(old)
 
 
-def _is_like(tensor: Tensor | None, other: Tensor | None) -> bool:
-    return tensor is not None and other is not None and tensor.shape == other.shape and tensor.dtype == other.dtype
-
-
-__all__ = ["Effect", "Reach", "Slot", "TensorTables", "effects_of"]
+def _is_like(tensor: Tensor | None, other: Tensor | None, casts: bool) -> bool:
+    if tensor is None or other is None or tensor.shape != other.shape:
+        return False
+    return tensor.dtype == other.dtype or (casts and tensor.is_floating_point() and other.is_floating_point())

@@ -91,12 +91,13 @@ class Place:
 
 
 class Reach:
-    """Follows functions from the ones that are called. `places` are the values that they reach, each once."""
+    """Follows functions from the ones that are called. `places` are the values that they reach, each once, `functions` their
+    code."""
 
     def __init__(self, methods: Iterable[type]):
         self.classes = [c for c in methods if not is_library(c.__module__)]
         self.places: dict[tuple[int, str], Place] = {}
-        self._functions: set[types.CodeType] = set()
+        self.functions: set[types.CodeType] = set()
         self._attributes: set[str] = set()
 
     def follow(self, function: object) -> Iterator[Place]:
@@ -104,9 +105,9 @@ class Reach:
         waiting = [function]
         while waiting:
             found = _function_of(waiting.pop())
-            if found is None or found.__code__ in self._functions or is_library(found.__module__):
+            if found is None or found.__code__ in self.functions or is_library(found.__module__):
                 continue
-            self._functions.add(found.__code__)
+            self.functions.add(found.__code__)
             names = names_in(found.__code__)
             module = sys.modules.get(found.__module__ or "")
             label = getattr(module, "__name__", "globals")

@@ -10,14 +10,14 @@ import dis
 import functools
 import types
 
-from .names import Reach
+from .names import Reach, is_library
 from .watch import Write
 
 
 def step_of(write: Write, reach: Reach) -> int | float:
     """Return what a run added to a number that is only counted on, 0 if it is anything else."""
     before, now = write.before, write.now()
-    if type(before) not in (int, float) or type(now) is not type(before):
+    if type(before) not in (int, float) or type(now) is not type(before) or is_library(type(write.owner).__module__):
         return 0
     if any(_mentions(code, write.name) for code in reach.functions):
         return 0
@@ -36,10 +36,10 @@ def _mentions(code: types.CodeType, name: str) -> bool:
         if step.argval != name or step.opname not in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
             continue
         following = [(s.opname, s.argval) for s in steps[at + 1 : at + 6]]
-        following = [entry for entry in following if entry[0] not in ("SWAP", "ROT_TWO")]
-        if len(following) < 3 or following[0][0] != "LOAD_CONST" or following[1][0] not in ("BINARY_OP", "INPLACE_ADD"):
+        following = [entry for entry in following if entry[0] not in ("SWAP", "ROT_TWO", "LOAD_FAST")]
+        if len(following) < 3 or following[0][0] != "LOAD_CONST" or following[1][0] not in ("BINARY_OP", "INPLACE_ADD", "BINARY_ADD"):
             return True
-        if following[1][0] == "BINARY_OP" and following[1][1] != 13:  # `+=`
+        if following[1][0] == "BINARY_OP" and following[1][1] not in (0, 13):  # `+` and `+=`
             return True
         if following[2] != ("STORE_ATTR", name):
             return True

@@ -41,17 +41,19 @@ class Read:
             return self.owner.value(MISSING)
         return getattr(self.owner, self.name, MISSING)
 
-    def set(self, value: object) -> None:
-        """Give a global, a closed-over name or a class attribute a value."""
+    def put(self, value: object) -> None:
+        """Give it a value, or take it away (MISSING)."""
         if isinstance(self.owner, Place):
             self.owner.set(value)
+        elif value is MISSING:
+            delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, value)
 
 
 @dataclass(frozen=True)
 class Write:
-    """An attribute that the forward set, with what was there before."""
+    """An attribute, or a buffer, that the forward set, with what was there before."""
 
     owner: object
     name: str
@@ -60,7 +62,8 @@ class Write:
 
     def now(self) -> object:
         """Return the value that is there now."""
-        return _own(self.owner, self.name)
+        buffers = _own(self.owner, "_buffers") if isinstance(self.owner, nn.Module) else {}
+        return buffers[self.name] if self.name in buffers else _own(self.owner, self.name)
 
     def undo(self) -> None:
         """Put back what was there before."""
@@ -104,7 +107,7 @@ class Watch:
         generators = _random_states()
         for name, module in self.model.named_modules():
             self._know(module, f"model.{name}" if name else "model")
-        self._reach = Reach({type(module) for module in self.model.modules()})
+        self.reach = Reach({type(module) for module in self.model.modules()})
         for function in called_by(self.model, self.loss_fn):
             self._follow(function)
         self._is_running = True
@@ -136,7 +139,7 @@ class Watch:
             write.undo()
         for read in self.reads.values():
             if isinstance(read.owner, (Place, type)) and read.now() is not read.before.value:
-                read.set(read.before.value)
+                read.put(read.before.value)
             if not read.before.is_now(read.before.value):
                 read.before.restore()
 
@@ -178,7 +181,7 @@ class Watch:
             self._patch(cls)
 
     def _follow(self, function: object) -> None:
-        for place in self._reach.follow(function):
+        for place in self.reach.follow(function):
             self._note(place, place.key, place.value(MISSING), place.path)
 
     def _note(self, owner: object, name: str, value: object, path: str) -> None:

@@ -54,18 +54,23 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
         if turn % 4 != 3:
             continue
         bound = max(bound, dual.bound())
-        if best is None or best.objective - bound > search.gap * abs(best.objective):
+        if best is None or not _is_near(best, bound, search.gap):
             rounded = dual.round()
             pool += [rounded, tied.improve(rounded)]
             value = tied.objective(pool[-1])
             if best is None or value < best.objective:
                 best = Solution(pool[-1], value, bound)
-        if best.objective - bound <= search.gap * abs(best.objective):
+        if _is_near(best, bound, search.gap):
             return Solution(best.choice, best.objective, min(bound, best.objective))
         if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.05 * (best.objective - bound)):
             break  # the ascent would take many more sweeps, the program that is left perhaps few seconds
         last = bound
     return _finish(dual, tied, Solution(best.choice, best.objective, bound), pool, search)
+
+
+def _is_near(best: Solution, bound: float, gap: float) -> bool:
+    """Whether the objective is finite and within the relative `gap` of the bound; infinite is a choice with an impossible move."""
+    return best.objective < math.inf and best.objective - bound <= gap * abs(best.objective)
 
 
 def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
@@ -78,7 +83,7 @@ def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int
     left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced])
     if left.variables > search.largest_program:
         best = _promising(dual, tied, best, pool, reduced, search)
-        if best.objective - best.bound <= search.gap * abs(best.objective):
+        if _is_near(best, best.bound, search.gap):
             return best
         slack = (best.objective - base) * (1 + 1e-9)
         left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced])

@@ -17,7 +17,9 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
-    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear` ops alone."""
+    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear` ops alone. Of
+    casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one: the sum over devices is
+    then of what was there before the rounding."""
     output, result = output_node(graph), {}
     gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
     for node in graph.nodes:
@@ -26,7 +28,8 @@ def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
         source = node.args[0]
         is_parameter = source.op == "placeholder" and source.meta["role"].kind == "parameter"
         is_made_here = source.op == "call_function" and node.meta["phase"] == "backward"
-        if is_parameter or (is_made_here and _leads_to(node, gradients, linear)):
+        is_last = not any(user.target is CAST for user in node.users)
+        if is_parameter or (is_made_here and is_last and _leads_to(node, gradients, linear)):
             result[source] = node
     return result
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from ..adapt import LoRA
 from ..adapt.targets import ALL_LINEAR
 from ..capture import Captured
-from ..errors import AutoparError, MemoryInfeasibleError
+from ..errors import MemoryInfeasibleError
 from ..mesh import Mesh
 from ..units import ms, size
 from . import forced, make, offload
@@ -121,7 +121,7 @@ def _tried(change: _Change) -> Fix | None:
     except MemoryInfeasibleError as error:
         need = sum(error.breakdown.values())
         return Fix(change.argument, change.option, change.mesh.devices, need, error.missing_bytes)
-    except AutoparError:  # the user's error is the refusal
+    except Exception:  # the user's error is the refusal
         return None
     e, passes = planned.evaluation, change.options.micro_batches
     return Fix(change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=e.seconds * passes)

@@ -19,6 +19,7 @@ import torch
 
 from ..adapt.lora_site import is_factor
 from ..errors import StrategyError
+from ..graph import describe
 from ..layout import Layout
 from ..mesh import Mesh
 from ..rules.rule import entries_of, name_of
@@ -52,10 +53,8 @@ RECIPES = {
 }
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see tensor_plan.py)
 autopar = torch.ops.autopar
-TENSOR_OPS = {
-    autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default, autopar.attention.default,
-    autopar.attention_bw.default, autopar.matmul.default,
-}  # fmt: skip
+LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
+TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
 
 
@@ -145,7 +144,9 @@ def allowed_strategies(
         mask = np.ones(len(options.strategies), bool)
         if v.kind == "op" and batch:
             module = v.node.meta["module"]
-            must_cut = v.node.target in TENSOR_OPS and not is_factor(module) and (plan is None or cls in may_cut)
+            must_cut = v.node.target in TENSOR_OPS and not is_factor(module)
+            if plan is not None:  # beside the layers that the plan cuts there may be one that it leaves whole, as a router
+                must_cut &= cls in may_cut and (plan.cuts(module) or v.node.target not in LINEAR_OPS)
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
@@ -166,7 +167,18 @@ def allowed_strategies(
     for cls, strategy in restriction.forced:
         masks[cls] = np.zeros(len(masks[cls]), bool)
         masks[cls][strategy] = True
+    for cls, mask in masks.items():
+        if not mask.any():
+            raise _nothing_left(problem, problem.vertices[cls], restriction)
     return masks
+
+
+def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> StrategyError:
+    what = describe(v.node) if v.kind == "op" else f"the {v.kind} {v.node.meta['role'].name}"
+    return StrategyError(
+        f"{what} has no way to be sharded that {restriction.name} and the pins allow together", node=v.name,
+        source=v.node.meta.get("source") or None, mesh=problem.mesh, fix="use strategy auto, or leave out a pin",
+    )  # fmt: skip
 
 
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool) -> np.ndarray:

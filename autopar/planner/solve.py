@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..errors import AutoparError, MemoryInfeasibleError
+from ..errors import AutoparError, MemoryInfeasibleError, not_compared
 from ..units import size
 from .ascend import BeyondCutoff, Search
 from .blocks import Blocks
@@ -90,15 +90,16 @@ class Solver:
         )  # fmt: skip
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
-        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or not."""
+        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or not, or why
+        there is none."""
         try:
             mesh = self.problem.mesh
             restriction = Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
             return Run(self, restriction, self.allowed(restriction), search).fastest()
-        except AutoparError as error:
-            return error
+        except Exception as error:
+            return not_compared(error)
 
 
 def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:

@@ -35,7 +35,7 @@ def styles_of(model: object) -> dict[str, str]:
     config says of the base model in it."""
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")
-    where = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    where = f"{prefix}." if prefix and isinstance(prefix, str) and hasattr(model, prefix) else ""
     own = getattr(model, "_tp_plan", None)
     return {f"{where}{key}": style for key, style in _texts(base).items()} | _texts(own)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .dual import Dual
+from .factor import IMPOSSIBLE_SECONDS
 from .hubs import BACKWARD, HubPrices, Mode, served
 
 
@@ -80,7 +81,7 @@ class Tied:
                     continue
                 values = self.own[cls].copy()
                 for number in self.hubs_of_class[cls]:
-                    values += self._hub_of(number, cls, choice)
+                    values += np.minimum(self._hub_of(number, cls, choice), IMPOSSIBLE_SECONDS)  # one less is better
                 best = int(options[values[options].argmin()])
                 if values[best] < values[choice[cls]] - 1e-15 - 1e-12 * abs(values[best]):
                     choice[cls], changed = best, True

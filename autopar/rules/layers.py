@@ -169,3 +169,11 @@ def dequantize(node: fx.Node) -> Rule:
     names = (*(f"b{i}" for i in range(len(packed) - 2)), "o", "i")
     even = {"o": tiles[0][-2], "i": tiles[0][-1]} if tiles else {"i": absmax[-1]}
     return Rule((names, names, *([names, ()] if tiles else [])), (names,), even=even)
+
+
+def ctc(node: fx.Node) -> Rule:
+    """Samples n, if each has a row of targets (n, s); all targets in one row (s,) stay together."""
+    targets = shape_of(bound(node)["targets"])
+    n, row = ("n", "n _") if len(targets) == 2 else ("_", "_")
+    inputs = f"_ {n} _, {row}, {n}, {n}"
+    return rule(f"{n}, {inputs} -> _ {n} _", [[0]]) if "grad" in bound(node) else rule(f"{inputs} -> {n}")

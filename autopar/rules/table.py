@@ -153,6 +153,8 @@ enter("binary_cross_entropy binary_cross_entropy_with_logits", loss())
 enter("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", loss([0]))
 enter("soft_margin_loss_backward binary_cross_entropy_backward", loss([0]))
 
+enter("autopar.ctc.default autopar.ctc_bw.default", layers.ctc)
+
 # layers
 enter("autopar.attention.default autopar.attention_bw.default", layers.attention)
 enter("_scaled_dot_product_flash_attention_for_cpu", layers.attention)

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import torch
 
 from .. import _torch
+from ..calls import Returns
 from ..errors import InputError
 from .inputs import Inputs
 
 
 @dataclass
 class Call:
-    """`tensors` in the order of the inputs' names."""
+    """`tensors` in the order of the inputs' names; `returns`: what the user gets."""
 
     inputs: Inputs
     tensors: list[torch.Tensor]
+    returns: Returns
 
     def local(self) -> list[torch.Tensor]:
         """This rank's parts."""

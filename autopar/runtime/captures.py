@@ -20,12 +20,15 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
-from ..calls import describe_call
+from .. import autocast
+from ..calls import Returns, describe_call
 from ..capture import Captured
 from ..errors import InputError
 from ..fake_state import Forms
+from ..frontend.guards import Guards
+from ..frontend.hooks import Hooks, Structure
 from ..graph import output_node
 from ..layout import Layout, local_shape
 from ..lower import RankProgram, lower, lower_deferred
@@ -37,6 +40,7 @@ from .accumulation import Accumulation
 from .call import Call
 from .inputs import Inputs, WholeInputs
 from .modes import Modes
+from .parameters import table_of
 from .pipeline_step import PipelineStep
 from .process_groups import ProcessGroups
 from .stage_mesh import StageMesh
@@ -59,7 +63,14 @@ class Traced:
     def computes_as(self, other: Traced) -> bool:
         """Whether the same program serves both."""
         mine, theirs = self.captured.returns, other.captured.returns
-        return self.fingerprint == other.fingerprint and self.fixed == other.fixed and mine == theirs
+        is_same = self.fingerprint == other.fingerprint and self.fixed == other.fixed and mine.outputs == theirs.outputs
+        return is_same and _constants_equal(self.captured.graph_module, other.captured.graph_module)
+
+
+def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two graphs with the same nodes have the same tensors among their constants."""
+    constants = [[getattr(g, n.target) for n in g.graph.nodes if n.op == "get_attr"] for g in (a, b)]
+    return all(type(x) is type(y) and torch.equal(x, y) for x, y in zip(*constants, strict=True) if isinstance(x, torch.Tensor))
 
 
 class Compiler(Protocol):
@@ -79,16 +90,30 @@ class Compiler(Protocol):
 
 @dataclass
 class Capture:
-    """`call` is its text, `flags` and `gradients` are when it serves. `is_met`: all ranks were seen to make this call."""
+    """`call` is its text; `flags`, `hooks`, `autocast`, `gradients` and `guards` are when it serves, `returns` what it gives. `is_met`: all ranks were
+    seen to make this call."""
 
     call: str
     flags: list[bool]
+    hooks: list[int]
+    autocast: autocast.State
     gradients: bool
+    guards: Guards
+    buffers: list[tuple[dict, str, torch.Size, torch.dtype]]
+    returns: Returns
     inputs: Inputs
     step: Step
     plan: Plan
     traced: Traced
     is_met: bool = False
+
+    def holds(self) -> bool:
+        """Whether the Python state is the one that was traced, and the buffers have the forms that the graphs take."""
+        for table, leaf, shape, dtype in self.buffers:
+            tensor = table.get(leaf)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype or tensor.requires_grad:
+                return False
+        return self.guards.hold()
 
 
 class Captures:
@@ -99,6 +124,7 @@ class Captures:
         self.stage, self.everywhere = stage, everywhere  # whether all outputs are on all ranks
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
         self.mesh, self.device_mesh = mesh, device_mesh
+        self.hooks, self.structure = Hooks(module._source), Structure(module._source)
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
         self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
         trained = [name for name, p in (*module.named_parameters(), *module.elsewhere.items()) if p.requires_grad]
@@ -127,26 +153,43 @@ class Captures:
         form = Inputs if plan.pipeline is None else WholeInputs
         inputs = form(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
         call = f"{inputs.text()}; {self._modes_text(gradients)}"
-        self.last = Capture(call, self.modes.now(), gradients, inputs, step, plan, traced)
+        captured = traced.captured
+        self.last = Capture(
+            call, self.modes.now(), self.hooks.now(), autocast.ambient(), gradients, captured.guards, self._buffers_of(captured), captured.returns, inputs, step, plan, traced
+        )
         self.table.append(self.last)
         return self.last
+
+    def _buffers_of(self, captured: Captured) -> list[tuple[dict, str, torch.Size, torch.dtype]]:
+        """Where the buffers are that a call reads or writes on this rank, and their forms."""
+        found = []
+        for node in captured.graph.nodes:
+            if node.op == "placeholder" and node.meta["role"].kind == "buffer":
+                table, leaf = table_of(self.module, node.meta["role"].name, "_buffers")
+                if leaf in table:  # a stage may have none
+                    found.append((table, leaf, node.meta["val"].shape, table[leaf].dtype))
+        return found
 
     def find(self, args: tuple, kwargs: dict) -> tuple[Step | PipelineStep, Call]:
         """What runs a call, and the call; compiles it if there is nothing yet.
 
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
         ranks; DesyncError if this rank alone makes a call for the first time."""
-        flags, gradients = self.modes.now(), self._trains() and torch.is_grad_enabled()
+        self.structure.check()
+        casts = autocast.ambient()
+        flags, hooks, gradients = self.modes.now(), self.hooks.now(), self._trains() and torch.is_grad_enabled()
         tensors = None
         for capture in (self.last, *self.table):
-            if capture.gradients is gradients and capture.flags == flags:
+            if capture.gradients is not gradients or capture.flags != flags or capture.hooks != hooks or capture.autocast != casts:
+                continue
+            if capture.holds():
                 tensors = capture.inputs.match(args, kwargs)
                 if tensors is not None:
                     break
         if tensors is None or not capture.is_met:
             capture, tensors = self._first_call(None if tensors is None else capture, args, kwargs, gradients)
         self.last = capture
-        return capture.step, Call(capture.inputs, tensors)
+        return capture.step, Call(capture.inputs, tensors, capture.returns)
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
         """The capture of a call that all ranks make together, and the call's tensors."""
@@ -192,7 +235,7 @@ class Captures:
         agree.meet(f"{self.place}/{self.meetings}", call)
         self.meetings += 1
         start = time.perf_counter()
-        with self.modes.set_to(capture.flags):
+        with self.modes.set_to(capture.flags), autocast.entered(capture.autocast), capture.guards.installed():
             traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
@@ -252,7 +295,8 @@ class Captures:
         return total
 
     def _modes_text(self, gradients: bool) -> str:
-        return self.modes.text() + (", no_grad" if self._trains() and not gradients else "")
+        casts = "".join(f", autocast {device} {str(dtype).removeprefix('torch.')}" for device, dtype in autocast.ambient())
+        return self.modes.text() + (", no_grad" if self._trains() and not gradients else "") + casts
 
     def _trains(self) -> bool:
         return self.is_trained if self.modes.adapters else self.trains_besides

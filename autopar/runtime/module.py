@@ -31,7 +31,6 @@ from .random_state import RandomState
 from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
-
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms", "_places",

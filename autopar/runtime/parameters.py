@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .. import _torch
 from ..adapt.attach import Replaced
 from ..capture import Captured
 from ..errors import InputError, MovedParameterError
@@ -21,6 +22,7 @@ from ..layout import Layout, local_part
 from ..plan import Plan
 from ..storage.weights import Weights
 from .dtensors import as_dtensor
+from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
 # What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
@@ -154,6 +156,7 @@ def take_over(
             local = computed.pop(name) if name in computed else part_of(name, parameter, layout)
             dtensor = as_dtensor(local, shapes[id(parameter)], layout, mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+            _torch.move_hooks(parameter, made[id(parameter)])
             _empty(parameter)
         table[leaf] = made[id(parameter)]
     for held in forms.held:
@@ -174,6 +177,11 @@ def _empty(parameter: nn.Parameter) -> None:
 
 
 def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:
-    """Where a parameter or buffer lives: looking it up there at every step always finds the current one."""
+    """Where a parameter or buffer lives: looking it up there at every step always finds the current one. A tensor that is a plain
+    attribute counts as a buffer."""
     path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), kind), leaf
+    owner = module.get_submodule(path)
+    if isinstance(owner, OfSource):
+        owner = owner._source
+    table = getattr(owner, kind)
+    return (vars(owner) if leaf not in table and isinstance(vars(owner).get(leaf), torch.Tensor) else table), leaf

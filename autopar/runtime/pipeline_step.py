@@ -151,7 +151,7 @@ class PipelineStep:
             outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))
         else:
             outputs, _ = self.run(inputs)
-        return self.returns.rebuild(outputs)
+        return call.returns.rebuild(outputs)
 
     def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], Sums]:
         """(outputs by position, what the stages leave of gradients)."""
@@ -226,14 +226,14 @@ class _Call:
 
 
 class _PipelineLoss(torch.autograd.Function):
-    """The outputs of a call that has computed its gradients already. The loss is the only one that is differentiable."""
+    """The outputs of a call that has computed its gradients already: those of the loss, so that the others take none."""
 
     @staticmethod
     def forward(ctx, step: PipelineStep, inputs: list[Tensor], *anchor_and_parameters):
         outputs, ctx.sums = step.run(inputs)
         ctx.step = step
-        loss = step.returns.loss
-        ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at != loss and isinstance(o, Tensor)])
+        loss, differentiable = step.returns.loss, step.returns.differentiable
+        ctx.mark_non_differentiable(*[o for o, wanted in zip(outputs, differentiable) if not wanted and isinstance(o, Tensor)])
         ctx.set_materialize_grads(False)
         ctx.loss = loss
         return tuple(outputs)
@@ -247,6 +247,13 @@ class _PipelineLoss(torch.autograd.Function):
                 "a second backward through one call: under a pipeline the first one takes the gradients away",
                 fix="call the model again, or leave out retain_graph=True",
             )
+        for name, tangent in zip(step.returns.names, tangents):
+            if tangent is not None and name != step.returns.names[ctx.loss]:
+                raise StageError(
+                    f"a gradient arrives for {name}, and under a pipeline the loss alone has one: the call has computed the "
+                    "gradients of its parameters when it returns",
+                    fix=f"add what you compute from {name} to the loss inside of the model, or detach it, or use a mesh without pp",
+                )
         scale = tangents[ctx.loss]
         if scale is None:
             return None, None, None, *[None] * len(step.names)

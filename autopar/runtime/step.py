@@ -120,7 +120,7 @@ class Step:
         else:
             with torch.no_grad():
                 outputs, _ = self.forward(self.leaves(inputs, parameters), call)
-        return self.returns.rebuild(outputs)
+        return call.returns.rebuild(outputs)
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
         if not all(map(operator.is_, parameters, self.known)):

@@ -13,12 +13,15 @@ needs. A save writes into a hidden folder, which takes its name when all ranks' 
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,7 @@ from ..errors import CheckpointError, CheckpointMismatch, InputError
 from ..runtime import agree
 from . import optimizer_state
 from .durable import Digest, disk_errors, sync_folder, write_file
-from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete
+from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete, is_checkpoint, number_of
 from .model_folder import layout_of, local, make_folder, write_model
 from .plain import canonical, decode, encode
 from .shards import write_shards
@@ -36,16 +39,19 @@ from .tensor_file import Form, TensorFile, TensorFileWriter
 from .weights import Weights, WeightsFolder, persistent_buffers
 
 MODEL, OPTIMIZER, RNG, STATE = "model", "optimizer", "rng", "state.json"
+_runs: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the name of the run that a model is of, known on rank 0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """What was loaded. `data`: what `save_checkpoint` was given as data on this rank; where ranks gave different data and there
-    is another number of ranks now, the list of it all."""
+    is another number of ranks now, the list of it all. `run`: the name of the run that saved it, `saved`: when, in UTC."""
 
     path: Path
     step: int
     data: object
+    run: str = ""
+    saved: str = ""
 
 
 def save_checkpoint(
@@ -54,12 +60,13 @@ def save_checkpoint(
 ) -> Path:  # fmt: skip
     """Save a compiled model and what trains it as `root/step-STEP`, and return that path. All ranks call it together.
 
-    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`: remove all
-    but so many of the newest checkpoints afterwards. A kill at any point leaves the earlier checkpoints, and this one or nothing.
+    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`: afterwards
+    remove all of this run's checkpoints but the last so many that were saved, this one among them, whatever their steps. A run is
+    what one compiled model saves, before and after it loads one of its checkpoints; those of other runs in the folder stay, but
+    for one of the same step, which this one replaces. A kill at any point leaves the earlier checkpoints, and this one or nothing.
     Raises CheckpointError if something cannot be saved."""
     _check_model(model)
-    if not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"step is {step!r}", fix="give the number of steps taken")
+    agree.everywhere(lambda: _check_numbers(step, keep))
     root = Path(root).expanduser()
     final = root / folder_name(step)
     unfinished = root / f".{final.name}.unfinished"
@@ -84,10 +91,12 @@ def save_checkpoint(
         files = {path: digest for part in written for path, digest in part.items()}
         with disk_errors(final):
             files[STATE] = write_file(unfinished / STATE, canonical(state))
-            committed = Manifest(step, files).write(unfinished)
+            number = 1 + max((n for n in map(number_of, complete(root)) if n < math.inf), default=0)
+            run, now = _runs.setdefault(model, uuid.uuid4().hex[:8]), datetime.now(UTC).isoformat(" ", "seconds")
+            committed = Manifest(step, files, run, number, now).write(unfinished)
             _put_in_place(unfinished, final)
             write_file(final / COMMIT, committed.encode())
-            _clean(root, keep)
+            _clean(root, final, run, keep)
 
     agree.from_rank_zero(commit)
     return final
@@ -96,14 +105,14 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler=None, data=None
 ) -> Checkpoint:
-    """Load a checkpoint, or the newest complete one under a root, into a model compiled for any mesh and its optimizer.
+    """Load a checkpoint, or the one under a root that was saved last, into a model compiled for any mesh and its optimizer.
 
     `scheduler`, `data`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that saved takes
     rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every rank: CheckpointError
     if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another model or optimizer."""
     _check_model(model)
-    path = Path(agree.from_rank_zero(lambda: str(_find(Path(folder).expanduser()))))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    path, run, saved = agree.from_rank_zero(lambda: _find(Path(folder).expanduser()))
+    path, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
     agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
     state, weights, tensors = agree.everywhere(lambda: _open(path, model, optimizer, data))
     agree.everywhere(lambda: _restore(path, state, weights, tensors, model, optimizer))
@@ -112,12 +121,20 @@ def load_checkpoint(
     for target, value in ((scheduler, decode(state["scheduler"])), (data, position)):
         if target is not None:
             target.load_state_dict(value)
-    return Checkpoint(path, state["step"], position)
+    _runs[model] = run
+    return Checkpoint(path, state["step"], position, run, saved)
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The newest complete checkpoint under `root`, None if there is none."""
+    """The complete checkpoint under `root` that was saved last, whatever its step; None if there is none."""
     return next(iter(complete(Path(root).expanduser())), None)
+
+
+def _check_numbers(step: object, keep: object) -> None:
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"step is {step!r}", fix="give the number of steps taken")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(f"keep is {keep!r}", fix="give the number of checkpoints to keep, 1 or more, or None for all")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -177,28 +194,43 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
     sync_folder(root)
 
 
-def _clean(root: Path, keep: int | None) -> None:
-    """Remove what saves that did not end have left, what was replaced, and all but `keep` of the newest checkpoints."""
+def _clean(root: Path, saved: Path, run: str, keep: int | None) -> None:
+    """Remove what saves that did not end have left, what was replaced, and all of this run but the last `keep` that were saved, of
+    which `saved` is one."""
     for path in (*root.glob(".step-*.unfinished"), *incomplete(root)):
         shutil.rmtree(path, ignore_errors=True)
-    newest = [path for path in complete(root) if not path.name.endswith(REPLACED)]
-    old = [path for path in complete(root) if path.name.endswith(REPLACED)] + (newest[max(1, keep) :] if keep is not None else [])
+    newest = complete(root)
+    old = [path for path in newest if path.name.endswith(REPLACED)]
+    if keep is not None:
+        mine = [path for path in newest if path != saved and path not in old and _is_of(path, run)]
+        old += mine[keep - 1 :]
     for path in old:
         (path / COMMIT).unlink()  # first of all: what is half removed is not complete
         sync_folder(path)
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _is_of(path: Path, run: str) -> bool:
+    """Whether a run saved this checkpoint; one that cannot be read is nobody's."""
+    try:
+        return Manifest.read(path).run == run
+    except CheckpointError:
+        return False
+
+
 # loading ------------------------------------------------------------------------------------------------------------------
 
 
-def _find(folder: Path) -> Path:
-    if re.match(r"step-\d+", folder.name) or (folder / COMMIT).exists():
-        return folder
-    found = latest_checkpoint(folder)
-    if found is None:
-        raise CheckpointError(f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one")
-    return found
+def _find(folder: Path) -> tuple[str, str, str]:
+    """(path, run, when it was saved) of a checkpoint that has no files but its own."""
+    if not is_checkpoint(folder) and not (folder / COMMIT).exists():
+        found = latest_checkpoint(folder)
+        if found is None:
+            raise CheckpointError(f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one")
+        folder = found
+    manifest = Manifest.read(folder)
+    manifest.refuse_unlisted(folder)
+    return str(folder), manifest.run, manifest.saved
 
 
 def _open(path: Path, model: nn.Module, optimizer, data):

@@ -35,7 +35,8 @@ def index_name(stem: str) -> str:
 
 
 class WeightsFolder:
-    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json, by their names there."""
+    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json, by their names there. In a
+    folder that has both, the one file counts and the index does not, as for transformers' `from_pretrained`."""
 
     def __init__(self, folder: str | Path, stem: str = STEM):
         self.folder, self._single, self._index = Path(folder).expanduser(), single_name(stem), index_name(stem)

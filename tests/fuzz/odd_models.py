@@ -171,6 +171,7 @@ MODELS = {
     "expanded input": lambda b: (Plain(), (_x(1).expand(b, 4),)),
     "transposed input": lambda b: (Plain(), (torch.randn(4, b).t(),)),
     "input with gradient": lambda b: (Plain(), (_x(b, requires_grad=True),)),
+    "gradient of an identity": lambda b: (nn.Identity(), (_x(b, requires_grad=True),)),
     "sparse input": lambda b: (Plain(), (_x(b).to_sparse(),)),
     "keyword": lambda b: (Plain(), {"x": _x(b)}),
     "wrong keyword": lambda b: (Plain(), {"y": _x(b)}),
@@ -240,12 +241,16 @@ def compare(parallel: nn.Module, reference: nn.Module, inputs) -> str:
 
 
 def _results(model: nn.Module, args, kwargs) -> list[torch.Tensor]:
-    """Outputs, then gradients of their sum (those that there are)."""
+    """Outputs, then gradients of their sum (those that there are), of parameters and of inputs."""
     outputs = [o for o in _tensors(model(*args, **kwargs))]
     loss = [o.float().sum() if not o.is_complex() else o.abs().sum() for o in outputs if o.requires_grad]
     if loss:
         sum(loss).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for tensor in _tensors([list(args), list(kwargs.values())]):
+        if tensor.is_leaf and tensor.grad is not None:
+            gradients.append(tensor.grad.clone())
+            tensor.grad = None
     return [_whole(t).detach() for t in (*outputs, *gradients)]
 
 

@@ -91,15 +91,11 @@ def test_attention():
     assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in names
 
 
-def test_attention_with_a_full_additive_mask():
-    names = both_ways(attend(mask=lambda x: torch.ones(2, 4, 6, 6).tril().log(), causal=False), torch.randn(2, 6, 16))
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
-
-
 @pytest.mark.parametrize(
     "options",
-    [dict(heads_kv=2), dict(mask=lambda x: torch.ones(6, 6, dtype=torch.bool).tril(), causal=False)],
-    ids=["grouped", "bool mask"],
+    [dict(heads_kv=2), dict(mask=lambda x: torch.ones(6, 6, dtype=torch.bool).tril(), causal=False),
+     dict(mask=lambda x: torch.ones(2, 4, 6, 6).tril().log(), causal=False)],
+    ids=["grouped", "bool mask", "additive mask"],
 )
 def test_attention_that_needs_a_conversion_is_kept(options):
     assert "autopar::attention" in both_ways(attend(**options), torch.randn(2, 6, 16))

@@ -6,13 +6,17 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar import api
 from autopar.errors import StrategyError
 from autopar.plan import Plan
 from autopar.planner.describe import describe_plan
-from autopar.planner.tensor_plan import TensorPlan, styles_of
+from autopar.planner.restrict import allowed_strategies
+from autopar.planner.tensor_plan import STYLES, TensorPlan, styles_of
 
+from ..families import FAMILIES
 from ..runtime import tiny
 from .planning import make, toy
 
@@ -95,3 +99,45 @@ def test_a_model_without_a_plan_has_no_such_row_and_an_unknown_style_is_a_note()
     row = plan.alternatives[-1]
     assert row.name == "hf_tp" and row.step_seconds is None and "spiral" in row.note
     assert "\nhf_tp: " in str(plan)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen2_moe"])
+def test_a_router_beside_experts_that_are_cut_stays_whole(name):
+    pytest.importorskip("transformers")
+    model, batch = FAMILIES[name](4, 8)
+    planned = api.search(model, "dp=2,tp=2", batch, hardware=MACHINE)
+    row = next(a for a in planned.plan.alternatives if a.name == "hf_tp")
+    assert row.step_seconds >= planned.plan.step_seconds
+    own = describe_plan(replace(planned, chosen=planned.others["hf_tp"], others={})).layouts
+    routers = {name: layout for name, layout in own.items() if name.endswith("mlp.gate.weight")}
+    experts = {name: layout for name, layout in own.items() if name.endswith("experts.down_proj")}
+    assert {*routers.values()} == {"R"} and {*experts.values()} == {"tp:S(2)"}
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.dictionaries(st.sampled_from(["blocks.*.up", "blocks.*.down", "blocks.*", "blocks.0.up", "head", "embed", "*"]),
+                       st.sampled_from(sorted(STYLES))))  # fmt: skip
+def test_any_styles_make_a_row_or_a_note(styles):
+    plan = make("mlp-tiny", "dp=2,tp=2", MACHINE, baselines=True, styles=styles)
+    rows = {a.name: a for a in plan.alternatives}
+    assert ("hf_tp" in rows) == bool(styles) and all(a.step_seconds is not None or a.note for a in rows.values())
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_a_comparison_that_fails_never_costs_the_plan(mesh, monkeypatch):
+    def allowed(problem, restriction, pins=None):
+        if restriction.name in ("megatron", "zero1"):
+            raise ValueError("a mistake in a row")
+        return allowed_strategies(problem, restriction, pins)
+
+    monkeypatch.setattr("autopar.planner.solve.allowed_strategies", allowed)
+    plan = _mlp_plan(mesh)
+    notes = {a.name: a.note for a in plan.alternatives if a.step_seconds is None}
+    assert {*notes} == {"megatron", "zero1"} and all("ValueError: a mistake in a row" in note for note in notes.values())
+    with pytest.raises(ValueError, match="a mistake"):  # what was asked for itself is no comparison
+        _mlp_plan("dp=2,tp=2", strategy="megatron")
+
+
+def _mlp_plan(mesh: str, **options) -> Plan:
+    model, batch = tiny.own("mlp:layers=4,hidden=16", 8)
+    return api.search(model, mesh, batch, hardware=MACHINE, **options).plan

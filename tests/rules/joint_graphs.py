@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-import autopar.ops
 from autopar.capture import differentiate, export
+from autopar.cross_entropy import cross_entropy
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.clean import clean
 
@@ -44,7 +44,7 @@ class FusedBlock(nn.Module):
         x = x + ops.linear(out.transpose(1, 2).reshape(x.shape), self.c_proj)
         gate, up = ops.linear(x, self.gate_up).chunk(2, -1)
         x = x + ops.linear(nn.functional.silu(gate) * up, self.down)
-        return autopar.ops.cross_entropy(ops.linear(x, self.embedding), labels, -100, 1, x.dtype)
+        return cross_entropy(ops.linear(x, self.embedding), labels, -100, 1, x.dtype)
 
 
 class Mlp(nn.Module):

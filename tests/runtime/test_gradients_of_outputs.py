@@ -133,10 +133,26 @@ def test_what_changes_before_the_backward(alone):
         parallel.one.weight.add_(1)
     with pytest.raises(InputError, match="parameter one.weight, which this backward needs, has been modified by an inplace"):
         outputs["loss"].backward()
-    outputs = parallel(x, y)
-    x.mul_(2)
-    with pytest.raises(InputError, match="changed in place since the forward(.|\n)*modified by an inplace operation"):
-        outputs["loss"].backward()
+    evaluated = autopar.compile(Scaled(), alone, (x,))
+    for change, what in ((evaluated.scale, "a parameter, buffer or input"), (evaluated.layer.weight, "the parameter layer.weight")):
+        outputs = evaluated(x)
+        with torch.no_grad():
+            change.mul_(2)
+        with pytest.raises(InputError, match=f"{what}(.|\n)*modified by an inplace operation"):
+            full(outputs).sum().backward()
+
+
+class Scaled(nn.Module):
+    """Has a buffer that its backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 4), nn.Linear(4, 2)
+        self.last.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return self.last(torch.relu(self.layer(self.layer(x) @ torch.ones(4, 6)) * self.scale))
 
 
 def test_hooks_and_evaluation(alone):

@@ -1,15 +1,21 @@
-"""torch's optimizers and learning-rate schedulers on a compiled model: the parameters of one process after five steps."""
+"""torch's optimizers and learning-rate schedulers on a compiled model: the parameters of one process after some steps, or an error
+before the first."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, lr_scheduler
+from torch import optim
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, lr_scheduler
 
+import autopar
+from autopar.errors import OptimizerError
 from tests import gloo
 
 from . import tiny
-from .parity import assert_close, assert_same_values, device_mesh, pair, planned
+from .parity import assert_close, assert_same_values, device_mesh, full, pair, planned
 
 X, Y = tiny.Regressor.batch()
 CALL = dict(x=X, target=Y)
@@ -89,3 +95,172 @@ def test_five_steps(mesh, pins, hidden, optimizers, schedulers):
     ranks = plan.mesh.devices
     runs = gloo.run(ranks, _train, mesh, plan, hidden, optimizers, schedulers)
     assert runs == [len(optimizers) + len(schedulers)] * ranks
+
+
+# each of them, in double precision ---------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "ASGD": [dict(lr=0.05, t0=2)], "Adadelta": [{}], "Adagrad": [{}, dict(fused=True)], "Adamax": [{}], "NAdam": [{}],
+    "RAdam": [{}],
+    "Adam": [dict(amsgrad=True), dict(fused=True)], "AdamW": [{}, dict(fused=True, lr=torch.tensor(0.01))],
+    "RMSprop": [dict(centered=True, momentum=0.5)], "Rprop": [{}, dict(maximize=True)],
+    "SGD": [dict(lr=0.1), dict(lr=0.1, momentum=0.9, nesterov=True), dict(fused=True),
+            dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True)],
+    "Muon": [dict(lr=0.01)], "Adafactor": [{}], "LBFGS": [dict(lr=0.1), dict(lr=0.1, line_search_fn="strong_wolfe")],
+}  # fmt: skip
+DOUBLE = dict(x=X.double(), target=Y.double())
+NESTED = {"up.weight": "tp:S(0) dp:S(0)", "up.bias": "tp:S(0) dp:S(0)", "down.weight": "tp:S(1) dp:S(1)"}
+REFUSED = {"Adafactor": "takes norms of rows and columns", "LBFGS": "flattens parameters"}
+
+
+def double(hidden: int):
+    return tiny.Regressor(hidden=hidden, loss=True).double()
+
+
+def variants():
+    for name, options in VARIANTS.items():
+        for each in options:
+            yield name, each
+            if "fused" not in each and name not in ("Muon", "LBFGS"):
+                yield name, each | {"foreach": True}
+
+
+def _steps(model, name: str, options: dict, count: int = 3) -> optim.Optimizer:
+    """Steps of a new optimizer, the gradients computed by a closure in every other variant."""
+    parameters = [p for p in model.parameters() if name != "Muon" or p.dim() == 2]
+    optimizer = getattr(optim, name)(parameters, **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(**DOUBLE).loss
+        loss.backward()
+        return loss
+
+    for _ in range(count):
+        if name == "LBFGS" or "maximize" in options or "weight_decay" in options:
+            loss = optimizer.step(closure)
+            assert torch.is_tensor(loss) and loss.requires_grad
+        else:
+            closure()
+            optimizer.step()
+    return optimizer
+
+
+def _every_one(rank, mesh, plan, hidden, refused):
+    parallel, reference = pair(double(hidden), device_mesh(mesh), DOUBLE, plan=plan)
+    start = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in (parallel, reference)]
+    errors = []
+    for name, options in variants():
+        for model, values in zip((parallel, reference), start):
+            with torch.no_grad():
+                for n, p in model.named_parameters():
+                    p.copy_(values[n])
+            model.zero_grad()
+        # Muon computes in bfloat16, in which another order of sums is seen
+        with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.clone()):
+            if name in refused:
+                with pytest.raises(OptimizerError, match=f"^{name} {REFUSED[name]}") as error:
+                    _steps(parallel, name, options)
+                errors.append(str(error.value))
+                assert all(torch.equal(full(p), full(start[0][n])) for n, p in parallel.named_parameters())
+                continue
+            state = [_steps(m, name, options).state for m in (parallel, reference)]
+        assert_same_values(parallel, reference, 1e-12)
+        for (_, mine), (p, whole) in zip(sorted_state(state[0], parallel), sorted_state(state[1], reference)):
+            assert mine.keys() == whole.keys()
+            for key in [] if name == "LBFGS" else whole:
+                if isinstance(whole[key], torch.Tensor):
+                    assert_close(mine[key], whole[key], f"{name} {key}", 1e-9)
+                    assert whole[key].shape != p.shape or hasattr(mine[key], "placements")
+    return errors
+
+
+def sorted_state(state: dict, model) -> list:
+    return [(p, state[p]) for p in model.parameters() if p in state]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "mesh, strategy, pins, hidden, refused",
+    [
+        ("dp=2", "ddp", None, 31, ()),
+        ("dp=2", "zero1", None, 32, ("Adafactor",)),
+        ("dp=2", "fsdp", None, 31, ("Adafactor",)),
+        ("tp=2", None, UNEVEN, 31, ("Adafactor", "LBFGS")),
+        ("dp=2,tp=2", None, NESTED, 32, ("Adafactor",)),
+        ("dp=2,tp=2", None, MIXED, 16, ("Adafactor",)),
+    ],
+    ids=["ddp", "zero1", "fsdp", "uneven", "nested", "mixed"],
+)
+def test_every_optimizer(mesh, strategy, pins, hidden, refused):
+    """Right, or refused before anything is changed."""
+    known = {name for name, kind in vars(optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    assert known == {*VARIANTS, "SparseAdam"}  # which takes no dense gradients
+    plan = planned(double(hidden), mesh, DOUBLE, pin=pins, strategy=strategy)
+    errors = gloo.run(plan.mesh.devices, _every_one, mesh, plan, hidden, refused)
+    assert all(e == errors[0] for e in errors) and len(errors[0]) == 2 * len(refused)
+    for error in errors[0]:
+        assert "up.weight (" in error and "fix: torch.optim.AdamW or SGD" in error
+
+
+def _stages(rank, plan):
+    parallel, reference = pair(double(16), device_mesh("pp=2"), DOUBLE, plan=plan)
+    for name, options in (("Rprop", {}), ("SGD", dict(fused=True, momentum=0.9)), ("AdamW", {})):
+        for model in (parallel, reference):
+            _steps(model, name, options)
+        wanted = dict(reference.named_parameters())
+        for n, p in parallel.named_parameters():
+            assert_close(p, wanted[n], n, 1e-12)
+    with pytest.raises(OptimizerError, match="^LBFGS searches along all parameters at once"):
+        _steps(parallel, "LBFGS", {})
+
+
+@pytest.mark.gloo
+def test_optimizers_of_stages():
+    plan = planned(double(16), "pp=2", DOUBLE, micro_batches=2)
+    gloo.run(2, _stages, plan)
+
+
+class Signed(SGD):
+    """Somebody's own optimizer."""
+
+
+def _of_others(rank, root):
+    mesh = device_mesh("dp=2")
+    model = autopar.compile(double(31), mesh, DOUBLE, strategy="fsdp")
+    with pytest.raises(OptimizerError, match="Signed inherits from an optimizer that calls ops"):
+        _of_class(model, Signed(model.parameters(), fused=True))
+    _of_class(model, Signed(model.parameters(), lr=0.1))
+    plain = torch.nn.Linear(3, 3)  # another model's optimizers are left alone
+    optimizer = Rprop(plain.parameters())
+    plain(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert "prev" in optimizer.state[plain.weight]
+    for make in (Rprop, lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True), lambda p: Adagrad(p, fused=True)):
+        optimizer = make(model.parameters())
+        _of_class(model, optimizer)
+        autopar.save_checkpoint(root, model, optimizer, step=1)
+        _of_class(model, optimizer)
+        expected = [full(p).detach().clone() for p in model.parameters()]
+        again = make(model.parameters())
+        autopar.load_checkpoint(root, model, again)
+        _of_class(model, again)
+        assert all(torch.equal(full(p), wanted) for p, wanted in zip(model.parameters(), expected))
+    first, second = [*model.parameters()][:2]
+    optimizer = SGD([first], lr=0.1, fused=True)  # a group that is added later counts
+    _of_class(model, optimizer)
+    optimizer.add_param_group({"params": [second], "lr": 0.2})
+    before = full(second).detach().clone()
+    _of_class(model, optimizer)
+    assert not torch.equal(full(second), before)
+
+
+def _of_class(model, optimizer) -> None:
+    model.zero_grad()
+    model(**DOUBLE).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.gloo
+def test_optimizers_of_others_and_their_state(tmp_path):
+    gloo.run(2, _of_others, str(tmp_path))

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.errors import InputError
+from autopar.errors import InputError, StageError
 from autopar.mesh import Mesh
 from autopar.runtime.inputs import data_axes
 from tests import gloo
@@ -51,9 +51,12 @@ def _inputs_and_outputs(rank: int) -> dict[str, str]:
     refused("parts that differ along pp", lambda: parallel(**{k: v + (rank == 2) for k, v in mine.items()}))
     wanted, output = whole(**batch), parallel(**mine)
     assert_close(output.loss, wanted.loss, "the same masks")
-    assert (wanted.logits is None) == (rank < 2) and not output.logits.requires_grad
+    assert (wanted.logits is None) == (rank < 2) and output.logits.requires_grad
     wanted.loss.backward(), output.loss.backward()
     _assert_gradients(parallel, whole, "parts")
+    output = parallel(**mine)
+    with pytest.raises(StageError, match="a gradient arrives for logits, and under a pipeline the loss alone has one"):
+        (output.loss + output.logits.full_tensor().square().mean()).backward()
     for m in (parallel, reference):
         m.eval()
     with torch.no_grad():

@@ -67,6 +67,20 @@ def test_every_part_of_every_tensor(name, tmp_path):
         assert tensor in state or torch.equal(buffer, buffers[tensor]), tensor
 
 
+def test_one_file_beside_shards(tmp_path):
+    """As transformers resolves it: the one file counts."""
+    cls, config = build("gpt2")
+    cls(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    cls(config).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    wanted, mesh = cls.from_pretrained(tmp_path).state_dict(), Mesh.parse("dp=1")
+    weights = Weights(on_meta(cls, config), tmp_path)
+    for name in ("transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"):
+        found = weights.part(name, torch.float32, Layout.replicated(2), mesh, mesh.coordinate(0))
+        assert torch.equal(found, wanted[name]), name
+
+
 def test_prefixes(tmp_path):
     """A model with a head from the folder of one without, and the other way round."""
     from transformers import GPT2Model

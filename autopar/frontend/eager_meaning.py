@@ -1,0 +1,120 @@
+"""What a few methods of tensors mean in eager torch, said in a way that a trace keeps.
+
+`x.data` is a tensor without gradient in the same memory; assigning it writes; `parameter.requires_grad_(False)` keeps gradients
+from what is computed afterwards, as `torch.inference_mode()` does inside. A trace forgets these, since they are no ops. Hooks of
+tensors, and backwards inside of a forward, would run once, while tracing, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CaptureError
+
+_DATA, _REQUIRES_GRAD = Tensor.data, Tensor.requires_grad
+_REFUSED: dict[Callable, tuple[str, str]] = {
+    Tensor.register_hook: ("a hook of a tensor", "write what the hook does as a torch.autograd.Function"),
+    Tensor.retain_grad: ("retain_grad", "return the tensor, and call torch.autograd.grad outside of the model"),
+    Tensor.backward: ("backward", "compute gradients outside of the model"),
+    Tensor.register_post_accumulate_grad_hook: ("a hook of a gradient", "register it on the parameters of the compiled model"),
+}
+
+
+class EagerMeaning(TorchFunctionMode):
+    """Inside, methods of tensors in the forward of `model` mean what they mean in eager torch."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self._frozen: dict[int, tuple[Tensor, Tensor]] = {}  # what stands for a parameter, and the parameter
+        self._changed: dict[int, tuple[Tensor, bool]] = {}  # parameters whose flag was set, and what it was
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        self._stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", _enter_without_gradients))
+        self._stack.enter_context(mock.patch.object(torch.inference_mode, "__exit__", _exit_without_gradients))
+        return super().__enter__()
+
+    def __exit__(self, kind, error, trace) -> None:
+        super().__exit__(kind, error, trace)
+        self._stack.close()
+        for stand_in, parameter in self._frozen.values():
+            self._replace(stand_in, parameter)
+        if kind is None and self._frozen:
+            name = next(name for name, p in self.model.named_parameters() if any(p is q for _, q in self._frozen.values()))
+            raise CaptureError(
+                f"the forward freezes {name} and leaves it so", fix="freeze it before compiling, or let it train again afterwards"
+            )
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__"):
+            attribute = getattr(function, "__self__", None)
+            if attribute is _DATA:
+                return args[0].detach() if name == "__get__" else _write(*args)
+            if attribute is _REQUIRES_GRAD and name == "__set__":
+                self._set_trainable(args[0], bool(args[1]))
+                return None
+        elif function is Tensor.requires_grad_:
+            return self._set_trainable(args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+        elif function in _REFUSED:
+            what, fix = _REFUSED[function]
+            raise CaptureError(f"the forward calls {what}, which would run once, while it is traced", fix=fix)
+        return function(*args, **kwargs)
+
+    def _set_trainable(self, tensor: Tensor, trains: bool) -> Tensor:
+        """Return the tensor that stands for this one from here on."""
+        if id(tensor) in self._frozen:
+            stand_in, parameter = self._frozen[id(tensor)]
+            if trains:
+                del self._frozen[id(tensor)]
+                self._replace(stand_in, parameter)
+                return parameter
+            return tensor
+        is_parameter = any(tensor is p for m in self.model.modules() for p in m._parameters.values())
+        if not is_parameter:
+            return tensor.requires_grad_(trains) if tensor.is_leaf else tensor
+        if trains == tensor.requires_grad:
+            return tensor
+        if trains:
+            raise CaptureError(
+                "the forward lets a frozen parameter train", fix="set requires_grad before compiling, and use detach() in the forward"
+            )
+        stand_in = tensor.detach()
+        self._frozen[id(stand_in)] = stand_in, tensor
+        self._replace(tensor, stand_in)
+        return stand_in
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        for module in self.model.modules():
+            for name, value in module._parameters.items():
+                if value is old:
+                    module._parameters[name] = new
+
+
+@torch.no_grad()
+def _write(tensor: Tensor, value: Tensor) -> None:
+    """Assigning `.data`, to a tensor of the same form."""
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise CaptureError(
+            f"the forward gives a tensor {tuple(tensor.shape)} data of shape {tuple(value.shape)} and type {value.dtype}",
+            fix="assign a new tensor to the attribute",
+        )
+    tensor.copy_(value.detach().clone())
+
+
+def _enter_without_gradients(self) -> None:
+    self.__dict__["_autopar_before"] = torch.is_grad_enabled()
+    if self.mode:
+        torch.set_grad_enabled(False)
+
+
+def _exit_without_gradients(self, *error) -> None:
+    torch.set_grad_enabled(self.__dict__.pop("_autopar_before"))

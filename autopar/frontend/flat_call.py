@@ -1,0 +1,114 @@
+"""A call of the user's module as a function of flat tensors, which is what is traced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._torch import tree_flatten, tree_map
+from ..calls import CallSignature, LossOutput, Returns
+from ..fake_state import Held, refreshed
+from ..precision import computing_in, narrowed, widened
+from .eager_meaning import EagerMeaning
+from .effects import TensorTables, effects_of
+from .watch import Watch
+
+ROOT = "model"  # name of the user's module inside the traced wrapper
+
+
+class FlatCall(nn.Module):
+    """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
+    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
+    `loss_alone`: a loss that requires a gradient is the only output that has one. `watch` sees what the forward reads and leaves in
+    the module's attributes, which is a part of the call then; without one, the module just runs."""
+
+    def __init__(
+        self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
+        dtype: torch.dtype | None = None, loss_alone: bool = True, held: Sequence[Held] = (),
+        watch: Watch | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.add_module(ROOT, model)
+        self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
+        self.as_eager, self.loss_alone, self.watch = False, loss_alone, watch
+
+    def forward(self, *tensors):
+        with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
+            return self._call(*self.signature.rebuild(tensors))
+
+    def _call(self, args: tuple, kwargs: dict):
+        model = getattr(self, ROOT)
+        loss_kwargs = {}
+        if self.loss_fn is not None:
+            kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
+        if _keeps_cache(model) and "use_cache" not in kwargs:
+            kwargs = {**kwargs, "use_cache": False}
+        args, kwargs = tree_map(lambda x: narrowed(x, self.dtype), (args, kwargs))
+        with self._seen(model) as leaves:
+            output = model(*args, **kwargs)
+            if self.loss_fn is not None:
+                output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
+            outputs = self.returns.take_apart(output)
+            leaves(outputs)
+        self.returns.differentiable = [o.requires_grad for o in outputs[: self.returns.count]]
+        if (at := self.returns.loss) is not None:
+            wide = outputs[at] if self.dtype is None else widened(outputs[at])
+            is_alone = self.loss_alone and self.returns.differentiable[at]
+            outputs = [wide if i == at else o.detach() if is_alone else o for i, o in enumerate(outputs)]
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        return tuple(_apart(outputs, [*model.parameters(), *inputs]))
+
+    @contextmanager
+    def _seen(self, model: nn.Module) -> Iterator[Callable[[list[Tensor]], None]]:
+        """Watch what runs inside. Gives a function that appends what the run leaves in attributes to its outputs, to be called
+        last. Afterwards the module's attributes are as they were."""
+        if self.watch is None:
+            yield lambda outputs: None
+            return
+        tables = TensorTables(model)
+
+        def leave(outputs: list[Tensor]) -> None:
+            values, others = tables.replaced(casts=self.dtype is not None)
+            self.returns.effects = effects_of(self.watch, others, outputs, self.returns.names)
+            self.returns.count = len(outputs)
+            self.returns.buffers = {len(outputs) + i: name for i, name in enumerate(values)}
+            outputs += values.values()
+
+        try:
+            with EagerMeaning(model), self.watch.run():
+                yield leave
+        finally:
+            self.watch.undo()
+            tables.undo()
+
+
+def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
+    """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a view of
+    a parameter, an input or another output."""
+    taken, result = {_torch.storage_key(p) for p in leaves}, []
+    for output in outputs:
+        if output.requires_grad and _torch.storage_key(output) in taken:
+            output = output.clone()
+        taken.add(_torch.storage_key(output))
+        result.append(output)
+    return result
+
+
+def _keeps_cache(model: nn.Module) -> bool:
+    """Whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
+    takes = inspect.signature(model.forward).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return "use_cache" in takes or (is_open and bool(getattr(getattr(model, "config", None), "use_cache", False)))
+
+
+def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
+    """Keyword arguments of the call go to the model if it takes them and to the loss function if that takes them."""
+    model_takes, loss_takes = inspect.signature(forward).parameters, list(inspect.signature(loss_fn).parameters)[1:]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in model_takes.values())
+    to_loss = {k: v for k, v in kwargs.items() if k in loss_takes}
+    return {k: v for k, v in kwargs.items() if k in model_takes or (open_ended and k not in to_loss)}, to_loss

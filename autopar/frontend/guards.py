@@ -1,0 +1,66 @@
+"""The Python state that a capture holds for, checked before every call that it serves.
+
+Most values are the same objects as when they were read, which one pass in C finds out. A value that is another object may still be
+an equal number or text. Anything else that changed makes the call another one, which is captured anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from operator import is_
+
+from .names import Place
+from .snapshot import MISSING, PLAIN, is_container, text
+from .watch import Read, Watch
+
+
+class Guards:
+    """What a capture read of attributes, globals and containers, as it was then."""
+
+    def __init__(self, reads: Iterable[Read] = ()):
+        self.reads = list(reads)
+        simple = [r for r in self.reads if r.before.version is None and not is_container(r.before.value)]
+        self._attributes = [r for r in simple if not isinstance(r.owner, Place)]
+        served = {id(r) for r in self._attributes}
+        self._others = [r for r in self.reads if id(r) not in served]
+        self._owners, self._names = [r.owner for r in self._attributes], [r.name for r in self._attributes]
+        self._values = [r.before.value for r in self._attributes]
+
+    @staticmethod
+    def of(watch: Watch) -> Guards:
+        """Return what the last run under a watch read."""
+        return Guards(watch.reads.values())
+
+    def hold(self) -> bool:
+        """Whether everything is as it was."""
+        if not all(map(is_, map(getattr, self._owners, self._names, repeat(MISSING)), self._values)) and not self._are_equal():
+            return False
+        return all(r.before.is_now(r.now()) for r in self._others)
+
+    def _are_equal(self) -> bool:
+        for at, read in enumerate(self._attributes):
+            now = read.now()
+            if now is self._values[at]:
+                continue
+            if type(now) is not type(read.before.value) or not isinstance(now, PLAIN) or now != read.before.value:
+                return False
+            self._values[at] = now  # equal, and looked at faster from here on
+        return True
+
+    def changed(self) -> list[tuple[Read, str]]:
+        """Return what is not as it was, each with a text: `model.temperature 1.0 -> 2.0`."""
+        return [(r, f"{r.path} {text(r.before.value)} -> {text(r.now())}") for r in self.reads if not r.before.is_now(r.now())]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, attributes and globals have the values that the capture read."""
+        later = [(r, r.now()) for r in self.reads if not r.before.is_now(r.now())]
+        try:
+            for read, _ in later:
+                read.put(read.before.value)
+            yield
+        finally:
+            for read, value in later:
+                read.put(value)

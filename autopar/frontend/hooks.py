@@ -1,0 +1,54 @@
+"""Hooks of modules: those of forwards are traced, those of backwards would not run."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import nn
+
+from .. import _torch
+from ..errors import CaptureError, InputError
+
+FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+
+
+class Hooks:
+    """The hooks of the modules of `model`, and those of all modules."""
+
+    def __init__(self, model: nn.Module):
+        own = [vars(module)[name] for module in model.modules() for name in (*FORWARD, *BACKWARD)]
+        self.tables = [*own, *_torch.hooks_of_all_modules()]
+
+    def now(self) -> list[int]:
+        """Return the numbers of all hooks, each of which torch gives out once."""
+        return [*chain.from_iterable(self.tables)]
+
+
+class Structure:
+    """Which modules a model is made of."""
+
+    def __init__(self, model: nn.Module):
+        self.tables = [module._modules for module in model.modules()]
+        self.before = self._now()
+
+    def _now(self) -> list[nn.Module | None]:
+        return [*chain.from_iterable(map(dict.values, self.tables))]
+
+    def check(self) -> None:
+        """Raises InputError if a module was added, taken out or replaced: its parameters are not among those that were planned."""
+        if self._now() != self.before:
+            raise InputError(
+                "the modules of the model are not those that it was compiled with: one was added, taken out or replaced",
+                fix="change the model before autopar.compile",
+            )
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises CaptureError if a module in the model has a backward hook."""
+    for path, module in model.named_modules():
+        if any(vars(module)[name] for name in BACKWARD):
+            raise CaptureError(
+                f"{path or 'the model'} has a backward hook, which a compiled model would not run: its graphs have no modules",
+                fix="use hooks of parameters (parameter.register_hook), or a torch.autograd.Function in the forward",
+            )

@@ -1,0 +1,162 @@
+"""torch's optimizers on the parameters of compiled modules: which ones are right as they are, and what happens to the others.
+
+Most work on DTensors and need nothing. Some update every element by itself but call ops that DTensor lacks (fused SGD and Adagrad,
+Rprop): those step on the local parts of the parameters. Some compute with whole parameters in a way that sharded ones do not
+allow (Adafactor, LBFGS): those are refused before their first step. torch calls the hook below at the start of every `step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import _torch
+from ..errors import OptimizerError
+from ..layout import Layout
+from ..mesh import Mesh
+from ..storage.weights import shortened
+
+_modules: WeakSet[nn.Module] = WeakSet()
+_checked: WeakKeyDictionary[Optimizer, tuple] = WeakKeyDictionary()  # (form when it was checked, whether it steps on local parts)
+
+
+def follow(module: nn.Module) -> None:
+    """From here on see to the optimizers of a ParallelModule's parameters."""
+    if not _hooks:
+        _hooks.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
+    _modules.add(module)
+
+
+_hooks: list = []
+
+
+def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Raises OptimizerError for an optimizer that cannot step; gives one that needs local parts a stand-in that has them."""
+    form = tuple((len(group["params"]), bool(group.get("fused"))) for group in optimizer.param_groups)
+    known, is_local = _checked.get(optimizer, (None, False))
+    if known != form:
+        owners = [m for m in _modules if _has_some_of(optimizer, m)]
+        for module in owners:
+            _check(optimizer, module)
+        is_local = bool(owners) and _needs_local_parts(optimizer)
+        _checked[optimizer] = form, is_local
+    return _on_local_parts(optimizer, args, kwargs) if is_local else None
+
+
+def _has_some_of(optimizer: Optimizer, module: nn.Module) -> bool:
+    mine = {id(p) for p in module.parameters()}
+    return any(id(p) in mine for p in _parameters(optimizer))
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+# what is refused ---------------------------------------------------------------------------------------------------------
+
+
+def _check(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raises OptimizerError for an optimizer that would be wrong, or fail half way, on these parameters: on all ranks that have
+    some of the same."""
+    kind, ids, mesh = type(optimizer).__name__, {id(p) for p in _parameters(optimizer)}, module.stage_mesh.mesh
+    mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
+    if isinstance(optimizer, LBFGS) and module.plan.pipeline is not None:
+        raise OptimizerError(
+            f"{kind} searches along all parameters at once, and a rank of a pipeline has those of its stages only",
+            mesh=module.plan.mesh, fix="an optimizer that updates parameter by parameter, such as AdamW, or a mesh without pp",
+        )  # fmt: skip
+    if isinstance(optimizer, LBFGS):
+        _refuse(kind, "flattens parameters, which DTensor cannot where parts are of different sizes",
+                {n: p for n, p in mine.items() if not _can_flatten(module.layouts[n], p.shape, mesh)}, module)  # fmt: skip
+    if isinstance(optimizer, Adafactor):
+        _refuse(kind, "takes norms of rows and columns in place, which DTensor cannot do of sharded parameters",
+                {n: p for n, p in mine.items() if module.layouts[n].sharding_axes}, module)  # fmt: skip
+    if isinstance(optimizer, (SGD, Adagrad, Rprop)) and _calls_missing_ops(optimizer) and not _needs_local_parts(optimizer):
+        fix = "one of torch.optim's own" if isinstance(optimizer, Rprop) else "fused=False"
+        raise OptimizerError(f"{kind} inherits from an optimizer that calls ops which DTensor does not have", fix=fix)
+
+
+def _refuse(kind: str, why: str, parameters: dict[str, nn.Parameter], module: nn.Module) -> None:
+    if not parameters:
+        return
+    found = [f"{name} {tuple(p.shape)} is {module.layouts[name]}" for name, p in parameters.items()]
+    raise OptimizerError(
+        f"{kind} {why}: {shortened(found)}", mesh=module.plan.mesh,
+        fix="torch.optim.AdamW or SGD, or compile with strategy='ddp', or pin these to \"R\", which takes more memory",
+    )  # fmt: skip
+
+
+def _can_flatten(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
+    """Whether DTensor can flatten a tensor: no dim but the last is cut into parts of different sizes."""
+    cuts = [parts * math.prod(mesh.size(axis) for axis in axes) for axes, parts in zip(layout.dims, layout.parts)]
+    return not any(size % cut for size, cut, axes in zip(shape[:-1], cuts, layout.dims) if axes)
+
+
+# what steps on local parts -----------------------------------------------------------------------------------------------
+
+
+def _calls_missing_ops(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, Rprop) or any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _needs_local_parts(optimizer: Optimizer) -> bool:
+    """For torch's own alone: what inherits from them may mix elements."""
+    return type(optimizer) in (SGD, Adagrad, Rprop) and _calls_missing_ops(optimizer)
+
+
+def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and their state."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None:  # it computes the gradients
+        with torch.enable_grad():
+            loss = closure()
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__)
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [group | {"params": [_local(p) for p in group["params"]]} for group in optimizer.param_groups]
+    for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
+        if parameter in optimizer.state:
+            stand_in.state[local] = {key: _local_value(value) for key, value in optimizer.state[parameter].items()}
+    return (stand_in, None if closure is None else lambda: loss), {}
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """The part of a parameter that is here, with the same part of its gradient."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local, gradient = _torch.local_of(parameter).detach(), parameter.grad
+    if gradient is not None:
+        if gradient.placements != parameter.placements:  # not reduced yet
+            gradient = gradient.redistribute(placements=parameter.placements)
+        local.grad = _torch.local_of(gradient).detach()
+    return local
+
+
+def _local_value(value: object) -> object:
+    return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+
+def _after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Give the state of a stand-in to the optimizer that it stood for, as DTensors like the parameters."""
+    stand_in = args[0]
+    if stand_in is optimizer:
+        return
+    for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
+        state = optimizer.state[parameter] if local in stand_in.state else {}
+        for key, value in stand_in.state.get(local, {}).items():
+            is_like = isinstance(value, torch.Tensor) and value.shape == local.shape and key != "step"
+            if not is_like or not isinstance(parameter, DTensor):
+                state[key] = value
+            elif _local_value(state.get(key)) is not value:
+                state[key] = DTensor.from_local(
+                    value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                    stride=parameter.stride(),
+                )  # fmt: skip
