@@ -41,7 +41,8 @@ def _check(cases) -> None:
     wrong = []
     for world in (2, 4):
         jobs = [(f"threads/{name}", mesh, 60, options) for name, mesh, options in cases if Mesh.parse(mesh).devices == world]
-        wrong += [f"{job}: {outcome.detail or outcome}" for job, outcome in run_all(world, judge_named, jobs) if outcome.kind != EQUAL]
+        found = run_all(world, judge_named, jobs)
+        wrong += [f"{job}: {outcome.detail or outcome}" for job, outcome in found if outcome.kind != EQUAL]
     assert not wrong, "\n".join(wrong)
 
 
