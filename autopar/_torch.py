@@ -313,6 +313,22 @@ def _describe_output(desc) -> tuple[str, object] | None:
     return None
 
 
+@contextlib.contextmanager
+def plain_checkpoints():
+    """Inside, `torch.utils.checkpoint.checkpoint(function, ...)` just calls the function."""
+    from torch.utils import checkpoint
+
+    def nothing(*args, **kwargs):
+        yield
+
+    before = checkpoint._checkpoint_without_reentrant_generator
+    checkpoint._checkpoint_without_reentrant_generator = nothing
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = before
+
+
 def hooks_of_all_modules() -> list[dict]:
     """The tables of hooks that run for every module."""
     from torch.nn.modules import module
@@ -373,11 +389,17 @@ def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype):
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def as_dtensor(local: torch.Tensor, spec) -> torch.Tensor:
-    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd."""
+def as_dtensor(local: torch.Tensor, spec, kind: type | None = None) -> torch.Tensor:
+    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd. `kind`: a class of
+    DTensors."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spec, requires_grad=False)
+    return (kind or DTensor)(local, spec, requires_grad=False)
+
+
+def without_torch_function():
+    """Inside, functions of torch do not ask the classes of their arguments."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def local_of(dtensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Forms(dict[str, Form]):
             for table, names in places:
                 present = dict(table)
                 table.clear()
-                table.update({leaf: None if name is None else tensors[name] for leaf, name in names.items()})
+                table.update({leaf: present.get(leaf) if name is None else tensors[name] for leaf, name in names.items()})
                 table.update({leaf: value for leaf, value in present.items() if leaf not in names})
             yield
         finally:

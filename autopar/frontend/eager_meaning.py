@@ -39,6 +39,9 @@ class EagerMeaning(TorchFunctionMode):
     def __enter__(self):
         self._stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", _enter_without_gradients))
         self._stack.enter_context(mock.patch.object(torch.inference_mode, "__exit__", _exit_without_gradients))
+        for name in ("grad", "backward"):
+            self._stack.enter_context(mock.patch.object(torch.autograd, name, _refused_gradient))
+        self._has_gradients = torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, kind, error, trace) -> None:
@@ -64,6 +67,16 @@ class EagerMeaning(TorchFunctionMode):
                 return None
         elif function is Tensor.requires_grad_:
             return self._set_trainable(args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+        elif function is torch._C._set_grad_enabled:
+            if args[0] and not self._has_gradients:
+                raise CaptureError(
+                    "the forward switches gradients on inside of a call without gradients", fix="call the model with gradients"
+                )
+        elif kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"the forward draws random numbers from a generator of its own ({name})",
+                fix="leave generator= out: a compiled model draws from a counter that is the same on every rank",
+            )
         elif function in _REFUSED:
             what, fix = _REFUSED[function]
             raise CaptureError(f"the forward calls {what}, which would run once, while it is traced", fix=fix)
@@ -108,6 +121,13 @@ def _write(tensor: Tensor, value: Tensor) -> None:
             fix="assign a new tensor to the attribute",
         )
     tensor.copy_(value.detach().clone())
+
+
+def _refused_gradient(*args, **kwargs):
+    raise CaptureError(
+        "the forward takes a gradient (torch.autograd.grad), which would be a constant in its graph",
+        fix="compute derivatives outside of the model, or write them as ops of the forward",
+    )
 
 
 def _enter_without_gradients(self) -> None:

@@ -30,6 +30,7 @@ from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
 from .dtensors import spec_of
+from .outputs import output_of
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
@@ -43,7 +44,8 @@ class PipelineStep:
     StageError for a call that trains without a scalar loss."""
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
-                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool):  # fmt: skip
+                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool, is_global: bool):  # fmt: skip
+        self.is_global = is_global
         self.plan, self.micro, self.stage, self.groups, self.accumulation = plan, program.micro, stage, groups, accumulation
         self.captured, self.returns, self.random = captured, captured.returns, module.random
         self.trains, self.is_deferring = trains, False
@@ -173,7 +175,7 @@ class PipelineStep:
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
             outputs[int(name)] = self._from(place, outputs[int(name)], name, what)
         specs = [self.output_specs.get(str(at)) for at in range(len(outputs))]
-        return [o if o is None or spec is None else _torch.as_dtensor(o, spec) for o, spec in zip(outputs, specs)]
+        return [None if o is None else output_of(o, spec, self.is_global) for o, spec in zip(outputs, specs)]
 
     def _from(self, place: int, mine: Tensor | None, name: str, what: str) -> Tensor:
         """This rank's part of an output that a place along the pipeline has."""

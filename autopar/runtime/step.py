@@ -25,6 +25,7 @@ from .call import Call
 from .dtensors import spec_of
 from .kept import Kept, Versions, read_by_backward, read_by_outputs, written_by
 from .loaded import LoadedGraph
+from .outputs import output_of
 from .parameters import table_of
 from .process_groups import ProcessGroups
 
@@ -33,10 +34,11 @@ class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
     `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward that comes
-    from one that has none here; all ranks call it together."""
+    from one that has none here; all ranks call it together. `is_global`: outputs are global tensors (see outputs.py)."""
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
-                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step]):  # fmt: skip
+                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step], is_global: bool):  # fmt: skip
+        self.is_global = is_global
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
         self.roles = [
             n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"
@@ -156,7 +158,7 @@ class Step:
             self._write(results, call)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
         outputs = [
-            results[at].detach() if spec is None else _torch.as_dtensor(results[at], spec)
+            output_of(results[at], spec, self.is_global)
             for at, spec in zip(self.outputs, self.output_specs)
         ]
         return outputs, list(results[self.forward_count :])
