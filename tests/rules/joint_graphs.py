@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-import autopar.ops
 from autopar.capture import differentiate, export
 from autopar.cross_entropy import cross_entropy
 from autopar.passes.canonicalize import canonicalize
