@@ -3,10 +3,10 @@
 * A parameter of a wider float type is cast where the forward first reads it, so what is gathered is the narrow copy. Its gradient
   is cast back where it is made, before it is reduced over devices (passes/widen.py).
 * Float inputs of the model are cast; those of `loss_fn` alone are not.
-* Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32. What torch
-  has no kernel for in bfloat16, on CPUs at least (decompositions of matrices, pairwise distances, some pooling), computes on
-  float32 and gives bfloat16. Other ops compute in bfloat16, those with sums inside (softmax, norms, products) accumulate in
-  float32 in torch's kernels.
+* Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32.
+  What torch has no kernel for in bfloat16, on CPUs at least (decompositions of matrices, pairwise distances, some
+  pooling), computes on float32 and gives bfloat16. Other ops compute in bfloat16, those with sums inside (softmax, norms,
+  products) accumulate in float32 in torch's kernels.
 * Persistent float buffers are cast like parameters. Others (rotary frequencies, say) are constants that models treat on their
   own, and stay. So do batch norms: their statistics would not move in steps below 2**-8 of their size.
 
@@ -36,12 +36,12 @@ LOSSES = {
 }  # fmt: skip
 
 _LINALG = """
-    cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor ldl_factor_ex ldl_solve lstsq
-    lu lu_factor lu_factor_ex lu_solve matrix_exp matrix_norm matrix_power matrix_rank norm pinv qr slogdet solve solve_ex
-    solve_triangular svd svdvals tensorinv tensorsolve"""
+    cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor ldl_factor_ex
+    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_exp matrix_norm matrix_power matrix_rank norm pinv qr
+    slogdet solve solve_ex solve_triangular svd svdvals tensorinv tensorsolve"""
 _TORCH = """
-    cholesky cholesky_inverse cholesky_solve corrcoef cov det inverse logdet lu_solve matrix_exp matrix_power orgqr ormqr pinverse qr
-    slogdet svd triangular_solve cdist pdist"""
+    cholesky cholesky_inverse cholesky_solve corrcoef cov det inverse logdet lu_solve matrix_exp matrix_power orgqr
+    ormqr pinverse qr slogdet svd triangular_solve cdist pdist"""
 WIDE_INSIDE = (
     {getattr(torch.linalg, name) for name in _LINALG.split()}
     | {getattr(where, name) for where in (torch, Tensor) for name in _TORCH.split() if hasattr(where, name)}

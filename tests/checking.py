@@ -1,10 +1,11 @@
-"""Functions that ask for values, in a module whose asserts pytest leaves as they are: some questions are checks, some are not."""
+"""Functions that ask for values, in a module whose asserts pytest leaves as they are: some questions are checks, some
+are not."""
 
 from __future__ import annotations
 
 import torch
 
-# checks ----------------------------------------------------------------------------------------------------------------
+# checks ---------------------------------------------------------------------------------------------
 
 
 def negative(x):
@@ -50,7 +51,7 @@ def in_a_helper(x):
         x = x + 1
 
 
-# no checks -------------------------------------------------------------------------------------------------------------
+# no checks ------------------------------------------------------------------------------------------
 
 
 def goes_on_both_ways(x):

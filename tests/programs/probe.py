@@ -65,8 +65,8 @@ def layer(make: Callable[[], nn.Module], shape=(6, 5, 8), before=lambda y: y, af
 
 
 def everywhere(programs: Mapping[str, Program]):
-    """Marks for a test of (name, mesh, precision): each program once on some mesh, by turns in either precision; the others are
-    marked slow."""
+    """Marks for a test of (name, mesh, precision): each program once on some mesh, by turns in either precision; the
+    others are marked slow."""
     cases = []
     for i, name in enumerate(programs):
         for j, (mesh, precision) in enumerate((mesh, precision) for precision in ("fp32", "bf16") for mesh in MESHES):

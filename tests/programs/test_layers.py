@@ -45,11 +45,17 @@ for d, shape in IMAGES.items():
         return getattr(nn, f"{name}{d}d")
 
     enter(f"BatchNorm{d}d", partial(of("BatchNorm"), 4), shape)
-    average = partial(of("BatchNorm"), 4, momentum=None, affine=False)  # whose weight is 1 by the number of batches, a value
+    average = partial(
+        of("BatchNorm"), 4, momentum=None, affine=False
+    )  # whose weight is 1 by the number of batches, a value
     enter(f"BatchNorm{d}d of averages", average, shape, refused=refused(VALUES))
     enter(f"BatchNorm{d}d without statistics", partial(of("BatchNorm"), 4, track_running_stats=False), shape)
     enter(f"InstanceNorm{d}d", partial(of("InstanceNorm"), 4), shape)
-    enter(f"InstanceNorm{d}d with statistics", partial(of("InstanceNorm"), 4, affine=True, track_running_stats=True), shape)
+    enter(
+        f"InstanceNorm{d}d with statistics",
+        partial(of("InstanceNorm"), 4, affine=True, track_running_stats=True),
+        shape,
+    )
     enter(f"Conv{d}d", partial(of("Conv"), 4, 6, 3, padding=1), shape)
     enter(f"Conv{d}d in groups", partial(of("Conv"), 4, 6, 3, padding=1, groups=2, padding_mode="circular"), shape)
     enter(f"ConvTranspose{d}d", partial(of("ConvTranspose"), 4, 6, 3, stride=2), shape)
@@ -73,7 +79,10 @@ PROGRAMS["interpolate against aliasing"] = Program(
 )
 
 # activations
-for name in """ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid ReLU ReLU6 SELU CELU GELU Sigmoid SiLU Mish Softplus
+for (
+    name
+) in """ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid ReLU ReLU6 SELU CELU GELU Sigmoid SiLU Mish
+    Softplus
     Softshrink Softsign Tanh Tanhshrink GLU PReLU RReLU""".split():
     enter(name, getattr(nn, name))
 for name in ("Softmin", "Softmax", "LogSoftmax"):
@@ -103,7 +112,8 @@ PROGRAMS |= {
     ),
     "MultiheadAttention of padded keys": attention(
         lambda m, y, mask: mean_square(m.layer(y, y, y, key_padding_mask=mask, need_weights=False)[0]),
-        partial(HEADS, add_bias_kv=True, add_zero_attn=True), mask=padding,
+        partial(HEADS, add_bias_kv=True, add_zero_attn=True),
+        mask=padding,
     ),
     "MultiheadAttention of other widths": attention(
         lambda m, y: mean_square(m.layer(y, y[..., :4], y[..., :6])[0]), partial(HEADS, kdim=4, vdim=6)
@@ -117,7 +127,8 @@ PROGRAMS |= {
     ),
     "TransformerEncoder of padded samples": attention(
         lambda m, y, mask: mean_square(m.layer(y, src_key_padding_mask=mask)),
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1), mask=padding,
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1),
+        mask=padding,
     ),
     "TransformerDecoderLayer": attention(
         lambda m, y: mean_square(m.layer(y, y * 2)), lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
@@ -125,7 +136,7 @@ PROGRAMS |= {
     "Transformer": attention(
         lambda m, y: mean_square(m.layer(y, y * 2)), lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
     ),
-}  # fmt: skip
+}
 
 # recurrent layers
 for name in ("RNN", "LSTM", "GRU"):
@@ -152,25 +163,35 @@ for mode in ("mean", "sum", "max"):
 PROGRAMS |= {
     "EmbeddingBag of offsets": table(
         lambda m, y, index: mean_square(m.layer(index, torch.arange(0, 18, 3)) + y.mean(1)),
-        lambda: nn.EmbeddingBag(11, 8, padding_idx=2), (18,),
+        lambda: nn.EmbeddingBag(11, 8, padding_idx=2),
+        (18,),
     ),
-    "Embedding": table(lambda m, y, index: mean_square(m.layer(index) + y), lambda: nn.Embedding(11, 8, padding_idx=1), (6, 5)),
+    "Embedding": table(
+        lambda m, y, index: mean_square(m.layer(index) + y), lambda: nn.Embedding(11, 8, padding_idx=1), (6, 5)
+    ),
     "Embedding by frequency": table(
-        lambda m, y, index: mean_square(m.layer(index) + y), lambda: nn.Embedding(11, 8, scale_grad_by_freq=True), (6, 5)
+        lambda m, y, index: mean_square(m.layer(index) + y),
+        lambda: nn.Embedding(11, 8, scale_grad_by_freq=True),
+        (6, 5),
     ),
-    "one_hot": Program(lambda m, y, index: mean_square(F.one_hot(index, 11)[..., :8] * y), inputs={"index": places(6, 5)}),
+    "one_hot": Program(
+        lambda m, y, index: mean_square(F.one_hot(index, 11)[..., :8] * y), inputs={"index": places(6, 5)}
+    ),
     "one_hot in a loss": Program(
-        lambda m, y, index: -(F.one_hot(index, 11)[..., :8] * y.log_softmax(-1)).sum(-1).mean(), inputs={"index": places(6, 5)}
+        lambda m, y, index: -(F.one_hot(index, 11)[..., :8] * y.log_softmax(-1)).sum(-1).mean(),
+        inputs={"index": places(6, 5)},
     ),
     "one_hot of as many classes as there are": Program(
-        lambda m, y, index: mean_square(F.one_hot(index).sum() * y), inputs={"index": places(6, 5)}, refused=refused(VALUES)
+        lambda m, y, index: mean_square(F.one_hot(index).sum() * y),
+        inputs={"index": places(6, 5)},
+        refused=refused(VALUES),
     ),
     "Bilinear": Program(lambda m, y: mean_square(m.layer(y, y * 2)), modules={"layer": lambda: nn.Bilinear(8, 8, 6)}),
     "CosineSimilarity": Program(lambda m, y: nn.CosineSimilarity(-1)(y, y.flip(0)).mean()),
     "PairwiseDistance": Program(lambda m, y: nn.PairwiseDistance()(y, y.flip(1)).mean()),
     "cdist": Program(lambda m, y: torch.cdist(y, y.flip(0) + 0.1).mean()),
     "pdist": Program(lambda m, y: F.pdist(y.flatten(1)).mean()),
-}  # fmt: skip
+}
 
 
 @everywhere(PROGRAMS)

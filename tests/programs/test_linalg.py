@@ -49,7 +49,9 @@ PROGRAMS = {
     "lu": of(lambda y: linalg.lu(definite(y))[2]),
     "lu_solve": of(lambda y: linalg.lu_solve(*linalg.lu_factor(definite(y)), y)),
     "lstsq": of(lambda y: linalg.lstsq(y.mT, 2 * y.mT.cos())[0]),
-    "lstsq, its residuals": of(lambda y: linalg.lstsq(y.mT, y.mT.cos()).residuals, fp32="rank of the matrix", bf16="rank of the"),
+    "lstsq, its residuals": of(
+        lambda y: linalg.lstsq(y.mT, y.mT.cos()).residuals, fp32="rank of the matrix", bf16="rank of the"
+    ),
     "ldl_factor": of(lambda y: linalg.ldl_factor(definite(y))[0], fp32="derivative", bf16="derivative"),
     "matrix_exp": of(lambda y: torch.matrix_exp(definite(y) / 100)),
     "matrix_norm": of(lambda y: linalg.matrix_norm(y, "nuc")),
@@ -58,15 +60,16 @@ PROGRAMS = {
     "cov of all samples": of(lambda y: torch.cov(y.flatten(1).mT)),
     "cov with weights": of(lambda y: torch.cov(y[0], aweights=torch.arange(1.0, 9.0, dtype=y.dtype))),
     "corrcoef": of(lambda y: torch.corrcoef(y[0])),
-}  # fmt: skip
+}
 
 
 def log_prob(distribution, value=lambda y, t: t, **refused) -> Program:
     """-log p(value) under `distribution(y)`; t is an input like y."""
     return Program(
-        lambda m, y, t: -distribution(y.float()).log_prob(value(y.float(), t.float())).mean(), inputs={"t": partial(torch.randn, 6, 5, 8)},
+        lambda m, y, t: -distribution(y.float()).log_prob(value(y.float(), t.float())).mean(),
+        inputs={"t": partial(torch.randn, 6, 5, 8)},
         refused=refused,
-    )  # fmt: skip
+    )
 
 
 def drawn(distribution, **refused) -> Program:
@@ -88,7 +91,9 @@ PROGRAMS |= {
     "Normal, entropy": Program(lambda m, y: normal(y.float()).entropy().mean()),
     "Normal, divergence": divergence(normal, lambda y: D.Normal(0.0, 1.0)),
     "Categorical": log_prob(lambda y: D.Categorical(logits=y), lambda y, t: t[..., 0].abs().round()),
-    "Categorical of probabilities": log_prob(lambda y: D.Categorical(probs=y.softmax(-1)), lambda y, t: t[..., 0].abs().round()),
+    "Categorical of probabilities": log_prob(
+        lambda y: D.Categorical(probs=y.softmax(-1)), lambda y, t: t[..., 0].abs().round()
+    ),
     "Categorical, divergence": divergence(lambda y: D.Categorical(logits=y), lambda y: D.Categorical(logits=2 * y)),
     "Categorical, drawn": Program(lambda m, y: (c := D.Categorical(logits=y.float())).log_prob(c.sample()).mean()),
     "Bernoulli": log_prob(lambda y: D.Bernoulli(logits=y), lambda y, t: (t > 0).float()),
@@ -101,9 +106,11 @@ PROGRAMS |= {
     "MultivariateNormal": log_prob(lambda y: D.MultivariateNormal(y[..., 0], definite(y)), lambda y, t: t[..., 0]),
     "MultivariateNormal, drawn": drawn(lambda y: D.MultivariateNormal(y[..., 0], definite(y))),
     "Independent": log_prob(lambda y: D.Independent(normal(y), 1)),
-    "MixtureSameFamily": log_prob(lambda y: D.MixtureSameFamily(D.Categorical(logits=y), normal(y)), lambda y, t: t[..., 0]),
+    "MixtureSameFamily": log_prob(
+        lambda y: D.MixtureSameFamily(D.Categorical(logits=y), normal(y)), lambda y, t: t[..., 0]
+    ),
     "RelaxedOneHotCategorical, drawn": drawn(lambda y: D.RelaxedOneHotCategorical(1.0, logits=y)),
-}  # fmt: skip
+}
 
 
 @everywhere(PROGRAMS)
@@ -129,7 +136,11 @@ def test_the_form_of_cov(rows, columns, has_counts, has_weights, correction, is_
 def test_the_form_of_lstsq(rows, columns, right):
     generator = torch.Generator().manual_seed(rows * 10 + columns)
     a = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)
-    b = torch.randn(2, rows, right, generator=generator, dtype=torch.float64) if right else torch.randn(2, rows, dtype=torch.float64)
+    b = (
+        torch.randn(2, rows, right, generator=generator, dtype=torch.float64)
+        if right
+        else torch.randn(2, rows, dtype=torch.float64)
+    )
     torch.testing.assert_close(traced_forms.lstsq(a, b).solution, linalg.lstsq(a, b).solution)
     with pytest.raises(CaptureError, match="rank of the matrix"):
         _, _, _, _ = traced_forms.lstsq(a, b)
