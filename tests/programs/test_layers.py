@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .probe import Program, everywhere, layer, mean_square
+from .probe import Program, everywhere, layer, as_loss
 
 IMAGES = {1: (6, 4, 8), 2: (6, 4, 6, 8), 3: (6, 4, 3, 4, 8)}
 PROGRAMS: dict[str, Program] = {}
@@ -75,7 +75,7 @@ enter("Unfold and Fold", lambda: nn.Sequential(nn.Unfold(2), nn.Fold((6, 8), 2))
 for mode, d in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("nearest-exact", 2), ("trilinear", 3)):
     enter(f"Upsample {mode}", partial(nn.Upsample, scale_factor=2, mode=mode), IMAGES[d])
 PROGRAMS["interpolate against aliasing"] = Program(
-    lambda m, y: mean_square(F.interpolate(y, size=(3, 5), mode="bilinear", antialias=True)), IMAGES[2]
+    lambda m, y: as_loss(F.interpolate(y, size=(3, 5), mode="bilinear", antialias=True)), IMAGES[2]
 )
 
 # activations
@@ -106,35 +106,35 @@ def attention(body, make, **inputs) -> Program:
 
 HEADS = partial(nn.MultiheadAttention, 8, 2, batch_first=True)
 PROGRAMS |= {
-    "MultiheadAttention": attention(lambda m, y: mean_square(m.layer(y, y, y)[0]), HEADS),
+    "MultiheadAttention": attention(lambda m, y: as_loss(m.layer(y, y, y)[0]), HEADS),
     "MultiheadAttention without weights": attention(
-        lambda m, y: mean_square(m.layer(y, y, y, need_weights=False)[0]), partial(nn.MultiheadAttention, 8, 2)
+        lambda m, y: as_loss(m.layer(y, y, y, need_weights=False)[0]), partial(nn.MultiheadAttention, 8, 2)
     ),
     "MultiheadAttention of padded keys": attention(
-        lambda m, y, mask: mean_square(m.layer(y, y, y, key_padding_mask=mask, need_weights=False)[0]),
+        lambda m, y, mask: as_loss(m.layer(y, y, y, key_padding_mask=mask, need_weights=False)[0]),
         partial(HEADS, add_bias_kv=True, add_zero_attn=True),
         mask=padding,
     ),
     "MultiheadAttention of other widths": attention(
-        lambda m, y: mean_square(m.layer(y, y[..., :4], y[..., :6])[0]), partial(HEADS, kdim=4, vdim=6)
+        lambda m, y: as_loss(m.layer(y, y[..., :4], y[..., :6])[0]), partial(HEADS, kdim=4, vdim=6)
     ),
     "TransformerEncoderLayer": attention(
-        lambda m, y: mean_square(m.layer(y)), lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        lambda m, y: as_loss(m.layer(y)), lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     ),
     "TransformerEncoderLayer, causal, dropout": attention(
-        lambda m, y: mean_square(m.layer(y, nn.Transformer.generate_square_subsequent_mask(5), is_causal=True)),
+        lambda m, y: as_loss(m.layer(y, nn.Transformer.generate_square_subsequent_mask(5), is_causal=True)),
         lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, "gelu", batch_first=True, norm_first=True),
     ),
     "TransformerEncoder of padded samples": attention(
-        lambda m, y, mask: mean_square(m.layer(y, src_key_padding_mask=mask)),
+        lambda m, y, mask: as_loss(m.layer(y, src_key_padding_mask=mask)),
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1),
         mask=padding,
     ),
     "TransformerDecoderLayer": attention(
-        lambda m, y: mean_square(m.layer(y, y * 2)), lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
+        lambda m, y: as_loss(m.layer(y, y * 2)), lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
     ),
     "Transformer": attention(
-        lambda m, y: mean_square(m.layer(y, y * 2)), lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
+        lambda m, y: as_loss(m.layer(y, y * 2)), lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True)
     ),
 }
 
@@ -158,35 +158,33 @@ def table(body, make, size) -> Program:
 
 for mode in ("mean", "sum", "max"):
     PROGRAMS[f"EmbeddingBag {mode}"] = table(
-        lambda m, y, index: mean_square(m.layer(index) + y.mean(1)), partial(nn.EmbeddingBag, 11, 8, mode=mode), (6, 3)
+        lambda m, y, index: as_loss(m.layer(index) + y.mean(1)), partial(nn.EmbeddingBag, 11, 8, mode=mode), (6, 3)
     )
 PROGRAMS |= {
     "EmbeddingBag of offsets": table(
-        lambda m, y, index: mean_square(m.layer(index, torch.arange(0, 18, 3)) + y.mean(1)),
+        lambda m, y, index: as_loss(m.layer(index, torch.arange(0, 18, 3)) + y.mean(1)),
         lambda: nn.EmbeddingBag(11, 8, padding_idx=2),
         (18,),
     ),
     "Embedding": table(
-        lambda m, y, index: mean_square(m.layer(index) + y), lambda: nn.Embedding(11, 8, padding_idx=1), (6, 5)
+        lambda m, y, index: as_loss(m.layer(index) + y), lambda: nn.Embedding(11, 8, padding_idx=1), (6, 5)
     ),
     "Embedding by frequency": table(
-        lambda m, y, index: mean_square(m.layer(index) + y),
+        lambda m, y, index: as_loss(m.layer(index) + y),
         lambda: nn.Embedding(11, 8, scale_grad_by_freq=True),
         (6, 5),
     ),
-    "one_hot": Program(
-        lambda m, y, index: mean_square(F.one_hot(index, 11)[..., :8] * y), inputs={"index": places(6, 5)}
-    ),
+    "one_hot": Program(lambda m, y, index: as_loss(F.one_hot(index, 11)[..., :8] * y), inputs={"index": places(6, 5)}),
     "one_hot in a loss": Program(
         lambda m, y, index: -(F.one_hot(index, 11)[..., :8] * y.log_softmax(-1)).sum(-1).mean(),
         inputs={"index": places(6, 5)},
     ),
     "one_hot of as many classes as there are": Program(
-        lambda m, y, index: mean_square(F.one_hot(index).sum() * y),
+        lambda m, y, index: as_loss(F.one_hot(index).sum() * y),
         inputs={"index": places(6, 5)},
         refused=refused(VALUES),
     ),
-    "Bilinear": Program(lambda m, y: mean_square(m.layer(y, y * 2)), modules={"layer": lambda: nn.Bilinear(8, 8, 6)}),
+    "Bilinear": Program(lambda m, y: as_loss(m.layer(y, y * 2)), modules={"layer": lambda: nn.Bilinear(8, 8, 6)}),
     "CosineSimilarity": Program(lambda m, y: nn.CosineSimilarity(-1)(y, y.flip(0)).mean()),
     "PairwiseDistance": Program(lambda m, y: nn.PairwiseDistance()(y, y.flip(1)).mean()),
     "cdist": Program(lambda m, y: torch.cdist(y, y.flip(0) + 0.1).mean()),

@@ -16,7 +16,7 @@ from autopar import traced_forms
 from autopar.errors import CaptureError
 
 from .. import gloo
-from .probe import Program, everywhere, mean_square
+from .probe import Program, everywhere, as_loss
 
 
 def definite(y):
@@ -28,7 +28,7 @@ def positive(y):
 
 
 def of(function, **refused) -> Program:
-    return Program(lambda m, y: mean_square(function(y)), refused=refused)
+    return Program(lambda m, y: as_loss(function(y)), refused=refused)
 
 
 PROGRAMS = {
@@ -73,7 +73,7 @@ def log_prob(distribution, value=lambda y, t: t, **refused) -> Program:
 
 
 def drawn(distribution, **refused) -> Program:
-    return Program(lambda m, y: mean_square(distribution(y.float()).rsample()), refused=refused)
+    return Program(lambda m, y: as_loss(distribution(y.float()).rsample()), refused=refused)
 
 
 def divergence(p, q) -> Program:
