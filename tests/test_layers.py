@@ -12,7 +12,7 @@ LAYERS = [  # lowest first; the longest prefix of a module's name decides
     {"autopar._torch", "autopar.allocations", "autopar.ops", "autopar.ops_matmul", "autopar.ops_batch_norm", "autopar.ops_nf4",
      "autopar.ops_quant", "autopar.ops_random", "autopar.graph", "autopar.calls", "autopar.capture", "autopar.experts",
      "autopar.fake_state", "autopar.frontend", "autopar.zero_tangents", "autopar.quiet", "autopar.refusals", "autopar.dtypes",
-     "autopar.traced_forms", "autopar.value_checks",
+     "autopar.traced_forms", "autopar.value_checks", "autopar.attention_forms", "autopar.cross_entropy", "autopar.ops_ctc",
      "autopar.functions", "autopar.precision", "autopar.compact", "autopar.unroll", "autopar.quantized", "autopar.rules",
      "autopar.adapt"},
     {"autopar.cost", "autopar.pipeline_plan", "autopar.sharding", "autopar.plan", "autopar.plan_check", "autopar.plan_file",
