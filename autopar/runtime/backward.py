@@ -103,8 +103,9 @@ class Backward:
         return gradients
 
     def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
+        """With the strides of the parameters, as autograd gives them: fused optimizers take them for granted."""
         return [
-            None if at is None else _torch.as_dtensor(results[at], specs.get(i, spec))
+            None if at is None else _torch.as_dtensor(results[at].contiguous(), specs.get(i, spec))
             for i, (at, spec) in enumerate(zip(self.gradient_at, self.specs))
         ]
 
