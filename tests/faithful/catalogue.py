@@ -8,7 +8,7 @@ from .program import Program
 
 TOPICS = (
     "state", "attributes", "memories", "gradients", "inputs_outputs", "modes", "hooks", "randomness", "functions", "layers",
-    "training", "containers",
+    "training", "containers", "huggingface", "threads",
 )  # fmt: skip
 PROGRAMS: dict[str, Program] = {}
 for topic in TOPICS:
