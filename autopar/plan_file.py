@@ -17,7 +17,7 @@ from pathlib import Path
 from .errors import PlanFormatError, PlanTampered
 from .hardware import LOWERINGS
 
-VERSION = 6
+VERSION = 7
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -215,7 +215,7 @@ SCHEMA = {
             "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount, "parameters": count,
             "name": text,
         }],
-        "owners": [[text]],
+        "owners": [[text]], "samples": count,
     }),
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),
