@@ -54,11 +54,12 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
 
 
 def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable | None, precision: str) -> OneDevice:
-    """A step of the model itself, in a precision. Buffers get their old values back."""
+    """A step of the model itself, in a precision. Buffers and parameters get their old values back."""
     inputs = {n.meta["role"].name: values[n.name] for n in captured.graph.nodes if _is_input(n)}
     returns = Returns()
     call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision))
-    old = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = dict(model.named_buffers()) | written_parameters(captured, model)
+    old = {name: tensor.detach().clone() for name, tensor in state.items()}
     try:
         outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
     except RuntimeError as error:  # tracing looks at shapes only
@@ -67,11 +68,17 @@ def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable |
     sums = [o.sum() for o in wanted if o.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(sums, list(parameters.values()), allow_unused=True) if sums and parameters else ()
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    buffers = {name: tensor.detach().clone() for name, tensor in state.items()}
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(old[name])
+        for name, tensor in state.items():
+            tensor.copy_(old[name])
     return OneDevice(outputs, {name: g for name, g in zip(parameters, gradients) if g is not None}, buffers)
+
+
+def written_parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a call writes to, by name."""
+    written = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "mutation"}
+    return {name: p.detach() for name, p in model.named_parameters() if name in written}
 
 
 def _is_input(node: fx.Node) -> bool:
