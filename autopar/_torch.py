@@ -94,6 +94,11 @@ def grad_switch(node: fx.Node) -> bool | None:
     return node.args[0] if node.op == "call_function" and node.target is torch._C._set_grad_enabled else None
 
 
+def switches_grad(function) -> bool:
+    """Whether a function is the one that switches gradients on and off."""
+    return function is torch._C._set_grad_enabled
+
+
 def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
     """A node that switches gradients, where the graph is being written."""
     return graph.call_function(torch._C._set_grad_enabled, (on,))
