@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -116,13 +117,32 @@ def no_autocast():
     return torch._C._DisableAutocast()
 
 
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+
 def has_autocast_kernel(target, device: str) -> bool:
     """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made of."""
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
-    name = target.name()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key) or torch._C._dispatch_has_kernel_for_dispatch_key(
-        name, "CompositeImplicitAutograd"
-    )
+    keys = (_AUTOCAST_KEYS[device], "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key) for key in keys)
+
+
+@functools.cache
+def autocast_ops(device: str) -> frozenset:
+    """The ATen ops that autocast of a type of device does something with."""
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    found = [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, _AUTOCAST_KEYS[device])]
+    split = [n.removeprefix("aten::").partition(".") for n in found]
+    return frozenset(getattr(getattr(aten, name), overload or "default") for name, _, overload in split)
+
+
+@contextlib.contextmanager
+def kernels_in_place_of(device: str, kernels: dict[object, Callable]):
+    """Inside, autocast of a type of device does this with ops."""
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced
+        for op, kernel in kernels.items():
+            library.impl(op, kernel, _AUTOCAST_KEYS[device], allow_override=True)
+        yield
 
 
 class _StandIn(torch.Tensor):

@@ -28,6 +28,7 @@ from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
+from .passes.autocast_kernels import traced_as
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.explicit_casts import explicit_casts
@@ -67,9 +68,12 @@ def trace(
     """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
     their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py).
     Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    around = autocast.ambient()
+    device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision))
-        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, autocast.ambient())
+        with traced_as(device, around):
+            exported = debug.run_pass("export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision))
+        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
         debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
