@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from . import _torch
 from ._torch import tree_map
+from ._torch_regions import plain_regions
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
@@ -144,7 +145,7 @@ def export(
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype)
     wrapper.around = traced_idioms
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards(), _torch.plain_regions():
+        with fake_state(model, mode, forms), in_order(model), kept_backwards(), plain_regions():
             program = _program(wrapper, inputs)
     except AutoparError:
         raise

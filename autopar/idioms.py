@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ._torch import switches_grad
+from ._torch_regions import switches_grad
 from .errors import CaptureError
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ._torch import c10d, no_autocast
+from ._torch import c10d
+from ._torch_regions import no_autocast
 from .errors import VerifyError
 from .graph import bytes_of
 from .layout import Layout, dim_ranges, local_part

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from .._torch import autocast_ops, kernels_in_place_of, no_autocast
+from .._torch_regions import autocast_ops, kernels_in_place_of, no_autocast
 from ..autocast import State, entered
 from .dispatched import Recorder, Way, map_leaves, way_of
 

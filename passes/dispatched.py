@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from .._torch import no_autocast, schema_names, stand_in
+from .._torch import schema_names
+from .._torch_regions import no_autocast, stand_in
 from ..autocast import entered
 from ..fake_state import DEVICE
 from ..graph import flatten

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from .._torch import autocast_switch, grad_switch, has_autocast_kernel, written
+from .._torch_regions import autocast_switch, grad_switch, has_autocast_kernel, written
 from ..autocast import State
 from ..capture import source_line
 from ..errors import CaptureError
