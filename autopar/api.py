@@ -28,6 +28,7 @@ from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
+from .passes.autocast_kernels import traced_as
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.explicit_casts import explicit_casts
@@ -69,12 +70,15 @@ def trace(
     their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py);
     `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable; `with_gradients`:
     whether the call is made where gradients are recorded. Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    around = autocast.ambient()
+    device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        exported = debug.run_pass(
-            "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone,
-            with_gradients,
-        )
-        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, autocast.ambient())
+        with traced_as(device, around):
+            exported = debug.run_pass(
+                "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone,
+                with_gradients,
+            )
+        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
         debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
@@ -336,7 +340,8 @@ class _Compiler:
 
         def traced():
             whole, given = example()
-            return trace(self.model, whole, self.loss_fn, forms, self.options["precision"], adapt, loss_alone, with_gradients), given
+            options = self.options["precision"], adapt, loss_alone, with_gradients
+            return trace(self.model, whole, self.loss_fn, forms, *options), given
 
         captured, given = agree.everywhere(traced)
         signature = captured.signature

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from . import _torch, refusals
+from ._torch.regions import plain_regions
 from .calls import CallSignature, Returns, split_example
 from .compact import Compact
 from .dtypes import check_types
@@ -92,7 +93,7 @@ def export(
     try:
         with (
             quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(),
-            traced_forms(), _torch.plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
+            traced_forms(), plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)

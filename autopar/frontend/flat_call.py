@@ -13,6 +13,7 @@ from .. import _torch
 from .._torch import tree_flatten, tree_map
 from ..calls import CallSignature, LossOutput, Returns
 from ..fake_state import Held, refreshed
+from ..idioms import traced_idioms
 from ..precision import computing_in, narrowed, widened
 from .eager_meaning import EagerMeaning
 from .effects import TensorTables, effects_of
@@ -24,9 +25,9 @@ ROOT = "model"  # name of the user's module inside the traced wrapper
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
     in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
-    `loss_alone`: a loss that requires a gradient is the only output that has one. `watch` sees what the forward reads and leaves in
-    the module's attributes, which is a part of the call then; without one, the module just runs. `with_gradients`: whether the call is made where gradients
-    are recorded."""
+    `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`: whether the call is made where
+    gradients are recorded. `watch` sees what the forward reads and leaves in the module's attributes, which is a part of the call
+    then; without one, the module just runs."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
@@ -83,7 +84,7 @@ class FlatCall(nn.Module):
             outputs += values.values()
 
         try:
-            with torch.set_grad_enabled(self.with_gradients), EagerMeaning(model), self.watch.run():
+            with torch.set_grad_enabled(self.with_gradients), traced_idioms(), EagerMeaning(model), self.watch.run():
                 yield leave
         finally:
             self.watch.undo()

@@ -21,8 +21,8 @@ from .names import Place, Reach, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 
 _HEAP_TYPE = 1 << 9  # a class that Python code made, whose attributes can be set
-_UNWATCHED = ("logging", "threading", "pathlib", "enum", "re", "weakref", "collections", "typing", "abc", "torch._", "torch.fx",
-              "torch.export", "torch.utils", "torch.distributed", "autopar")  # fmt: skip
+_UNWATCHED = ("logging.", "threading.", "pathlib.", "enum.", "re.", "weakref.", "collections.", "typing.", "abc.", "torch._", "torch.fx.",
+              "torch.export.", "torch.utils.", "torch.distributed.", "autopar.")  # fmt: skip
 MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), *dir(nn.Module)})  # of torch's own; flags and tables are compared elsewhere
 
 
@@ -282,8 +282,7 @@ def _is_watchable(cls: type) -> bool:
     if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, (type, types.ModuleType, BaseException)):
         return False
     module = cls.__module__ or ""
-    return issubclass(cls, nn.Module) or not any(module == name or module.startswith(name.rstrip(".") + ".") or
-                                                 (name.endswith("_") and module.startswith(name)) for name in _UNWATCHED)  # fmt: skip
+    return issubclass(cls, nn.Module) or not any(f"{module}.".startswith(name) for name in _UNWATCHED)
 
 
 def _is_same(before: object, now: object) -> bool:

@@ -18,7 +18,8 @@ from .._torch import tree_map
 _AS_IT_IS = frozenset(
     """shape size dim ndim numel nelement dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex is_cuda
     is_meta is_sparse is_quantized element_size itemsize nbytes output_nr _version __len__ __hash__ names is_inference type stride
-    placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__ is_contiguous ndimension __dict__""".split()
+    placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__ is_contiguous ndimension
+    __dict__""".split()
 )
 
 
