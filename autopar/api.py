@@ -28,6 +28,7 @@ from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
+from .passes.autocast_kernels import traced_as
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
 from .passes.explicit_casts import explicit_casts
@@ -63,17 +64,21 @@ ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  #
 @paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True,
+    precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
 ) -> Captured:  # fmt: skip
     """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
     their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py);
-    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable. Raises
-    CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable; `with_gradients`:
+    whether the call is made where gradients are recorded. Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    around = autocast.ambient()
+    device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        exported = debug.run_pass(
-            "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
-        )
-        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, autocast.ambient())
+        with traced_as(device, around):
+            exported = debug.run_pass(
+                "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone,
+                with_gradients,
+            )
+        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
         debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
@@ -319,7 +324,8 @@ class _Compiler:
 
     def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced:
         forms = self.forms if gradients else self.forms.without_gradients()
-        return self._agreed(lambda: global_example(example_inputs, self.inputs, self.mesh), forms, adapters, True)
+        whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
+        return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
 
     def trace_again(self, traced: Traced, adapters: bool = True) -> Traced:
         signature = traced.captured.signature
@@ -327,13 +333,15 @@ class _Compiler:
         whole = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
         return self._agreed(lambda: (signature.rebuild(whole), traced.fixed), self.forms, adapters, False)
 
-    def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool) -> Traced:
+    def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool,
+                with_gradients: bool = True) -> Traced:  # fmt: skip
         """The same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's tensors fix."""
         adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
 
         def traced():
             whole, given = example()
-            return trace(self.model, whole, self.loss_fn, forms, self.options["precision"], adapt, loss_alone), given
+            options = self.options["precision"], adapt, loss_alone, with_gradients
+            return trace(self.model, whole, self.loss_fn, forms, *options), given
 
         captured, given = agree.everywhere(traced)
         signature = captured.signature

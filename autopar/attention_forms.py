@@ -1,12 +1,13 @@
 """How attention is computed: by torch's fused CPU kernel, or written out in products and a softmax.
 
-A query that the mask closes to every key (the padding of a batch that is padded on the left, under a causal mask) has the output 0,
-the log-sum-exp -inf and gives no gradient, in both forms, as torch's own attention has it. A mask of the lowest finite number closes
-nothing: such a query attends to all keys alike. The kernel then loses its log-sum-exp in rounding and gives a gradient as many times
-too large as there are keys, as it does in eager torch; the form written out gives the gradient of what it computes.
+A query that the mask closes to every key (the padding of a batch that is padded on the left, under a causal mask) has
+the output 0, the log-sum-exp -inf and gives no gradient, in both forms, as torch's own attention has it. A mask of the
+lowest finite number closes nothing: such a query attends to all keys alike. The kernel then loses its log-sum-exp in
+rounding and gives a gradient as many times too large as there are keys, as it does in eager torch; the form written out
+gives the gradient of what it computes.
 
-Tensors: q, out and grad (b, h, s, d), k and v (b, h, t, d), additive mask, broadcastable to (b, h, s, t), lse (b, h, s). Both forms
-run on the tensors of any device that has their ops.
+Tensors: q, out and grad (b, h, s, d), k and v (b, h, t, d), additive mask, broadcastable to (b, h, s, t), lse (b, h,
+s). Both forms run on the tensors of any device that has their ops.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# torch's CPU kernel ----------------------------------------------------------------------------------------------------
+# torch's CPU kernel ----------------------------------------------------------------------------------
 
 
 def by_kernel(q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,9 @@ def by_kernel(q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -
     return out[..., : v.shape[-1]], lse
 
 
-def by_kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+def by_kernel_backward(
+    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # what the kernel says itself of a closed query
@@ -71,7 +74,7 @@ def _closed(mask: Tensor, causal: bool, rows: int, columns: int) -> Tensor:
     return closed.all(-1)
 
 
-# written out -----------------------------------------------------------------------------------------------------------
+# written out -----------------------------------------------------------------------------------------
 
 
 def by_formula(q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -89,7 +92,8 @@ def by_formula_backward(grad, q, k, v, mask: Tensor | None, causal: bool, scale:
 
 
 def _scores(q, k, mask, causal, scale) -> Tensor:
-    """q k^T * scale + mask (b, h, s, t), in the type of the log-sum-exp, which the lowest number of a narrower one does not leave."""
+    """q k^T * scale + mask (b, h, s, t), in the type of the log-sum-exp, which the lowest number of a narrower one does
+    not leave."""
     scores = (q @ k.transpose(-1, -2)).to(lse_dtype(q.dtype)) * _scale(q, scale)
     if causal:
         scores = scores.masked_fill(~_triangle(*scores.shape[-2:], scores.device), float("-inf"))

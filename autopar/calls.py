@@ -7,6 +7,7 @@ transformers ModelOutput, nested containers), the loss first if there is one.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import inspect
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from ._torch import tree_flatten, tree_unflatten
 from .errors import CaptureError, InputError
@@ -168,6 +170,7 @@ class Returns:
     names: list[str] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
     effects: list[Effect] = field(default_factory=list)
+    own_buffers: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)  # outputs that are buffers themselves
     buffers: dict[int, str] = field(default_factory=dict)  # outputs behind the others that are new values of buffers
 
     @property
@@ -189,7 +192,8 @@ class Returns:
                 fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
                 return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in fields.items()})
             if isinstance(value, Mapping):
-                return {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
+                items = {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
+                return items if type(value) is dict or not hasattr(value, "clear") else _Refilled(_emptied(value), items)
             if isinstance(value, tuple) and hasattr(value, "_fields"):
                 return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
             if isinstance(value, (tuple, list)):
@@ -221,6 +225,9 @@ class Returns:
         """The model's output object with the given tensors; attributes get the values that the call leaves in them."""
         for effect in self.effects:
             effect.apply(tensors)
+        if self.own_buffers:
+            own = {at: getattr(module, leaf) for at, (module, leaf) in self.own_buffers.items() if hasattr(module, leaf)}
+            tensors = [own.get(at, tensor) for at, tensor in enumerate(tensors)]
         return _filled(self.template, tensors)
 
 
@@ -230,11 +237,30 @@ def _filled(value, tensors):
         return tensors[value.position]
     if isinstance(value, _Built):
         return value.make({k: _filled(v, tensors) for k, v in value.fields.items()})
+    if isinstance(value, _Refilled):
+        made = copy.copy(value.empty)
+        made.update({k: _filled(v, tensors) for k, v in value.items.items()})
+        return made
     if isinstance(value, dict):
         return {k: _filled(v, tensors) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(_filled(v, tensors) for v in value)
     return value
+
+
+def _emptied(mapping: Mapping) -> Mapping:
+    """A mapping of the same kind without items."""
+    empty = copy.copy(mapping)
+    empty.clear()
+    return empty
+
+
+@dataclass(frozen=True)
+class _Refilled:
+    """A mapping of another class than dict (an OrderedDict, a defaultdict)."""
+
+    empty: Mapping
+    items: dict
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from . import _torch, refusals
+from ._torch.regions import plain_regions
 from .calls import CallSignature, Returns, split_example
 from .compact import Compact
 from .dtypes import check_types
@@ -68,7 +69,7 @@ class Captured:
 
 def export(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    dtype: torch.dtype | None = None, loss_alone: bool = True,
+    dtype: torch.dtype | None = None, loss_alone: bool = True, with_gradients: bool = True,
 ) -> Exported:  # fmt: skip
     """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on any
     device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in; `loss_alone`: of
@@ -88,10 +89,11 @@ def export(
     refuse_backward_hooks(model)
     watch = Watch(model, loss_fn, [held.container for held in forms.held])
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
+    wrapper.with_gradients = with_gradients
     try:
         with (
             quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(),
-            traced_forms(), _torch.plain_regions(), refusals.noted() as entered, watch.installed(),
+            traced_forms(), plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)

@@ -1,12 +1,13 @@
-"""Cross-entropy and negative log-likelihood written in ops that may all be sharded, the vocabulary of a cross-entropy included.
+"""Cross-entropy and negative log-likelihood written in ops that may all be sharded, the vocabulary of a cross-entropy
+included.
 
-Classes are in the last dim. What a target contributes, for the log-probabilities l_c of its classes c, weights w_c (1 without
-weights), its class y and smoothing e of C classes, is
+Classes are in the last dim. What a target contributes, for the log-probabilities l_c of its classes c, weights w_c (1
+without weights), its class y and smoothing e of C classes, is
 
     (1 - e) * -w_y l_y  +  e / C * sum_c -w_c l_c        0 for a target that is `ignore_index`
 
-and a mean divides the sum by that of w_y over the targets that count, as torch.nn.functional.cross_entropy has it. A target that is
-no class (eager torch raises on a CPU, and asserts on a GPU) is not refused.
+and a mean divides the sum by that of w_y over the targets that count, as torch.nn.functional.cross_entropy has it. A
+target that is no class (eager torch raises on a CPU, and asserts on a GPU) is not refused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def cross_entropy(
         loss = aten.mul.Tensor(loss, share)
     if smoothing:
         loss = aten.mul.Tensor(loss, 1 - smoothing)
-        loss = aten.add.Tensor(loss, aten.mul.Tensor(_of_all(logits, log_sum, weight, wide, classes), smoothing / classes))
+        loss = aten.add.Tensor(
+            loss, aten.mul.Tensor(_of_all(logits, log_sum, weight, wide, classes), smoothing / classes)
+        )
     return _reduced(loss, keep, share, reduction, dtype)
 
 

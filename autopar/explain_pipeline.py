@@ -178,7 +178,7 @@ class _Pricing:
 
     def _cut(self, cuts: Sequence[str]) -> Judged:
         p, (problem, e), inner = self.chosen, self.planned.inner.whole, self.planned.inner
-        pipeline = Pipeline(p.axis, p.ranks, p.schedule, p.micro_batches, p.stages_per_rank, tuple(cuts))
+        pipeline = replace(p, cuts=tuple(cuts), costs=(), owners=())
         return judge(problem, e, inner.pricer, pipeline, self._send, inner.live_bytes)
 
 

@@ -60,7 +60,9 @@ class Forms(dict[str, Form]):
     `held`: where else they are; `left`: values of buffers that this rank does not keep and no state dict has; `all_names`: of
     parameters, each with its first name."""
 
-    def __init__(self, parameters: Mapping[str, Form], buffers: Mapping[str, Form], tables: tuple[Tables, ...], held: tuple[Held, ...]):
+    def __init__(
+        self, parameters: Mapping[str, Form], buffers: Mapping[str, Form], tables: tuple[Tables, ...], held: tuple[Held, ...]
+    ):  # fmt: skip
         super().__init__(parameters)
         self.buffers, self.tables, self.held = dict(buffers), tables, held
         self.left: dict[str, Tensor] = {}
@@ -99,7 +101,7 @@ class Forms(dict[str, Form]):
             for table, names in places:
                 present = dict(table)
                 table.clear()
-                table.update({leaf: None if name is None else tensors[name] for leaf, name in names.items()})
+                table.update({leaf: present.get(leaf) if name is None else tensors[name] for leaf, name in names.items()})
                 table.update({leaf: value for leaf, value in present.items() if leaf not in names})
             yield
         finally:

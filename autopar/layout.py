@@ -111,10 +111,12 @@ class Layout:
         return Layout(tuple(map(tuple, dims)), tuple(partial), tuple(parts))
 
 
-def chunk(size: int, count: int, index: int) -> tuple[int, int]:
-    """(start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count)."""
+def chunk(size: int, count: int, index: int | range) -> tuple[int, int]:
+    """(start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count); of a range of blocks, from the
+    first to the last."""
     block = -(-size // count)
-    return min(index * block, size), min((index + 1) * block, size)
+    first, last = (index.start, index.stop) if isinstance(index, range) else (index, index + 1)
+    return min(first * block, size), min(last * block, size)
 
 
 def dim_ranges(

@@ -19,11 +19,13 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
     whole = {leaf: values[leaf] for leaf in leaves["input"].values()} | totals_of(micro, named)
     parts = [dict(whole) for _ in range(micro.micro_batches)]
     for name, dim in (micro.input_dims or {}).items():
-        for part, piece in zip(parts, named[name].chunk(micro.micro_batches, dim)) if name in named else ():
-            part[leaves["input"][name]] = piece
+        if name in named:
+            each = named[name].shape[dim] // micro.samples
+            for part, piece in zip(parts, named[name].split([each * size for size in micro.sizes], dim)):
+                part[leaves["input"][name]] = piece
     for leaf in leaves["random"].values():
         for i, part in enumerate(parts):
-            part[leaf] = of_micro_batch(values[leaf], i) if micro.micro_batches > 1 else values[leaf]
+            part[leaf] = of_micro_batch(values[leaf], micro.place(i)) if micro.micro_batches > 1 else values[leaf]
     return parts
 
 

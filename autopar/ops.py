@@ -6,8 +6,8 @@ contributes nothing, so the results of all shards add up to the whole (a masked 
 embedding and cross-entropy, arXiv 1909.08053). Implementations run below autograd: they call kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
-quantization, quantized weights, random numbers and CTC have files of their own: autopar/ops_matmul.py, ops_batch_norm.py,
-ops_quant.py, ops_nf4.py, ops_random.py and ops_ctc.py.
+quantization, quantized weights, random numbers and CTC have files of their own: autopar/ops_matmul.py,
+ops_batch_norm.py, ops_quant.py, ops_nf4.py, ops_random.py and ops_ctc.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import ops_batch_norm, ops_ctc, ops_matmul, ops_nf4, ops_quant, ops_random  # noqa: F401  (their ops are registered too)
+from . import ops_batch_norm, ops_ctc, ops_matmul, ops_nf4, ops_quant, ops_random  # noqa: F401  (registers theirs)
 from .attention_forms import additive, by_formula, by_formula_backward, by_kernel, by_kernel_backward, lse_dtype
 
 aten = torch.ops.aten

@@ -1,7 +1,8 @@
 """Connectionist temporal classification (Graves et al., ICML 2006) as ops whose sizes do not depend on values.
 
-ATen keeps the log-probabilities of all prefixes for its backward, a tensor as wide as the longest target, which tracing cannot know.
-Here the backward computes them again. Samples are independent: they may be cut wherever each of them has its own row of `targets`.
+ATen keeps the log-probabilities of all prefixes for its backward, a tensor as wide as the longest target, which tracing
+cannot know. Here the backward computes them again. Samples are independent: they may be cut wherever each of them has
+its own row of `targets`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ aten = torch.ops.aten
 def ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """The negative log-likelihood of every sample: (t, n, c), (n, s) or all targets in one row (s,), (n,), (n,) -> (n,)."""
+    """The negative log-likelihood of every sample: (t, n, c), (n, s) or all targets in one row (s,), (n,), (n,) ->
+    (n,)."""
     return _forward(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
 
 

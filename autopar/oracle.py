@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import graph_module, no_autocast, tree_map
+from ._torch import graph_module, tree_map
+from ._torch.regions import no_autocast
 from .calls import CallSignature, Returns, split_example
 from .capture import Captured
 from .errors import InputError

@@ -14,6 +14,8 @@ from torch import fx
 
 from . import debug
 from .capture import Captured
+from .errors import VerifyError
+from .graph import output_node
 from .lower import DeferredProgram, RankProgram, collectives_of, lower, lower_deferred
 from .passes.compute_once import compute_once
 from .passes.micro_batch import MicroBatched, micro_batch
@@ -27,7 +29,8 @@ from .plan_check import check_decisions
 @dataclass(frozen=True)
 class StageProgram:
     """One rank's graphs for one stage. `copies` makes what all micro-batches compute alike (see passes/compute_once.py). `deferred`
-    has the backward that leaves gradients unreduced, and their reduction."""
+    has the backward that leaves gradients unreduced, and their reduction. `smaller`: the graphs for micro-batches of one sample
+    less, where a batch has some, which read the same copies and add to the same gradients."""
 
     stage: Stage
     captured: Captured
@@ -36,6 +39,12 @@ class StageProgram:
     forward: fx.GraphModule
     copies: fx.GraphModule | None
     deferred: DeferredProgram | None
+    smaller: StageProgram | None = None
+
+    @property
+    def sizes(self) -> tuple[StageProgram, ...]:
+        """The graphs for every size of a micro-batch."""
+        return (self,) if self.smaller is None else (self, self.smaller)
 
     @property
     def backward(self) -> fx.GraphModule | None:
@@ -58,7 +67,8 @@ class StageProgram:
         """As of a RankProgram, stage by stage."""
         found = collectives_of(("copies", self.copies), ("forward", self.forward))
         found += self.deferred.collectives() if self.deferred else collectives_of(("backward", self.backward))
-        return [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found]
+        found = [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found]
+        return found + (self.smaller.collectives() if self.smaller else [])
 
 
 @dataclass(frozen=True)
@@ -85,20 +95,48 @@ def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]
     return micro, debug.run_pass("cut", cut, micro.captured.graph_module, plan.pipeline.cuts)
 
 
+def smaller_stages_of(micro: MicroBatched, plan: Plan) -> list[Stage] | list[None]:
+    """The same stages of the micro-batches that have one sample less; Nones if there are none."""
+    if micro.smaller is None:
+        return [None] * (len(plan.pipeline.cuts) + 1)
+    check_decisions(micro.smaller.graph, plan.sharding)
+    return debug.run_pass("cut", cut, micro.smaller.graph_module, plan.pipeline.cuts)
+
+
 def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False) -> PipelineProgram:
     """What a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction too. Raises as
     `stages_of` and `lower` do."""
     micro, stages = stages_of(captured, plan)
+    smaller = smaller_stages_of(micro, plan)
     pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
     here = rank_inside(plan.sharding.mesh, coordinate)
     leaves = [frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)]
     mine = pipeline.stages_of(coordinate[pipeline.axis])
-    return PipelineProgram(rank, micro, {i: lower_stage(stages[i], micro, plan, here, check, waits) for i in mine}, tuple(leaves))
+    programs = {i: lower_stage(stages[i], micro, plan, here, check, waits, smaller[i]) for i in mine}
+    return PipelineProgram(rank, micro, programs, tuple(leaves))
 
 
 def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None,
-                waits: bool = False) -> StageProgram:  # fmt: skip
-    """One rank's graphs for one stage. `rank`: in the stage's mesh."""
+                waits: bool = False, smaller: Stage | None = None) -> StageProgram:  # fmt: skip
+    """One rank's graphs for one stage, with those for micro-batches of one sample less if it has `smaller`. `rank`: in the stage's
+    mesh. Raises VerifyError if the two share less than copies and gradients."""
+    program = _lowered(stage, micro, plan, rank, check, waits)
+    if smaller is None:
+        return program
+    less = _lowered(smaller, micro, plan, rank, check, waits)
+    if _shared(program) != _shared(less):
+        raise VerifyError(f"stage {stage.index} makes other copies or gradients of smaller micro-batches", mesh=plan.mesh)
+    return replace(program, smaller=replace(less, copies=None))
+
+
+def _shared(program: StageProgram) -> tuple:
+    """What micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape and layout."""
+    made = output_node(program.copies.graph) if program.copies is not None else None
+    copies = [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]
+    return copies, None if program.deferred is None else program.deferred.layouts
+
+
+def _lowered(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None, waits: bool) -> StageProgram:
     captured = replace(micro.captured, graph_module=stage.joint)
     plan = replace(plan, mesh=plan.sharding.mesh, sharding=stage.sharding(plan.sharding))
     whole = lower(captured, plan, rank, check)

@@ -20,6 +20,12 @@ AXIS = "pp"
 ALONE = "device"  # the axis of a stage that is one device
 
 
+def sizes_of(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """Samples of each of the micro-batches of a batch: equal ones, or the first ones with one more than the others."""
+    least, more = divmod(samples, micro_batches)
+    return (least + 1,) * more + (least,) * (micro_batches - more)
+
+
 @dataclass(frozen=True)
 class StageCost:
     """One stage, of one device: seconds of a micro-batch's forward, of the gradients of its input and of its parameters, and of
@@ -41,7 +47,8 @@ class StageCost:
 @dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. By
-    stage: `costs`, and `owners`, the parameters and buffers that it reads."""
+    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and buffers that it reads. `samples`: of the whole
+    batch, 0 where all micro-batches are taken as equal."""
 
     axis: str
     ranks: int
@@ -51,6 +58,7 @@ class Pipeline:
     cuts: tuple[str, ...]
     costs: tuple[StageCost, ...] = ()
     owners: tuple[tuple[str, ...], ...] = ()
+    samples: int = 0
 
     def __post_init__(self):
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
@@ -61,6 +69,12 @@ class Pipeline:
         """The actions of all ranks. Raises StrategyError for a schedule that there is not."""
         return _made(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank)
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What each micro-batch takes of the seconds of the largest: work is in proportion to samples."""
+        sizes = sizes_of(self.samples, self.micro_batches) if self.samples else (1,) * self.micro_batches
+        return tuple(size / sizes[0] for size in sizes)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Of a place along the axis."""
         return self.orders.stages_of(rank)
@@ -70,7 +84,7 @@ class Pipeline:
         c = self.costs
         return play(
             self.orders, [x.forward_seconds for x in c], [x.input_seconds for x in c], [x.weight_seconds for x in c],
-            [x.transfer_seconds for x in c[:-1]],
+            [x.transfer_seconds for x in c[:-1]], shares=self.shares,
         )  # fmt: skip
 
 

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .accumulate import samples_of
 from .capture import Captured
 from .cost.collectives import CollectiveCost
 from .errors import MemoryInfeasibleError
 from .mesh import Mesh
 from .passes.micro_batch import MicroBatched, few_blocks, micro_batch
-from .pipeline_plan import Pipeline, axis_of, inside
+from .pipeline_plan import Pipeline, axis_of, inside, sizes_of
 from .planner.ascend import Search
 from .planner.evaluate import Evaluation
 from .planner.forced import AUTO, NONE
@@ -110,6 +111,11 @@ class PipelineSearch:
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
         self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
+        batch = samples_of(captured.signature)
+        self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
+        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
+        smaller = smaller or (self.micro.smaller if self.share < 1 else None)
+        self.options = replace(self.options, beside=smaller and smaller.graph)
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
 
     @cached_property
@@ -119,8 +125,9 @@ class PipelineSearch:
 
     @property
     def bound(self) -> float:
-        """Seconds of a step that no pipeline with as many micro-batches undercuts."""
-        return self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
+        """Seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean micro-batch takes of the
+        seconds of the largest, which was planned."""
+        return self.share * self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
 
     @cached_property
     def micro(self) -> MicroBatched:
@@ -229,8 +236,12 @@ class PipelineSearch:
                 works[first] = forward, (forward + inputs + weight) * again - forward - weight, weight
         firsts = sorted(works)
         sends = [max(pieces.pieces[first - 1].boundary_seconds) for first in firsts[1:]]
-        orders = Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, ("",) * (self.ranks * v - 1)).orders
-        return play(orders, *map(list, zip(*(works[first] for first in firsts))), sends).seconds
+        pipeline = self._pipeline(kind, v, ("",) * (self.ranks * v - 1))
+        return play(pipeline.orders, *map(list, zip(*(works[first] for first in firsts))), sends, shares=pipeline.shares).seconds
+
+    def _pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
+        """One without costs."""
+        return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0)
 
     def _check_state(self, pieces: Chain, room: float) -> None:
         """Raises MemoryInfeasibleError if even cuts leave no room for activations, so that no cut has to be looked for."""
@@ -271,7 +282,7 @@ class PipelineSearch:
                 if best is not None:
                     break
                 cut, room = self._cut(pieces, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
-            pipeline = Pipeline(self.axis, self.ranks, one.schedule, self.micro_batches, one.stages_per_rank, pieces.cuts(cut.cuts))
+            pipeline = self._pipeline(one.schedule, one.stages_per_rank, pieces.cuts(cut.cuts))
             judged, e = self._settled(inner, pipeline, again)
             if best is None or judged.peak_bytes < best[0].peak_bytes:
                 best = judged, e
@@ -314,13 +325,17 @@ class PipelineSearch:
         if self.few.compact is None or self.few.compact.whole:
             return inner
         if self.micro.captured.compact is None:  # its blocks are not cut alike
-            return search(self.micro.captured, self.mesh, replace(self.options, refuses=False), self.name, self.report)
+            return search(self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report)
         solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
         return replace(inner, captured=self.micro.captured, solver=solver)
 
+    @property
+    def _whole_options(self) -> PlanOptions:
+        return replace(self.options, beside=self.micro.smaller and self.micro.smaller.graph)
+
     @cached_property
     def _whole_solvers(self) -> list[Solver]:
-        return solvers_of(self.micro.captured, self.mesh, self.options, self.report)
+        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report)
 
 
 def _seconds(parts: Sequence[Part]) -> tuple[float, float, float]:

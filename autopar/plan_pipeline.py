@@ -189,7 +189,8 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         inner, mesh=mesh, pipeline=pipeline, micro_batches=1, reduces_once=False, samples=batch,
         fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
         step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
-        compute_seconds=inner.compute_seconds / ranks, recompute_seconds=inner.recompute_seconds / ranks,
+        compute_seconds=inner.compute_seconds * best.search.share / ranks,
+        recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
         communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged), peak_bytes=judged.peak_bytes,
         memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=tuple(alternatives),
         warnings=(*warnings, *inner.warnings),
@@ -211,4 +212,4 @@ def _exposed(judged: Judged) -> float:
     works = list(itertools.chain.from_iterable(part.work.values() for part in judged.parts))
     overlap = judged.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.again for w in works)
-    return (max(0.0, alone) * judged.pipeline.micro_batches + sum(judged.once_seconds)) / judged.pipeline.ranks
+    return (max(0.0, alone) * sum(judged.pipeline.shares) + sum(judged.once_seconds)) / judged.pipeline.ranks

@@ -3,8 +3,10 @@
 * A parameter of a wider float type is cast where the forward first reads it, so what is gathered is the narrow copy. Its gradient
   is cast back where it is made, before it is reduced over devices (passes/widen.py).
 * Float inputs of the model are cast; those of `loss_fn` alone are not.
-* Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32. Other ops
-  compute in bfloat16, those with sums inside (softmax, norms, products) accumulate in float32 in torch's kernels.
+* Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32.
+  What torch has no kernel for in bfloat16, on CPUs at least (decompositions of matrices, pairwise distances, some
+  pooling), computes on float32 and gives bfloat16. Other ops compute in bfloat16, those with sums inside (softmax, norms,
+  products) accumulate in float32 in torch's kernels.
 * Persistent float buffers are cast like parameters. Others (rotary frequencies, say) are constants that models treat on their
   own, and stay. So do batch norms: their statistics would not move in steps below 2**-8 of their size.
 
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ._torch import tree_flatten, tree_map
 from .errors import StrategyError
 
 COMPUTE_DTYPE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
@@ -31,6 +34,19 @@ LOSSES = {
     F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.nll_loss, F.poisson_nll_loss,
     F.smooth_l1_loss, F.soft_margin_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
 }  # fmt: skip
+
+_LINALG = """
+    cholesky cholesky_ex cond det eig eigh eigvals eigvalsh householder_product inv inv_ex ldl_factor ldl_factor_ex
+    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_exp matrix_norm matrix_power matrix_rank norm pinv qr
+    slogdet solve solve_ex solve_triangular svd svdvals tensorinv tensorsolve"""
+_TORCH = """
+    cholesky cholesky_inverse cholesky_solve corrcoef cov det inverse logdet lu_solve matrix_exp matrix_power orgqr
+    ormqr pinverse qr slogdet svd triangular_solve cdist pdist"""
+WIDE_INSIDE = (
+    {getattr(torch.linalg, name) for name in _LINALG.split()}
+    | {getattr(where, name) for where in (torch, Tensor) for name in _TORCH.split() if hasattr(where, name)}
+    | {F.avg_pool3d, F.local_response_norm, F.lp_pool3d, F.pdist}
+)
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
@@ -70,7 +86,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         persistent = table.keys() - module._non_persistent_buffers_set
         module.__dict__.update(_parameters=_Reading(parameters, parameters, narrow), _buffers=_Reading(table, persistent, narrow))
     try:
-        with _WideLosses():
+        with _Widening():
             yield
     finally:
         for module, (parameters, table) in zip(changed, before):
@@ -98,14 +114,18 @@ class _Reading(dict):
         return self._read(value) if name in self._names else value
 
 
-class _WideLosses(TorchFunctionMode):
-    """Loss functions get float32 for narrower floats."""
+class _Widening(TorchFunctionMode):
+    """Loss functions get float32 for narrower floats; so do those of WIDE_INSIDE, whose results are narrowed."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in LOSSES:
-            args, kwargs = tuple(map(widened, args)), {k: widened(v) for k, v in kwargs.items()}
-        return function(*args, **kwargs)
+            return function(*map(widened, args), **{k: widened(v) for k, v in kwargs.items()})
+        if function not in WIDE_INSIDE and not (function is F.interpolate and kwargs.get("antialias")):
+            return function(*args, **kwargs)
+        narrow = next((x.dtype for x in tree_flatten((args, kwargs))[0] if widened(x) is not x), None)
+        args, kwargs = tree_map(widened, (args, kwargs))
+        return tree_map(lambda x: narrowed(x, narrow), function(*args, **kwargs))
 
 
 def widened(tensor: object):

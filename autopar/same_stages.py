@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,6 @@ from .errors import MicroBatchError, StageError
 from .graph import is_op
 from .passes.micro_batch import MicroBatched, micro_batch
 from .passes.stages import cut
-from .pipeline_plan import Pipeline
 from .plan import Plan, fingerprint
 from .planner.make import PlanOptions, search
 from .planner.places import Places
@@ -31,9 +31,11 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     if the call reads parameters of a stage in an earlier one."""
     pipeline = first.pipeline
     micro = _micro_batched(captured, pipeline.micro_batches)
-    planned = search(micro.captured, first.sharding.mesh, replace(options, micro_batches=micro.micro_batches), model)
+    options = replace(options, micro_batches=micro.micro_batches, beside=micro.smaller and micro.smaller.graph)
+    planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
-    pipeline = Pipeline(pipeline.axis, pipeline.ranks, pipeline.schedule, micro.micro_batches, pipeline.stages_per_rank, cuts)
+    samples = micro.samples if micro.smaller is not None else 0
+    pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
     plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline, micro_batches=1, reduces_once=False,
                    fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))  # fmt: skip
     plan = with_owners(captured, plan)
@@ -47,14 +49,10 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
 
 
 def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
-    """As many micro-batches as there were, or the most below that this batch can be cut into."""
-    samples = samples_of(captured.signature)
-    for count in range(min(wanted, samples), 1, -1):
-        if samples % count == 0:
-            try:
-                return micro_batch(captured, count)
-            except MicroBatchError:
-                break
+    """As many micro-batches as there were or the batch has samples; one if this call cannot run part by part."""
+    count = min(wanted, samples_of(captured.signature))
+    with contextlib.suppress(MicroBatchError):
+        return micro_batch(captured, count)
     return micro_batch(captured, 1)
 
 

@@ -19,7 +19,7 @@ from .graph import output_node
 from .layout import local_part
 from .micro_batches import join, parts_of
 from .passes.micro_batch import MicroBatched
-from .pipeline import StageProgram, lower_stage, stages_of
+from .pipeline import StageProgram, lower_stage, smaller_stages_of, stages_of
 from .plan import Plan
 from .schedule.play import play
 from .simulate import Simulator, assemble
@@ -36,6 +36,10 @@ class _Running:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # by rank
     copies: list[dict[str, Tensor]] = field(default_factory=list)  # and what micro-batches share
     most_in_flight: int = 0
+
+    def of(self, is_smaller: bool) -> Sequence[StageProgram]:
+        """By rank, the programs for a micro-batch."""
+        return [p.smaller for p in self.programs] if is_smaller else self.programs
 
     def count(self) -> None:
         self.most_in_flight = max(self.most_in_flight, len(self.saved) + len(self.stash))
@@ -67,8 +71,8 @@ class Lowered:
     @classmethod
     def of(cls, captured: Captured, plan: Plan, check: bool = True) -> Lowered:
         micro, stages = stages_of(captured, plan)
-        ranks = range(plan.sharding.mesh.devices)
-        return cls(micro, [[lower_stage(stage, micro, plan, rank, check) for rank in ranks] for stage in stages])
+        ranks, pairs = range(plan.sharding.mesh.devices), zip(stages, smaller_stages_of(micro, plan), strict=True)
+        return cls(micro, [[lower_stage(stage, micro, plan, rank, check, smaller=s) for rank in ranks] for stage, s in pairs])
 
 
 def simulate_pipeline(captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True) -> PipelineStep:
@@ -122,22 +126,25 @@ class _Simulation:
         names = [role.name for role in output_node(graphs[0].graph).meta["roles"]]
         return [dict(zip(names, made)) for made in stage.simulator.run(graphs, inputs)]
 
+    def _programs(self, at: int, i: int) -> Sequence[StageProgram]:
+        return self.running[at].of(self.micro.is_smaller(i))
+
     def _forward(self, at: int, i: int) -> None:
-        stage = self.running[at]
-        arrived = self._arrived(at, i, stage.programs[0].stage.received)
+        stage, programs = self.running[at], self._programs(at, i)
+        arrived = self._arrived(at, i, programs[0].stage.received)
         values = {**self.values, **self.parts[i]}
         arrived |= {name: [copies[name] for copies in stage.copies] for name in stage.copies[0]}
         inputs = [
             [self._given(n, values, rank, arrived) for n in p.forward.graph.nodes if n.op == "placeholder"]
-            for rank, p in enumerate(stage.programs)
+            for rank, p in enumerate(programs)
         ]
-        results = stage.simulator.run([p.forward for p in stage.programs], inputs)
-        kept = len(results[0]) - len(stage.programs[0].saved)
-        for position, role in enumerate(output_node(stage.programs[0].forward.graph).meta["roles"][:kept]):
+        results = stage.simulator.run([p.forward for p in programs], inputs)
+        kept = len(results[0]) - len(programs[0].saved)
+        for position, role in enumerate(output_node(programs[0].forward.graph).meta["roles"][:kept]):
             if role.kind == "activation":
                 self._send(at, at + 1, i, role.name, [r[position] for r in results])
             else:
-                whole = self._whole(stage, role.kind, role.name, [r[position] for r in results])
+                whole = self._whole(programs[0], role.kind, role.name, [r[position] for r in results])
                 if role.kind == "output":
                     self.outputs.setdefault(role.name, {})[i] = whole
                 else:  # every micro-batch reads the old value
@@ -146,18 +153,18 @@ class _Simulation:
         stage.count()
 
     def _backward(self, at: int, i: int) -> None:
-        stage = self.running[at]
-        graphs = [p.backward for p in stage.programs]
+        stage, programs = self.running[at], self._programs(at, i)
+        graphs = [p.backward for p in programs]
         if graphs[0] is None:  # nothing that the stage computes has a gradient
             del stage.saved[i]
             return
         self._take(at, i, graphs[0], stage.simulator.run(graphs, self._backward_inputs(at, i)))
 
     def _input(self, at: int, i: int) -> None:
-        stage = self.running[at]
-        if stage.programs[0].backward is None:
+        stage, programs = self.running[at], self._programs(at, i)
+        if programs[0].backward is None:
             return
-        inputs, splits = self._backward_inputs(at, i), [p.split for p in stage.programs]
+        inputs, splits = self._backward_inputs(at, i), [p.split for p in programs]
         results = stage.simulator.run([s.input for s in splits], inputs)
         count = len(results[0]) - len(splits[0].stash)
         self._take(at, i, splits[0].input, [r[:count] for r in results])
@@ -165,19 +172,19 @@ class _Simulation:
         stage.count()
 
     def _weight(self, at: int, i: int) -> None:
-        stage = self.running[at]
-        if stage.programs[0].backward is None:
+        stage, programs = self.running[at], self._programs(at, i)
+        if programs[0].backward is None:
             del stage.saved[i]
             return
-        graphs = [p.split.weight for p in stage.programs]
+        graphs = [p.split.weight for p in programs]
         self._take(at, i, graphs[0], stage.simulator.run(graphs, stage.stash.pop(i)))
 
     def _backward_inputs(self, at: int, i: int) -> list[tuple]:
-        stage = self.running[at]
-        arrived = self._arrived(at, i, stage.programs[0].stage.arriving)
+        stage, programs = self.running[at], self._programs(at, i)
+        arrived = self._arrived(at, i, programs[0].stage.arriving)
         inputs = []
         for rank, saved in enumerate(stage.saved.pop(i)):
-            graph = stage.programs[rank].backward.graph
+            graph = programs[rank].backward.graph
             given = [n for n in graph.nodes if n.op == "placeholder"][len(saved) :]
             inputs.append((*saved, *(self._given(n, self.values, rank, arrived) for n in given)))
         return inputs
@@ -217,10 +224,9 @@ class _Simulation:
             results = stage.simulator.run([d.reduce for d in deferred], [[mine[n] for n in waiting] for mine in sums])
             for mine, reduced in zip(sums, results):
                 mine |= dict(zip(waiting, reduced))
-        return {name: self._whole(stage, "gradient", name, [mine[name] for mine in sums]) for name in names}
+        return {name: self._whole(stage.programs[0], "gradient", name, [mine[name] for mine in sums]) for name in names}
 
-    def _whole(self, stage: _Running, kind: str, name: str, blocks: list[Tensor]) -> Tensor:
-        program = stage.programs[0]
+    def _whole(self, program: StageProgram, kind: str, name: str, blocks: list[Tensor]) -> Tensor:
         output = output_node(program.stage.joint.graph)
         at = next(k for k, r in enumerate(output.meta["roles"]) if (r.kind, r.name) == (kind, name))
         return assemble(blocks, program.plan.sharding.outputs[at], self.mesh, output.args[0][at].meta["val"].shape)

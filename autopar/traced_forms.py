@@ -1,8 +1,8 @@
 """Functions of torch that cannot be traced as they are, and the same mathematics in ops that can.
 
-Some read a value in the middle of their C++ (`cov`), some have outputs whose sizes depend on values (`ctc_loss`, `lstsq`), and of one
-the decomposition that torch traces gives other numbers than its kernel (`multilabel_margin_loss`). Inside of `traced_forms` a call
-of one of them runs the form below.
+Some read a value in the middle of their C++ (`cov`), some have outputs whose sizes depend on values (`ctc_loss`,
+`lstsq`), and of one the decomposition that torch traces gives other numbers than its kernel (`multilabel_margin_loss`).
+Inside of `traced_forms` a call of one of them runs the form below.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ class traced_forms(TorchFunctionMode):  # noqa: N801  (a context manager)
         return FORMS.get(function, function)(*args, **(kwargs or {}))
 
 
-def cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
-    """The covariance matrix of the rows of `input`, (v, n) or (n,). Where ATen warns that no degree of freedom is left, and divides
-    by zero, this does as well, without the warning."""
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """The covariance matrix of the rows of `input`, (v, n) or (n,). Where ATen warns that no degree of freedom is left,
+    and divides by zero, this does as well, without the warning."""
     if input.dim() > 2:
-        raise CaptureError(f"cov takes one or two dims, not {input.dim()}", shape=tuple(input.shape), fix="give it one matrix")
+        raise CaptureError(
+            f"cov takes one or two dims, not {input.dim()}", shape=tuple(input.shape), fix="give it one matrix"
+        )
     x = input.reshape(1, -1) if input.dim() < 2 else input
     weights = [w for w in (fweights, aweights) if w is not None]
     w = weights[0] * weights[1] if len(weights) == 2 else weights[0] if weights else None
@@ -58,7 +62,8 @@ def corrcoef(input: Tensor) -> Tensor:
 
 
 class LeastSquares:
-    """What `lstsq` returns in a traced model: the solution. Its other fields have sizes that depend on the rank of the matrix."""
+    """What `lstsq` returns in a traced model: the solution. Its other fields have sizes that depend on the rank of the
+    matrix."""
 
     def __init__(self, solution: Tensor):
         self.solution = solution
@@ -81,7 +86,8 @@ def _refuse_field(name: str):
 
 
 def lstsq(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None) -> LeastSquares:  # noqa: N803
-    """The solution of least squares and smallest norm, by the pseudo-inverse, through which torch differentiates it as well."""
+    """The solution of least squares and smallest norm, by the pseudo-inverse, through which torch differentiates it as
+    well."""
     pinv = torch.linalg.pinv(A) if rcond is None else torch.linalg.pinv(A, rtol=rcond)
     is_vector = B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1])
     return LeastSquares((pinv @ B.unsqueeze(-1)).squeeze(-1) if is_vector else pinv @ B)
@@ -115,14 +121,18 @@ def _lengths(lengths: Tensor | Sequence[int] | int, samples: int, device: torch.
     return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
-def multilabel_margin_loss(input: Tensor, target: Tensor, size_average=None, reduce=None, reduction: str = "mean") -> Tensor:
-    """As torch.nn.functional.multilabel_margin_loss: hinge losses of all pairs of a target, of those before the first -1, and
-    another class, (n, c), (n, c) -> (n,) or reduced."""
+def multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average=None, reduce=None, reduction: str = "mean"
+) -> Tensor:
+    """As torch.nn.functional.multilabel_margin_loss: hinge losses of all pairs of a target, of those before the first
+    -1, and another class, (n, c), (n, c) -> (n,) or reduced."""
     classes = input.shape[-1]
     is_end = (target < 0).to(torch.int64)
     is_listed = is_end.cumsum(-1) == 0  # (n, c): places before the first -1
     listed = torch.where(is_listed, target, 0)
-    hits = torch.zeros_like(input).scatter_add(-1, listed, is_listed.to(input.dtype))  # (n, c): how often a class is a target
+    hits = torch.zeros_like(input).scatter_add(
+        -1, listed, is_listed.to(input.dtype)
+    )  # (n, c): how often a class is a target
     picked = input.gather(-1, listed)
     margins = (1 - picked.unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)  # (n, target, class)
     counted = is_listed.unsqueeze(-1) & (hits == 0).unsqueeze(-2)

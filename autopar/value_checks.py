@@ -1,13 +1,14 @@
 """Checks of arguments in a traced model: `if (var < 0).any(): raise ValueError(...)`.
 
-Tracing knows no values, so a line that asks for one cannot be traced, unless only one answer leads anywhere: an `assert`, or an `if`
-one of whose branches always raises, as in torch.distributions' `validate_args` and `gaussian_nll_loss`. Inside of `checks_pass` such
-a question gets the answer that does not raise. For input that passes the checks the program computes what the module does; input
-that does not pass them is not refused in a compiled module: it computes on, to whatever its operations give (for a negative
-variance, say, the logarithm's NaN).
+Tracing knows no values, so a line that asks for one cannot be traced, unless only one answer leads anywhere: an
+`assert`, or an `if` one of whose branches always raises, as in torch.distributions' `validate_args` and
+`gaussian_nll_loss`. Inside of `checks_pass` such a question gets the answer that does not raise. For input that passes
+the checks the program computes what the module does; input that does not pass them is not refused in a compiled module:
+it computes on, to whatever its operations give (for a negative variance, say, the logarithm's NaN).
 
-Whether a branch always raises is read in the source of the line that asks. A question is left alone, and tracing refuses it, if the
-source cannot be found, if both branches go on, or if something in the module would catch what is raised.
+Whether a branch always raises is read in the source of the line that asks. A question is left alone, and tracing
+refuses it, if the source cannot be found, if both branches go on, or if something in the module would catch what is
+raised.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def checks_pass() -> Iterator[None]:
 
 @contextmanager
 def _only_definite() -> Iterator[None]:
-    """Inside, torch.distributions asks of a covariance matrix whether it is positive definite, and not first whether it is
-    symmetric, with another way to go on if it is not."""
+    """Inside, torch.distributions asks of a covariance matrix whether it is positive definite, and not first whether it
+    is symmetric, with another way to go on if it is not."""
     kind = type(constraints.positive_definite)
     before = kind.check
     kind.check = lambda self, value: torch.linalg.cholesky_ex(value).info.eq(0)
@@ -75,7 +76,8 @@ def _answering(kind: type) -> Iterator[None]:
 
 
 def valid_answer(frame: FrameType) -> bool | None:
-    """The answer to the truth that a frame asks for now which does not raise; None if neither answer, or both, may go on."""
+    """The answer to the truth that a frame asks for now which does not raise; None if neither answer, or both, may go
+    on."""
     tree, place = _parsed(frame.f_code.co_filename), _asked(frame)
     if tree is None or place is None:
         return None
@@ -101,7 +103,9 @@ def _wanted(node: ast.AST) -> bool | None:
 
 def _raises(body: list[ast.stmt]) -> bool:
     """Whether statements always end in a raise."""
-    if not body or any(isinstance(n, (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.Try)) for s in body for n in ast.walk(s)):
+    if not body or any(
+        isinstance(n, (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.Try)) for s in body for n in ast.walk(s)
+    ):
         return False
     last = body[-1]
     return isinstance(last, ast.Raise) or (isinstance(last, ast.If) and _raises(last.body) and _raises(last.orelse))
@@ -132,7 +136,11 @@ def _is_caught(frame: FrameType) -> bool:
         if tree is None or place is None:
             return True
         for node in _around(tree, place):
-            if isinstance(node, ast.Try) and any(_contains(_range(s), place) for s in node.body) and any(map(_catches, node.handlers)):
+            if (
+                isinstance(node, ast.Try)
+                and any(_contains(_range(s), place) for s in node.body)
+                and any(map(_catches, node.handlers))
+            ):
                 return True
         frame = frame.f_back
     return False
@@ -154,7 +162,8 @@ def _instruction(frame: FrameType) -> dis.Instruction:
 
 
 def _asked(frame: FrameType) -> Range | None:
-    """Where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or by a call itself."""
+    """Where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or by a
+    call itself."""
     if not _instruction(frame).opname.startswith(ASKS):
         return _place(frame, frame.f_lasti)
     before = [i.offset for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti]

@@ -52,13 +52,13 @@ class BatchAxis:
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
-    """The sharding of a joint graph over `micro_batches` parts of a batch of `samples`. Raises MicroBatchError for a graph that
-    cannot be computed part by part, with the op that needs other samples."""
-    mesh = Mesh((AXIS,), (micro_batches,))
-    if samples % micro_batches:
-        near = [k for k in range(1, samples + 1) if samples % k == 0 and k <= micro_batches][-1]
-        raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} equal micro-batches",
-                              fix=f"use {near} micro-batches, or pad the batch")  # fmt: skip
+    """The sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or over one for each
+    sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a graph that cannot be computed part
+    by part, with the op that needs other samples."""
+    if micro_batches > samples:
+        raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
+                              fix=f"use {samples} micro-batches, or fewer")  # fmt: skip
+    mesh = Mesh((AXIS,), (samples if samples % micro_batches else micro_batches,))
     rules = {node: rule_of(node) for node in graph.nodes if is_op(node)}
     return _Layouts(graph, mesh, rules, _Samples(graph, rules, samples)).found()
 

@@ -21,8 +21,8 @@ from .canonicalize_rows import index, squeeze
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-# Checks of values and types, none of which makes a value. For what they refuse (a class that one_hot does not have, a matrix that
-# cannot be inverted) a compiled module computes on: a row of zeros, what LAPACK leaves behind.
+# Checks of values and types, none of which makes a value. For what they refuse (a class that one_hot does not have, a
+# matrix that cannot be inverted) a compiled module computes on: a row of zeros, what LAPACK leaves behind.
 CHECKS = {
     aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten._assert_async.default,
     aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default, aten._linalg_check_errors.default,

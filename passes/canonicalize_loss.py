@@ -1,8 +1,9 @@
-"""cross_entropy_loss and nll_loss -> the shardable forms of autopar/cross_entropy.py, on logits and targets before being flattened.
+"""cross_entropy_loss and nll_loss -> the shardable forms of autopar/cross_entropy.py, on logits and targets before
+being flattened.
 
-Models flatten (b, s, v) logits to (b * s, v) and widen them to fp32 before the loss. Both steps are undone here: the merged dim
-could not be sharded by sequence, and the op computes in fp32 anyway, so the narrow logits are what the backward keeps. Classes in the
-second dim, (n, c, d1, ...), are turned to the last.
+Models flatten (b, s, v) logits to (b * s, v) and widen them to fp32 before the loss. Both steps are undone here: the
+merged dim could not be sharded by sequence, and the op computes in fp32 anyway, so the narrow logits are what the
+backward keeps. Classes in the second dim, (n, c, d1, ...), are turned to the last.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def _classes(scores: fx.Node) -> int:
 
 def _loss(node: fx.Node, given: dict, formula, **options) -> fx.Node | None:
     scores, target, weight = given["self"], given["target"], given.get("weight")
-    if target.meta["val"].dtype not in (torch.int64, torch.int32) or (weight is not None and weight.meta["val"].requires_grad):
+    if target.meta["val"].dtype not in (torch.int64, torch.int32) or (
+        weight is not None and weight.meta["val"].requires_grad
+    ):
         return None
     reduction = given.get("reduction", 1)
     scores, target = _classes_last(node, scores, target, bool(reduction))
@@ -56,8 +59,8 @@ def _loss(node: fx.Node, given: dict, formula, **options) -> fx.Node | None:
 
 
 def _classes_last(node: fx.Node, scores: fx.Node, target: fx.Node, is_reduced: bool) -> tuple[fx.Node, fx.Node]:
-    """Scores with their classes in the last dim, and targets of the same other dims; before they were flattened, where the loss is
-    one number."""
+    """Scores with their classes in the last dim, and targets of the same other dims; before they were flattened, where
+    the loss is one number."""
     ndim = scores.meta["val"].dim()
     if ndim <= 2:
         wide_scores, wide_target = _peel(scores, keep_last=True), _peel(target, keep_last=False)

@@ -14,15 +14,15 @@ import operator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from .._torch import autocast_switch, grad_switch, has_autocast_kernel, schema_names, tree_map, written
-from ..autocast import State, entered
+from .._torch.regions import autocast_switch, grad_switch, has_autocast_kernel, written
+from ..autocast import State
 from ..capture import source_line
 from ..errors import CaptureError
 from ..fake_state import DEVICE
-from ..graph import flat_arguments, is_tensor, tensor_arguments
-from .dispatched import Call, Recorder
+from ..graph import flat_arguments, is_tensor, tensor_arguments, values_of
+from .dispatched import Recorder, Way, map_leaves, way_of
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -30,8 +30,8 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 def explicit_casts(graph_module: fx.GraphModule, around: State = (), device: str = "cpu") -> fx.GraphModule:
     """Rewrites an exported forward in place and returns the module, in which nothing switches autocast any more. `around`: the
-    autocast that the model was called under; `device`: the type of device whose autocast it is. Raises CaptureError for an op that
-    gave another type when it was traced."""
+    autocast that the model was called under; `device`: the type of device whose autocast it is, which a traced model takes the
+    CPU's to be. Raises CaptureError for an op that gave another type when it was traced."""
     graph, casts = graph_module.graph, _Casts(graph_module, device)
     now, outer, gradients = dict(around).get(device), [], True
     for node in list(graph.nodes):
@@ -41,7 +41,7 @@ def explicit_casts(graph_module: fx.GraphModule, around: State = (), device: str
             if switch:
                 outer.append(now)
                 kind, dtype, enabled = switch
-                now = (dtype if enabled else None) if kind == device else now
+                now = (dtype if enabled else None) if kind in (device, DEVICE.type) else now
             else:
                 now = outer.pop()
             if not outer and not around:
@@ -55,21 +55,11 @@ def explicit_casts(graph_module: fx.GraphModule, around: State = (), device: str
     return graph_module
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How an op runs under autocast: types that its tensor arguments are cast to (None: not cast) and the `dtype` that it is told,
-    or as the calls that it is made of."""
-
-    casts: tuple[torch.dtype | None, ...] = ()
-    dtype: torch.dtype | None = None
-    is_taken_apart: bool = False
-
-
 @dataclass
 class _Casts:
     graph_module: fx.GraphModule
     device: str
-    known: dict[tuple, _Way] = field(default_factory=dict)
+    known: dict[tuple, Way] = field(default_factory=dict)
     kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -82,7 +72,7 @@ class _Casts:
             return
         key = (node.target, dtype, *map(_trait, flat_arguments(node)))
         if key not in self.known:
-            self.known[key] = _way(node, dtype, self.device)
+            self.known[key] = _checked(node, dtype, self.device)
         way = self.known[key]
         if way.is_taken_apart:
             _take_apart(node, dtype, self.device)
@@ -121,78 +111,28 @@ def _trait(argument: object) -> object:
     return value.dtype, value.dim()
 
 
-def _way(node: fx.Node, dtype: torch.dtype, device: str) -> _Way:
-    recorder, values = Recorder(device), [a.meta["val"] for a in tensor_arguments(node)]
-    try:
-        calls, result = _run(recorder, node, {}, dtype)
-    except RuntimeError:  # some composite ops ask for the device itself when autocast tells them a type
-        return _wide(node)
-    if (found := _types(result)) != (traced := _types(node.meta["val"])):
+def _values(node: fx.Node) -> tuple[tuple, dict]:
+    return fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: a.meta["val"])
+
+
+def _checked(node: fx.Node, dtype: torch.dtype, device: str) -> Way:
+    way, traced = way_of(node.target, *_values(node), dtype, device), tuple(v.dtype for v in values_of(node))
+    if way.types and way.types != traced:
         raise CaptureError(
-            f"{node.target} gives {found} under torch.autocast on {device}, and gave {traced} when it was traced",
+            f"{node.target} gives {way.types} under torch.autocast on {device}, and gave {traced} when it was traced",
             node=node.name, source=source_line(node) or None, fix="cast its arguments in the model",
         )  # fmt: skip
-    casts: dict[int, torch.dtype] = {}
-    stand_ins = {id(recorder.stand_in(v)): id(v) for v in values}
-    for call in calls:
-        if call.target is not aten._to_copy.default or id(call.args[0]) not in stand_ins:
-            break
-        casts[stand_ins[id(call.args[0])]] = call.result.dtype
-    told = (None, torch.float32) if _takes_type(node) else (None,)
-    for cast, dtype in [({}, None), *((casts, t) for t in told)]:
-        plain, _ = _run(Recorder(device), node, cast, None, dtype)
-        if [call.summary for call in plain] == [call.summary for call in calls[len(cast) :]]:
-            return _Way(tuple(cast.get(id(v)) for v in values), dtype)
-    return _Way(is_taken_apart=True)
-
-
-def _wide(node: fx.Node) -> _Way:
-    """An op that computes in float32."""
-    if _takes_type(node):
-        return _Way(dtype=torch.float32)
-    values = [a.meta["val"] for a in tensor_arguments(node)]
-    narrow = [v.is_floating_point() and v.dtype.itemsize < 4 for v in values]
-    return _Way(tuple(torch.float32 if n else None for n in narrow))
-
-
-def _takes_type(node: fx.Node) -> bool:
-    names = schema_names(node.target)
-    return "dtype" in names and node.kwargs.get("dtype") is None and names.index("dtype") >= len(node.args)
-
-
-def _run(recorder: Recorder, node: fx.Node, casts: dict[int, torch.dtype], dtype: torch.dtype | None,
-         told: torch.dtype | None = None) -> tuple[list[Call], object]:  # fmt: skip
-    """(calls, result) of an op on stand-ins for its arguments, cast as `casts` says by the id of a value; under autocast to
-    `dtype`, if that is not None."""
-
-    def value_of(argument: fx.Node):
-        value = argument.meta["val"]
-        if not isinstance(value, Tensor):
-            return value
-        return recorder.stand_in(value.to(casts[id(value)]) if id(value) in casts else value)
-
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    if told is not None:
-        kwargs = {**kwargs, "dtype": told}
-    with entered(((recorder.device, dtype),) if dtype is not None else ()):
-        return recorder.run(node.target, args, kwargs)
-
-
-def _types(value: object) -> list[torch.dtype]:
-    found: list[torch.dtype] = []
-    tree_map(lambda x: found.append(x.dtype) if isinstance(x, Tensor) else None, value)
-    return found
+    return way
 
 
 def _take_apart(node: fx.Node, dtype: torch.dtype, device: str) -> None:
     """The calls that an op makes under autocast, casts included, in its place."""
-    recorder, made = Recorder(device), {}
-    calls, result = _run(recorder, node, {}, dtype)
-    for argument in tensor_arguments(node):
-        made[id(recorder.stand_in(argument.meta["val"]))] = argument
+    recorder = Recorder(device)
+    calls, result = recorder.run(node.target, *_values(node), dtype)
+    made = {id(recorder.stand_in(a.meta["val"])): a for a in tensor_arguments(node)}
     with node.graph.inserting_before(node):
         for call in calls:
-            args, kwargs = tree_map(lambda x: made.get(id(x), _here(x)), (call.args, call.kwargs))
+            args, kwargs = map_leaves((tuple(call.args), dict(call.kwargs)), lambda x: made.get(id(x), _here(x)))
             new = node.graph.call_function(call.target, args, kwargs)
             new.meta = {**node.meta, "val": recorder.plain(call.result)}
             made[id(call.result)] = new

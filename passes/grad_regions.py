@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .._torch import grad_switch, switch_grad, written
+from .._torch.regions import grad_switch, switch_grad, written
 from ..graph import is_tensor, output_node, tensor_of
 
 aten = torch.ops.aten

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -49,9 +50,11 @@ HOST = torch.device("cpu")
 RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
-def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native") -> fx.GraphModule:
-    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter)."""
-    localizer = _Localizer(joint, sharding, rank, reduce_scatter)
+def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native",
+             coordinate: Mapping[str, int | range] | None = None) -> fx.GraphModule:  # fmt: skip
+    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter). `coordinate`: instead of
+    the rank's, one that may span several places along an axis whose shards never move: the graph of all of them as one."""
+    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             localizer.placeholder(node)
@@ -71,9 +74,9 @@ def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatte
 class _Localizer:
     """The state of the walk: `own` has every tensor's local value in its producer's layout, `copies` all others."""
 
-    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str):
+    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None):
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
-        self.coordinate = self.mesh.coordinate(rank)
+        self.coordinate = coordinate or self.mesh.coordinate(rank)
         self.root = torch.nn.Module()
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)

@@ -99,7 +99,8 @@ def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale):
 
 def _is_plain(q, k, v, mask) -> bool:
     """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat or
-    of several sizes, no mask (which the op converts, and of a query that it closes the kernel says another log-sum-exp)."""
+    of several sizes, no mask (which the op converts; of a query that it closes the kernel says another
+    log-sum-exp)."""
     if any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False
     equal = _shape(q)[1] == _shape(k)[1] == _shape(v)[1] and _shape(q)[-1] == _shape(v)[-1]

@@ -24,6 +24,7 @@ from ..errors import MicroBatchError, StageError
 from ..graph import OutputRole, Role, describe, leaf_name, output_node
 from ..layout import Layout
 from ..ops_random import STREAM, stream_of
+from ..pipeline_plan import sizes_of
 from ..sharding import NodeSharding, Sharding
 from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, batch_axis, partial_of
 from .localize import localize
@@ -36,7 +37,8 @@ SUM, SAME = "sum", "same"
 class MicroBatched:
     """captured: the joint graph of one micro-batch, whose placeholders of role "total" take the results of `totals`, a graph of the
     whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those of all micro-batches
-    become one: "sum", "same", or the dim along which they are joined."""
+    become one: "sum", "same", or the dim along which they are joined. `smaller`: the same graph of one sample less, for the last
+    micro-batches of a batch of `samples` that they do not divide; its nodes have the same names."""
 
     captured: Captured
     micro_batches: int
@@ -44,6 +46,21 @@ class MicroBatched:
     totals: fx.GraphModule | None = None
     total_inputs: tuple[str, ...] = ()
     input_dims: dict[str, int] | None = None
+    smaller: Captured | None = None
+    samples: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch."""
+        return sizes_of(self.samples, self.micro_batches)
+
+    def is_smaller(self, number: int) -> bool:
+        """Whether a micro-batch runs the graph of one sample less."""
+        return self.smaller is not None and self.sizes[number] < self.sizes[0]
+
+    def place(self, number: int) -> int:
+        """Where a micro-batch begins, in those before it or, if they are not equal, in samples: its random state has it."""
+        return number if self.smaller is None else sum(self.sizes[:number])
 
 
 def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
@@ -51,14 +68,13 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
     _check_roles(captured.graph)
     graph = captured.graph
-    roles = output_node(graph).meta["roles"]
+    roles, samples = output_node(graph).meta["roles"], _samples(captured)
     if micro_batches == 1:
-        return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={})
-    samples = next((shape[0] for shape in captured.signature.shapes if shape), 1)
-    axis = batch_axis(graph, micro_batches, samples)
-    small = captured.compact and _few(captured.compact, micro_batches, samples)
-    is_checked = small is not None and not any(stream_of(node) is not None for node in graph.nodes)  # equal blocks are alike
-    local = _local(captured.graph_module, axis, not is_checked)
+        return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples)
+    axis, counts = batch_axis(graph, micro_batches, samples), places_of(samples, micro_batches)
+    has_random = any(stream_of(node) is not None for node in graph.nodes)
+    # equal blocks are alike
+    found = [_cut(captured, axis, micro_batches, count, captured.compact is None or has_random) for count in counts]
     joins = {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
@@ -68,8 +84,7 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
     dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
             if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
-    compact = captured.compact and _compact(captured.compact, small, local)
-    return MicroBatched(replace(captured, graph_module=local, compact=compact), micro_batches, joins, totals, inputs, dims)
+    return MicroBatched(found[0], micro_batches, joins, totals, inputs, dims, *found[1:] or (None,), samples)
 
 
 def _check_roles(graph: fx.Graph) -> None:
@@ -89,32 +104,53 @@ def _check_roles(graph: fx.Graph) -> None:
             )  # fmt: skip
 
 
-def _few(old: Compact, micro_batches: int, samples: int) -> fx.GraphModule:
+def _samples(captured: Captured) -> int:
+    return next((shape[0] for shape in captured.signature.shapes if shape), 1)
+
+
+def places_of(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """Over how many places along the batch's axis micro-batches span, the larger ones first; all over one if they are equal."""
+    sizes = sizes_of(samples, micro_batches)
+    return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
+
+
+def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool) -> Captured:
+    """The graph of a micro-batch that spans `count` places."""
+    local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
+    compact = old and _compact(old, _few(old, micro_batches, _samples(captured), count), local)
+    return replace(captured, graph_module=local, compact=compact)
+
+
+def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.GraphModule:
     """The graph of few blocks for one micro-batch, whose nodes keep their names."""
-    return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples))
+    return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples), micro_batches, count)
 
 
-def _local(joint: fx.GraphModule, axis: BatchAxis, checks: bool = True) -> fx.GraphModule:
-    """The joint graph of one micro-batch. `checks`: whether all are alike has to be seen."""
-    joint, nodes, leaves = _rewritten(joint, axis)
+def _local(joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True) -> fx.GraphModule:
+    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are alike has to be
+    seen."""
+    joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
     sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
-    local = localize(joint, sharding, 0)
+    far = axis.mesh.devices - count  # where the last one begins
+    local = localize(joint, sharding, 0, coordinate={AXIS: range(count)})
     if checks:
-        last = localize(joint, sharding, axis.mesh.devices - 1)
-        _draw_by_number(local, last, axis.mesh.devices)
+        last = localize(joint, sharding, 0, coordinate={AXIS: range(far, far + count)})
+        _draw_by_place(local, last, far)
         _check_alike(local, last)
     _forget_axis(local)
     return local
 
 
-def few_blocks(captured: Captured, micro_batches: int) -> Captured:
+def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
     """What the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact graph are cut, so
-    that no op of the whole graph is known. Raises as that does."""
+    that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises as that does."""
     _check_roles(captured.graph)
-    old, samples = captured.compact, next((shape[0] for shape in captured.signature.shapes if shape), 1)
+    old, samples = captured.compact, _samples(captured)
     if old is None or micro_batches == 1:
-        return micro_batch(captured, micro_batches).captured
-    small = _few(old, micro_batches, samples)
+        micro = micro_batch(captured, micro_batches)
+        return micro.smaller if smaller else micro.captured
+    count = places_of(samples, micro_batches)[-1 if smaller else 0]
+    small = _few(old, micro_batches, samples, count)
     keys = {node.name: key for node, key in old.home.items()}
     home = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
     return replace(captured, graph_module=small, compact=Compact(small, old.tower, old.count, home, {}))
@@ -149,7 +185,7 @@ def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.
     return [(origin, number) for first in (0, compact.most) for number in compact.stands_for(block, first)]
 
 
-def _rewritten(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
+def _rewritten(joint: fx.GraphModule, axis: BatchAxis, micro_batches: int) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
     """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts of its ops
     and leaves."""
     graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
@@ -165,12 +201,12 @@ def _rewritten(joint: fx.GraphModule, axis: BatchAxis) -> tuple[fx.GraphModule, 
         if node not in new:
             given = dict(new)
             for value in axis.shares.get(node, ()):
-                given[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / axis.mesh.devices))
+                given[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
                 share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
                 nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
             new[node] = graph.node_copy(node, given.__getitem__)
             if node.target in OFFSET and axis.shares.get(node) == frozenset():
-                new[node].update_arg(1, node.args[1] / axis.mesh.devices)
+                new[node].update_arg(1, node.args[1] / micro_batches)
     graph.eliminate_dead_code()
     return graph_module(joint, graph, "MicroBatch"), nodes, leaves
 
@@ -193,15 +229,15 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
     return graph_module(joint, graph, "Totals"), tuple(inputs)
 
 
-def _draw_by_number(first: fx.GraphModule, last: fx.GraphModule, micro_batches: int) -> None:
-    """Random ops whose micro-batches start in other places get the step from one to the next, in both graphs; they read the number
-    from the random state."""
+def _draw_by_place(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
+    """Random ops get the step from one place along the axis to the next, in the graphs of the first place and of the one `far` from
+    it; they read the place of a micro-batch from the random state."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
         if a.op == "placeholder" and a.meta["role"].kind == "random":
             a.meta["val"] = a.meta["val"].new_empty(3)
         elif stream_of(a) is not None:
             start = STREAM[a.target] + 1
-            step = (b.args[start] - a.args[start]) // (micro_batches - 1)
+            step = (b.args[start] - a.args[start]) // far
             b.update_arg(start, a.args[start])
             a.args, b.args = (*a.args, step), (*b.args, step)
 

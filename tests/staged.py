@@ -23,7 +23,7 @@ from autopar.micro_batches import join, parts_of
 from autopar.oracle import OneDevice, global_values, norm, one_device_step, relative_error, widened_capture, widened_value
 from autopar.passes.micro_batch import MicroBatched
 from autopar.passes.partition import partition
-from autopar.passes.stages import Stage
+from autopar.passes.stages import Stage, cut
 from autopar.pipeline_plan import Pipeline, inside
 from autopar.plan import Plan
 from autopar.planner.make import PlanOptions, search
@@ -132,14 +132,16 @@ class Step:
     buffers: Mapping[str, Tensor]
 
 
-def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor]) -> Step:
+def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor], cuts: Sequence[str] = ()) -> Step:
     """All micro-batches through all stages and back, without ranks. What passes goes from a stage to the
-    next by its name, and all of it is taken there."""
-    parts = [partition(stage.joint) for stage in stages]
+    next by its name, and all of it is taken there. `cuts`: where the stages begin, if some micro-batches are smaller."""
+    smaller = stages if micro.smaller is None else cut(micro.smaller.graph_module, cuts)
+    each = [[partition(stage.joint) for stage in one] for one in (stages, smaller)]
     outputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    for of_batch in parts_of(micro, values):
+    for number, of_batch in enumerate(parts_of(micro, values)):
+        parts = each[micro.is_smaller(number)]
         given, passing, saved = {**values, **of_batch}, {}, []
         for stage, part in zip(stages, parts):
             assert set(passing) == set(stage.received)
@@ -180,19 +182,20 @@ def _kind(role) -> str:
 @lru_cache(maxsize=256)
 def _sharded(key: int, micro_batches: int, mesh: Mesh, strategy: str, precision: str, recompute: str) -> Plan:
     options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision, baselines=False,
-                          recompute=recompute, micro_batches=micro_batches, within=mesh)  # fmt: skip
-    return replace(search(_CAPTURES[key], inside(mesh), options).plan, micro_batches=1, reduces_once=False)
+                          recompute=recompute, micro_batches=micro_batches, within=mesh, beside=_CAPTURES[key][1])  # fmt: skip
+    return replace(search(_CAPTURES[key][0], inside(mesh), options).plan, micro_batches=1, reduces_once=False)
 
 
-_CAPTURES: dict[int, Captured] = {}
+_CAPTURES: dict[int, tuple] = {}  # with the graph of a smaller micro-batch
 
 
 def plan_of(micro: MicroBatched, mesh: str, schedule: str, cuts: Sequence[str] | None = None, strategy: str = "auto",
             precision: str = "fp32", recompute: str = "auto", stages_per_rank: int | None = None) -> Plan:  # fmt: skip
     """A plan of the strategy inside of stages that begin at `cuts`, even ones unless given."""
     whole = Mesh.parse(mesh)
-    _CAPTURES[id(micro.captured)] = micro.captured
+    _CAPTURES[id(micro.captured)] = micro.captured, micro.smaller and micro.smaller.graph
     v, p = stages_per_rank or KINDS[schedule].chunks or 2, whole.size("pp")
     cuts = even_cuts(micro.captured, p * v) if cuts is None else tuple(cuts)
     plan = _sharded(id(micro.captured), micro.micro_batches, whole, strategy, precision, recompute)
-    return replace(plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts))
+    samples = micro.samples if micro.smaller is not None else 0
+    return replace(plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts, samples=samples))

@@ -58,13 +58,21 @@ def eager(grad, q, k, v, mask):
 
 def tensors(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, 3, n, 8, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, rows, columns, columns)]
+    return [
+        torch.randn(2, 3, n, 8, generator=generator, dtype=torch.float64).to(dtype)
+        for n in (rows, rows, columns, columns)
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 @settings(deadline=None, max_examples=15)
-@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 9), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+@given(
+    st.integers(1, 7),
+    st.integers(1, 9),
+    st.integers(0, 9),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
 def test_a_closed_query_gives_zeros(form, kind, rows, columns, padding, dtype):
     keep = closed_rows(rows, columns, min(padding, columns))
     mask, (grad, *qkv) = masks(keep, dtype)[kind], tensors(rows, columns, dtype)

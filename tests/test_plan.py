@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -146,6 +147,18 @@ def test_json_that_is_refused(text, reason, tmp_path):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanFormatError, match=reason):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("text", [
+    '"' + '\\"' * 1_000_000, '"' * 1_000_001, '"' + "\\\\" * 1_000_000 + "\\", '["' + "a" * 8_000_000, '["' * 32 + '\\"]' * 500_000,
+], ids=["quotes", "empty strings", "backslashes", "letters", "brackets"])  # fmt: skip
+def test_strings_without_an_end(text, tmp_path):
+    """In a time that grows with the length of the file alone; it was an hour where each quote looked for its end again."""
+    (tmp_path / "plan.json").write_text(text)
+    start = time.process_time()
+    with pytest.raises(PlanFormatError):
+        Plan.load(tmp_path / "plan.json")
+    assert time.process_time() - start < 10
 
 
 def test_fuzzed_files(tmp_path):

@@ -1,8 +1,7 @@
 """What a few methods of tensors mean in eager torch, said in a way that a trace keeps.
 
-`x.data` is a tensor without gradient in the same memory; assigning it writes; `parameter.requires_grad_(False)` keeps gradients
-from what is computed afterwards, as `torch.inference_mode()` does inside. A trace forgets these, since they are no ops. Hooks of
-tensors, and backwards inside of a forward, would run once, while tracing, and are refused.
+`parameter.requires_grad_(False)` keeps gradients from what is computed with it afterwards, which a trace forgets, since it is no
+op. Hooks of tensors, backwards inside of a forward and generators of its own would serve once, while tracing, and are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 
-_DATA, _REQUIRES_GRAD = Tensor.data, Tensor.requires_grad
+_REQUIRES_GRAD = Tensor.requires_grad
 _REFUSED: dict[Callable, tuple[str, str]] = {
     Tensor.register_hook: ("a hook of a tensor", "write what the hook does as a torch.autograd.Function"),
     Tensor.retain_grad: ("retain_grad", "return the tensor, and call torch.autograd.grad outside of the model"),
@@ -37,8 +36,9 @@ class EagerMeaning(TorchFunctionMode):
         self._stack = ExitStack()
 
     def __enter__(self):
-        self._stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", _enter_without_gradients))
-        self._stack.enter_context(mock.patch.object(torch.inference_mode, "__exit__", _exit_without_gradients))
+        for name in ("grad", "backward"):
+            self._stack.enter_context(mock.patch.object(torch.autograd, name, _refused_gradient))
+        self._has_gradients = torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, kind, error, trace) -> None:
@@ -56,14 +56,21 @@ class EagerMeaning(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__"):
-            attribute = getattr(function, "__self__", None)
-            if attribute is _DATA:
-                return args[0].detach() if name == "__get__" else _write(*args)
-            if attribute is _REQUIRES_GRAD and name == "__set__":
+            if name == "__set__" and getattr(function, "__self__", None) is _REQUIRES_GRAD:
                 self._set_trainable(args[0], bool(args[1]))
                 return None
         elif function is Tensor.requires_grad_:
             return self._set_trainable(args[0], bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+        elif function is torch._C._set_grad_enabled:
+            if args[0] and not self._has_gradients:
+                raise CaptureError(
+                    "the forward switches gradients on inside of a call without gradients", fix="call the model with gradients"
+                )
+        elif kwargs.get("generator") is not None:
+            raise CaptureError(
+                f"the forward draws random numbers from a generator of its own ({name})",
+                fix="leave generator= out: a compiled model draws from a counter that is the same on every rank",
+            )
         elif function in _REFUSED:
             what, fix = _REFUSED[function]
             raise CaptureError(f"the forward calls {what}, which would run once, while it is traced", fix=fix)
@@ -85,7 +92,8 @@ class EagerMeaning(TorchFunctionMode):
             return tensor
         if trains:
             raise CaptureError(
-                "the forward lets a frozen parameter train", fix="set requires_grad before compiling, and use detach() in the forward"
+                "the forward lets a frozen parameter train",
+                fix="set requires_grad before compiling, and use detach() in the forward",
             )
         stand_in = tensor.detach()
         self._frozen[id(stand_in)] = stand_in, tensor
@@ -99,22 +107,8 @@ class EagerMeaning(TorchFunctionMode):
                     module._parameters[name] = new
 
 
-@torch.no_grad()
-def _write(tensor: Tensor, value: Tensor) -> None:
-    """Assigning `.data`, to a tensor of the same form."""
-    if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        raise CaptureError(
-            f"the forward gives a tensor {tuple(tensor.shape)} data of shape {tuple(value.shape)} and type {value.dtype}",
-            fix="assign a new tensor to the attribute",
-        )
-    tensor.copy_(value.detach().clone())
-
-
-def _enter_without_gradients(self) -> None:
-    self.__dict__["_autopar_before"] = torch.is_grad_enabled()
-    if self.mode:
-        torch.set_grad_enabled(False)
-
-
-def _exit_without_gradients(self, *error) -> None:
-    torch.set_grad_enabled(self.__dict__.pop("_autopar_before"))
+def _refused_gradient(*args, **kwargs):
+    raise CaptureError(
+        "the forward takes a gradient (torch.autograd.grad), which would be a constant in its graph",
+        fix="compute derivatives outside of the model, or write them as ops of the forward",
+    )

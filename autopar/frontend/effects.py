@@ -29,13 +29,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Effect:
-    """An attribute that a call sets. `value` has Slots for tensors; `step` is what a counter goes on by, 0 for other attributes."""
+    """An attribute that a call sets. `value` has Slots for tensors; `step` is what a counter goes on by, 0 for other attributes;
+    `is_saved`: of a buffer that the call registers, whether a state dict has it."""
 
     owner: object
     name: str
     path: str
     value: object
     step: int | float = 0
+    is_saved: bool | None = None
 
     def apply(self, outputs: list) -> None:
         """Set it, given the outputs of a call."""
@@ -43,6 +45,8 @@ class Effect:
             setattr(self.owner, self.name, getattr(self.owner, self.name) + self.step)
         elif self.value is MISSING:
             delattr(self.owner, self.name)
+        elif self.is_saved is not None:
+            self.owner.register_buffer(self.name, _filled(self.value, outputs), self.is_saved)
         else:
             setattr(self.owner, self.name, _filled(self.value, outputs))
 
@@ -64,12 +68,15 @@ def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], nam
     `outputs`, with a name each.
 
     Raises CaptureError for what no graph can leave there."""
-    found = []
+    found, others = [], list(others)
     for write in (*watch.changed(), *others):
         step = step_of(write, watch.reach)
         if step:
             watch.reads.pop((id(write.owner), write.name), None)  # what is only counted on may have any value
-        found.append(Effect(write.owner, write.name, write.path, step or _template(write.now(), write, outputs, names), step))
+        value = step or _template(write.now(), write, outputs, names)
+        is_new = write in others and write.before is MISSING
+        is_saved = write.name not in write.owner._non_persistent_buffers_set if is_new else None
+        found.append(Effect(write.owner, write.name, write.path, value, step, is_saved))
     return found
 
 

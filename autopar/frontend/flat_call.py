@@ -13,6 +13,7 @@ from .. import _torch
 from .._torch import tree_flatten, tree_map
 from ..calls import CallSignature, LossOutput, Returns
 from ..fake_state import Held, refreshed
+from ..idioms import traced_idioms
 from ..precision import computing_in, narrowed, widened
 from .eager_meaning import EagerMeaning
 from .effects import TensorTables, effects_of
@@ -24,8 +25,9 @@ ROOT = "model"  # name of the user's module inside the traced wrapper
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
     in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
-    `loss_alone`: a loss that requires a gradient is the only output that has one. `watch` sees what the forward reads and leaves in
-    the module's attributes, which is a part of the call then; without one, the module just runs."""
+    `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`: whether the call is made where
+    gradients are recorded. `watch` sees what the forward reads and leaves in the module's attributes, which is a part of the call
+    then; without one, the module just runs."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
@@ -35,7 +37,7 @@ class FlatCall(nn.Module):
         super().__init__()
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
-        self.as_eager, self.loss_alone, self.watch = False, loss_alone, watch
+        self.as_eager, self.loss_alone, self.watch, self.with_gradients = False, loss_alone, watch, True
 
     def forward(self, *tensors):
         with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
@@ -49,7 +51,7 @@ class FlatCall(nn.Module):
         if _keeps_cache(model) and "use_cache" not in kwargs:
             kwargs = {**kwargs, "use_cache": False}
         args, kwargs = tree_map(lambda x: narrowed(x, self.dtype), (args, kwargs))
-        with self._seen(model) as leaves:
+        with self._seen() as leaves:
             output = model(*args, **kwargs)
             if self.loss_fn is not None:
                 output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
@@ -64,15 +66,17 @@ class FlatCall(nn.Module):
         return tuple(_apart(outputs, [*model.parameters(), *inputs]))
 
     @contextmanager
-    def _seen(self, model: nn.Module) -> Iterator[Callable[[list[Tensor]], None]]:
+    def _seen(self) -> Iterator[Callable[[list[Tensor]], None]]:
         """Watch what runs inside. Gives a function that appends what the run leaves in attributes to its outputs, to be called
         last. Afterwards the module's attributes are as they were."""
         if self.watch is None:
             yield lambda outputs: None
             return
+        model = self.watch.model  # while torch traces, submodules are reached through others that stand for them
         tables = TensorTables(model)
 
         def leave(outputs: list[Tensor]) -> None:
+            self.returns.own_buffers = _own_buffers(model, outputs)
             values, others = tables.replaced(casts=self.dtype is not None)
             self.returns.effects = effects_of(self.watch, others, outputs, self.returns.names)
             self.returns.count = len(outputs)
@@ -80,11 +84,17 @@ class FlatCall(nn.Module):
             outputs += values.values()
 
         try:
-            with EagerMeaning(model), self.watch.run():
+            with torch.set_grad_enabled(self.with_gradients), traced_idioms(), EagerMeaning(model), self.watch.run():
                 yield leave
         finally:
             self.watch.undo()
             tables.undo()
+
+
+def _own_buffers(model: nn.Module, outputs: list[Tensor]) -> dict[int, tuple[nn.Module, str]]:
+    """Where the buffers are that the model returns themselves, by the positions of the outputs."""
+    places = {id(b): (module, leaf) for module in model.modules() for leaf, b in module._buffers.items() if b is not None}
+    return {at: places[id(output)] for at, output in enumerate(outputs) if id(output) in places}
 
 
 def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:

@@ -37,10 +37,7 @@ def _mentions(code: types.CodeType, name: str) -> bool:
             continue
         following = [(s.opname, s.argval) for s in steps[at + 1 : at + 6]]
         following = [entry for entry in following if entry[0] not in ("SWAP", "ROT_TWO", "LOAD_FAST")]
-        if len(following) < 3 or following[0][0] != "LOAD_CONST" or following[1][0] not in ("BINARY_OP", "INPLACE_ADD", "BINARY_ADD"):
-            return True
-        if following[1][0] == "BINARY_OP" and following[1][1] not in (0, 13):  # `+` and `+=`
-            return True
-        if following[2] != ("STORE_ATTR", name):
+        expected = [("LOAD_CONST", None), ("BINARY_OP", (0, 13)), ("STORE_ATTR", (name,))]  # `+` or `+=` a constant
+        if len(following) < 3 or any(op != o or (w and v not in w) for (op, v), (o, w) in zip(following, expected)):
             return True
     return False

@@ -21,9 +21,9 @@ from .names import Place, Reach, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 
 _HEAP_TYPE = 1 << 9  # a class that Python code made, whose attributes can be set
-_UNWATCHED = ("logging", "threading", "pathlib", "enum", "re", "weakref", "collections", "typing", "abc", "torch._", "torch.fx",
-              "torch.export", "torch.utils", "torch.distributed", "autopar")  # fmt: skip
-MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "__dict__", "__class__"})  # of torch's own; flags and tables are compared elsewhere
+_UNWATCHED = ("logging.", "threading.", "pathlib.", "enum.", "re.", "weakref.", "collections.", "typing.", "abc.", "torch._", "torch.fx.",
+              "torch.export.", "torch.utils.", "torch.distributed.", "autopar.")  # fmt: skip
+MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), *dir(nn.Module)})  # of torch's own; flags and tables are compared elsewhere
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ class Watch:
             if key in self.writes and not is_container(read.before.value):
                 continue
             value = read.before.value if key in self.writes else read.now()
+            if isinstance(read.owner, nn.Module) and _is_in_tables(read.owner, read.name):
+                continue  # a buffer that was registered or filled, see TensorTables
             if not read.before.is_now(value):
                 before = "" if is_container(value) else f" from {text(read.before.value)} to {text(value)}"
                 raise CaptureError(
@@ -154,17 +156,17 @@ class Watch:
 
     def _know(self, value: object, path: str) -> None:
         """Watch an object from here on, if it is one whose attributes can be watched."""
-        if id(value) in self._known or isinstance(value, (*PLAIN, torch.Tensor)):
+        if isinstance(value, (*PLAIN, torch.Tensor)) or _identity(value) in self._known:
             return
         if isinstance(value, type):
             if not is_library(value.__module__):
-                self._known[id(value)] = value, path
+                self._known[_identity(value)] = value, path
                 for name, held in vars(value).items():
                     if not name.startswith("__") and (isinstance(held, PLAIN) or is_container(held)):
                         self._note(value, name, held, f"{path}.{name}")
             return
         if isinstance(value, (types.FunctionType, types.MethodType)):
-            self._known[id(value)] = value, path
+            self._known[_identity(value)] = value, path
             self._follow(value)
             if isinstance(value, types.MethodType):
                 self._know(value.__self__, path)
@@ -172,11 +174,11 @@ class Watch:
         cls = type(value)
         if not _is_watchable(cls):
             if isinstance(value, types.SimpleNamespace):
-                self._known[id(value)] = value, path
+                self._known[_identity(value)] = value, path
                 for name, held in vars(value).items():
                     self._note(value, name, held, f"{path}.{name}")
             return
-        self._known[id(value)] = value, path
+        self._known[_identity(value)] = value, path
         if cls not in self._patched:
             self._patch(cls)
 
@@ -197,29 +199,29 @@ class Watch:
         before = {name: vars(cls).get(name, MISSING) for name in ("__getattribute__", "__setattr__", "__delattr__")}
 
         def watched_read(owner, name: str):
-            if not self._is_running or id(owner) not in self._known:
+            if not self._is_running or (known := self._known.get(_identity(owner))) is None:
                 return read(owner, name)
             try:
                 value = read(owner, name)
             except AttributeError:
-                self._read(owner, name, MISSING)
+                self._read(*known, name, MISSING)
                 raise
-            self._read(owner, name, value)
+            self._read(*known, name, value)
             return value
 
         def watched_write(owner, name: str, value) -> None:
-            is_noted = self._is_running and id(owner) in self._known and (id(owner), name) not in self.writes
-            old = _own(owner, name) if is_noted else None
+            known = self._known.get(_identity(owner)) if self._is_running else None
+            old = _own(owner, name) if known else None
             write(owner, name, value)
-            if is_noted and _own(owner, name) is not MISSING:
-                self.writes[id(owner), name] = Write(owner, name, old, f"{self._known[id(owner)][1]}.{name}")
+            if known and _own(owner, name) is not MISSING:
+                self._wrote(*known, name, old)
 
         def watched_removal(owner, name: str) -> None:
-            is_noted = self._is_running and id(owner) in self._known and (id(owner), name) not in self.writes
-            old = _own(owner, name) if is_noted else None
+            known = self._known.get(_identity(owner)) if self._is_running else None
+            old = _own(owner, name) if known else None
             remove(owner, name)
-            if is_noted and old is not MISSING:
-                self.writes[id(owner), name] = Write(owner, name, old, f"{self._known[id(owner)][1]}.{name}")
+            if known and old is not MISSING:
+                self._wrote(*known, name, old)
 
         try:
             cls.__getattribute__, cls.__setattr__, cls.__delattr__ = watched_read, watched_write, watched_removal
@@ -227,15 +229,31 @@ class Watch:
             return
         self._patched[cls] = before
 
-    def _read(self, owner: object, name: str, value: object) -> None:
+    def _read(self, owner: object, path: str, name: str, value: object) -> None:
         key = id(owner), name
         if key in self.reads or key in self.writes or name.startswith("__"):
             return
-        if isinstance(owner, nn.Module) and (name in MODULE_ATTRIBUTES or _is_in_tables(owner, name)):
-            return
+        if isinstance(owner, nn.Module):
+            if name in MODULE_ATTRIBUTES:
+                return
+            if _is_in_tables(owner, name):
+                if nn.Module.__getattr__(owner, name) is not None:
+                    return
+                return self._note(owner, name, None, f"{path}.{name}")  # a buffer that is to be filled
         if value is not MISSING and _own(owner, name) is MISSING and _is_computed(type(owner), name):
             return
-        self._note(owner, name, value, f"{self._known[id(owner)][1]}.{name}")
+        self._note(owner, name, value, f"{path}.{name}")
+
+    def _wrote(self, owner: object, path: str, name: str, old: object) -> None:
+        self.writes.setdefault((id(owner), name), Write(owner, name, old, f"{path}.{name}"))
+
+
+def _identity(owner: object) -> int:
+    """A number that an object shares with what stands for it while torch traces, which has the same dict."""
+    try:
+        return id(object.__getattribute__(owner, "__dict__"))
+    except AttributeError:  # an object with slots alone
+        return id(owner)
 
 
 def _own(owner: object, name: str) -> object:
@@ -264,8 +282,7 @@ def _is_watchable(cls: type) -> bool:
     if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, (type, types.ModuleType, BaseException)):
         return False
     module = cls.__module__ or ""
-    return issubclass(cls, nn.Module) or not any(module == name or module.startswith(name.rstrip(".") + ".") or
-                                                 (name.endswith("_") and module.startswith(name)) for name in _UNWATCHED)  # fmt: skip
+    return issubclass(cls, nn.Module) or not any(f"{module}.".startswith(name) for name in _UNWATCHED)
 
 
 def _is_same(before: object, now: object) -> bool:

@@ -17,9 +17,9 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
-    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear` ops alone. Of
-    casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one: the sum over devices is
-    then of what was there before the rounding."""
+    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear` ops
+    alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one: the
+    sum over devices is then of what was there before the rounding."""
     output, result = output_node(graph), {}
     gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
     for node in graph.nodes:

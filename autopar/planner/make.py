@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torch import fx
+
 from ..capture import Captured
 from ..collector import paused_collector
 from ..cost.collectives import CollectiveCost
@@ -24,6 +26,7 @@ from ..precision import compute_dtype
 from . import forced, offload
 from . import micro_batches as passes
 from .ascend import Search
+from .beside import fitting
 from .evaluate import Evaluation, Pricer
 from .fold import fold, unfolded
 from .live_bytes import LiveBytes, live_bytes
@@ -43,7 +46,7 @@ class PlanOptions:
     `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already.
     `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the whole mesh, where the
     planned one is a stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of
-    parameters that are kept are gathered once."""
+    parameters that are kept are gathered once. `beside`: another graph that runs with the same decisions, of fewer samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -64,6 +67,7 @@ class PlanOptions:
     styles: Mapping[str, str] = field(default_factory=dict)
     search: Search = Search()
     within: Mesh | None = None
+    beside: fx.Graph | None = None
 
     def around(self, mesh: Mesh) -> Mesh:
         """The mesh on which the distances between the devices of a planned mesh are measured."""
@@ -181,6 +185,7 @@ def solvers_of(
         fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
         offload.Offload(options.offload, cost, options.on_host),
     )  # fmt: skip
+    problem.fits = fitting(problem, options.beside) if options.beside is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
     collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 from torch import fx
 
 from .. import rules
@@ -44,6 +45,7 @@ class Problem:
     offload: Offload = Offload()
     compact: Compact | None = None
     uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/evaluate.py
+    fits: dict[int, np.ndarray] = field(default_factory=dict)  # by class, strategies that another graph allows (see beside.py)
     first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
 
     def split(self, first: int) -> None:

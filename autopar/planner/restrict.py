@@ -141,7 +141,7 @@ def allowed_strategies(
     masks = {}
     for cls, options in problem.classes.items():
         v = problem.vertices[cls]
-        mask = np.ones(len(options.strategies), bool)
+        mask = fits = problem.fits.get(cls, np.ones(len(options.strategies), bool))
         if v.kind == "op" and batch:
             module = v.node.meta["module"]
             must_cut = v.node.target in TENSOR_OPS and not is_factor(module)
@@ -150,7 +150,7 @@ def allowed_strategies(
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
-            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut)
+            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut, fits)
             if plan is not None:
                 mask &= _in_place_mask(problem, v, options.strategies, restriction)
         elif v.kind == "parameter":
@@ -158,8 +158,8 @@ def allowed_strategies(
             if plan is not None and not is_factor(v.node.meta["role"].name):
                 mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
         elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
-            mask = _input_mask(options.strategies, restriction)
-        masks[cls] = mask
+            mask = _input_mask(options.strategies, restriction, fits)
+        masks[cls] = mask.copy()
     for pattern, text in (pins or {}).items():
         _pin(problem, masks, pattern, text)
     for pattern, text in restriction.forbidden:
@@ -181,9 +181,11 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
     )  # fmt: skip
 
 
-def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool) -> np.ndarray:
-    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads."""
-    mask = np.ones(len(strategies), bool)
+def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
+             fits: np.ndarray) -> np.ndarray:  # fmt: skip
+    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits`: the
+    strategies that can be at all."""
+    mask = fits.copy()
     for i, axis in enumerate(mesh.names):
         role = roles[axis]
         if role == FREE:
@@ -244,13 +246,13 @@ def _has_tensor(restriction: Restriction) -> bool:
     return bool(restriction.tensor_axes)
 
 
-def _input_mask(strategies, restriction: Restriction) -> np.ndarray:
-    """Dim 0 is cut over data axes only, and over as many as it can be."""
+def _input_mask(strategies, restriction: Restriction, fits: np.ndarray) -> np.ndarray:
+    """Dim 0 is cut over data axes only, and over as many as it can be where the layout `fits`."""
     data = {a for a, role in restriction.roles.items() if role == DATA}
     fixed = {a for a, role in restriction.roles.items() if role != FREE}
     layouts = [s.outputs[0] for s in strategies]
     first = [set(layout.dims[0]) if layout.dims else set() for layout in layouts]
-    mask = np.array([(f & fixed) <= data for f in first])
+    mask = fits & np.array([(f & fixed) <= data for f in first])
     if data:
         mask &= np.array([not (set(x.sharding_axes) & data) - f for x, f in zip(layouts, first)])
         score = np.array([len(f & data) if m else -1 for f, m in zip(first, mask)])

@@ -67,7 +67,7 @@ class Judged:
     def communication_seconds(self) -> float:
         """Of a step, on the mean rank, without what the pipeline sends."""
         moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
-        return (moved * self.pipeline.micro_batches + sum(self.once_seconds)) / self.pipeline.ranks
+        return (moved * sum(self.pipeline.shares) + sum(self.once_seconds)) / self.pipeline.ranks
 
 
 def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
@@ -87,7 +87,7 @@ def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, s
             memory[rank] -= Counter({kind: bytes_ * (times - 1) for kind, bytes_ in tied.kinds.items()})
     transfers = [max(sum(map(send, part.sent)), sum(map(send, part.returned))) for part in parts]
     played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts], [p.weight_seconds for p in parts],
-                  transfers[:-1], [p.saved_bytes for p in parts])  # fmt: skip
+                  transfers[:-1], [p.saved_bytes for p in parts], pipeline.shares)  # fmt: skip
     for rank, held in enumerate(memory):
         held[SAVED] += played.peak(rank)
         held[PASSING] += besides(held, [parts[s] for s in orders.stages_of(rank)], pipeline.micro_batches)

@@ -132,7 +132,7 @@ class AsynchronousStage:
 def _step(rank: Rank) -> None:
     for name, gradient in rank.sums.items():
         parameter = rank.versions.parameters[name]
-        parameter.grad = _as(parameter, gradient)
+        parameter.grad = _as(parameter, gradient.contiguous())
     if rank.optimizer is not None:
         rank.optimizer.step()
         rank.optimizer.zero_grad(set_to_none=True)

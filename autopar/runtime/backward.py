@@ -115,10 +115,11 @@ class Backward:
         return gradients
 
     def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
-        """Of the inputs as they are, and of the parameters as DTensors."""
+        """Of the inputs as they are, and of the parameters as DTensors, with the strides of the parameters, as autograd gives them:
+        fused optimizers take them for granted."""
         leads = self.leads
         return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
-            None if at is None or not leads[at] else _torch.as_dtensor(results[at], specs.get(i, spec))
+            None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(i, spec))
             for i, (at, spec) in enumerate(zip(self.gradient_at, self.specs))
         ]
 

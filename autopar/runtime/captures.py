@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from .. import autocast
 from ..calls import Returns, describe_call
 from ..capture import Captured
 from ..errors import InputError
@@ -37,6 +36,7 @@ from ..pipeline import PipelineProgram, lower_pipeline
 from ..plan import Plan
 from . import agree
 from .accumulation import Accumulation
+from .ambient import Ambient
 from .call import Call
 from .inputs import Inputs, WholeInputs
 from .modes import Modes
@@ -90,13 +90,13 @@ class Compiler(Protocol):
 
 @dataclass
 class Capture:
-    """`call` is its text; `flags`, `hooks`, `autocast`, `gradients` and `guards` are when it serves, `returns` what it gives. `is_met`: all ranks were
-    seen to make this call."""
+    """`call` is its text; `flags`, `hooks`, `ambient`, `gradients`, `guards` and the forms of `buffers` are when it serves,
+    `returns` what it gives. `is_met`: all ranks were seen to make this call."""
 
     call: str
     flags: list[bool]
     hooks: list[int]
-    autocast: autocast.State
+    ambient: Ambient
     gradients: bool
     guards: Guards
     buffers: list[tuple[dict, str, torch.Size, torch.dtype]]
@@ -144,19 +144,19 @@ class Captures:
 
     def add(self, traced: Traced, plan: Plan, program: RankProgram) -> None:
         """The first capture, for the modes that the module is in."""
-        self._add(traced, plan, self._step(traced, plan, program), self.is_trained)
+        ambient = Ambient.now()._replace(gradients=True)
+        self._add(traced, plan, self._step(traced, plan, program), self.is_trained, ambient)
 
-    def _add(self, traced: Traced, plan: Plan, step: Step, gradients: bool) -> Capture:
+    def _add(self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient) -> Capture:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
         form = Inputs if plan.pipeline is None else WholeInputs
         inputs = form(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
-        call = f"{inputs.text()}; {self._modes_text(gradients)}"
+        call = f"{inputs.text()}; {self._modes_text()}"
         captured = traced.captured
-        self.last = Capture(
-            call, self.modes.now(), self.hooks.now(), autocast.ambient(), gradients, captured.guards, self._buffers_of(captured), captured.returns, inputs, step, plan, traced
-        )
+        when = self.modes.now(), self.hooks.now(), ambient, gradients, captured.guards, self._buffers_of(captured)
+        self.last = Capture(call, *when, captured.returns, inputs, step, plan, traced)
         self.table.append(self.last)
         return self.last
 
@@ -166,7 +166,7 @@ class Captures:
         for node in captured.graph.nodes:
             if node.op == "placeholder" and node.meta["role"].kind == "buffer":
                 table, leaf = table_of(self.module, node.meta["role"].name, "_buffers")
-                if leaf in table:  # a stage may have none
+                if table.get(leaf) is not None:  # a stage may have none
                     found.append((table, leaf, node.meta["val"].shape, table[leaf].dtype))
         return found
 
@@ -176,11 +176,11 @@ class Captures:
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
         ranks; DesyncError if this rank alone makes a call for the first time."""
         self.structure.check()
-        casts = autocast.ambient()
-        flags, hooks, gradients = self.modes.now(), self.hooks.now(), self._trains() and torch.is_grad_enabled()
+        flags, hooks, ambient = self.modes.now(), self.hooks.now(), Ambient.now()
+        gradients = self._trains() and ambient.gradients
         tensors = None
         for capture in (self.last, *self.table):
-            if capture.gradients is not gradients or capture.flags != flags or capture.hooks != hooks or capture.autocast != casts:
+            if capture.ambient != ambient or capture.flags != flags or capture.hooks != hooks:
                 continue
             if capture.holds():
                 tensors = capture.inputs.match(args, kwargs)
@@ -193,7 +193,7 @@ class Captures:
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
         """The capture of a call that all ranks make together, and the call's tensors."""
-        call = f"{describe_call(args, kwargs)}; {self._modes_text(gradients)}"
+        call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
         agree.meet(f"{self.place}/{self.meetings}", call)
         self.meetings += 1
         if capture is None:
@@ -210,16 +210,15 @@ class Captures:
                 + " | ".join(c.call for c in self.table),
                 fix="pad batches to a few shapes, or raise the module's capture_limit",
             )
-        self.table[0].inputs.signature.check_dtypes(args, kwargs)
         start = time.perf_counter()
         traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters)
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
         if same is not None:
-            capture = self._add(traced, same.plan, same.step, gradients)
+            capture = self._add(traced, same.plan, same.step, gradients, Ambient.now())
         else:
             plan = self.compiler.plan(traced, self.table[0].plan, self._layouts_of_all_stages())
             step = self._step(traced, plan, lower_together(traced, plan))
-            capture = self._add(traced, plan, step, gradients)
+            capture = self._add(traced, plan, step, gradients, Ambient.now())
         if self.groups.rank == 0:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
             _log.info("capture %d of at most %d: %s: %s", len(self.table), self.module.capture_limit, call, how)
@@ -235,7 +234,7 @@ class Captures:
         agree.meet(f"{self.place}/{self.meetings}", call)
         self.meetings += 1
         start = time.perf_counter()
-        with self.modes.set_to(capture.flags), autocast.entered(capture.autocast), capture.guards.installed():
+        with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
             traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
@@ -259,10 +258,10 @@ class Captures:
         if isinstance(program, PipelineProgram):
             trains = any(r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"])  # on whatever rank
             step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, self.accumulation,
-                                trains, self.everywhere)  # fmt: skip
+                                trains, self.everywhere, self.mode == "global")  # fmt: skip
         else:
             step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation,
-                        lambda: self._complete(step))  # fmt: skip
+                        lambda: self._complete(step), self.mode == "global")  # fmt: skip
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:
@@ -294,9 +293,8 @@ class Captures:
             total += math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()
         return total
 
-    def _modes_text(self, gradients: bool) -> str:
-        casts = "".join(f", autocast {device} {str(dtype).removeprefix('torch.')}" for device, dtype in autocast.ambient())
-        return self.modes.text() + (", no_grad" if self._trains() and not gradients else "") + casts
+    def _modes_text(self) -> str:
+        return self.modes.text() + Ambient.now().text(self._trains())
 
     def _trains(self) -> bool:
         return self.is_trained if self.modes.adapters else self.trains_besides

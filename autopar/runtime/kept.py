@@ -1,4 +1,5 @@
-"""What a call remembers of the tensors that its backward needs: their versions, and for a second forward the tensors themselves.
+"""What a call remembers of the tensors that its backward needs: how often they were written to, and for a second forward the
+tensors themselves. A DTensor counts the writes to itself, its local values, which the graphs take, do not.
 
 A program in which the loss alone has a tangent is the cheapest one, and serves every loop that calls `loss.backward()`. A gradient
 that arrives for another output needs a program with tangents for all outputs: it runs the forward again, from the tensors of the
@@ -8,8 +9,7 @@ forward itself overwrites is copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -18,39 +18,34 @@ from ..errors import InputError
 from ..graph import PARTNERS, Role, output_node
 
 
-@dataclass(frozen=True)
-class Versions:
-    """Tensors with the number of writes that each had seen. A DTensor counts those to itself, its local values do not."""
+class Kept:
+    """Of one forward: how often its tensors had been written to, and the `values` of its placeholders if a second one may need
+    them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if the value is its local part;
+    `watched`: positions of those that matter."""
 
-    of: Sequence[tuple[Role, torch.Tensor, int]]
+    def __init__(self, roles: Sequence[Role], owners: Sequence[torch.Tensor], watched: Sequence[int],
+                 values: list[torch.Tensor] | None):  # fmt: skip
+        self.roles, self.watched, self.values = roles, watched, values
+        self.owners = [owners[i] for i in watched]
+        self.versions = [tensor._version for tensor in self.owners]
 
-    @staticmethod
-    def now(roles: Sequence[Role], tensors: Sequence[torch.Tensor], at: Sequence[int]) -> Versions:
-        """Of those at these positions."""
-        return Versions([(roles[i], tensors[i], tensors[i]._version) for i in at])
-
-    def check(self) -> None:
-        """Raises InputError if one was written to since."""
-        for role, tensor, version in self.of:
-            if tensor._version != version:
+    def check(self, needed: Collection[int]) -> None:
+        """Raises InputError if a tensor at one of the positions `needed` was written to since."""
+        now = [tensor._version for tensor in self.owners]
+        if now == self.versions:
+            return
+        for i, old, new in zip(self.watched, self.versions, now):
+            if old != new and i in needed:
                 raise InputError(
-                    f"the {role.kind} {role.name}, which this backward needs, has been modified by an inplace operation since the "
-                    "forward",
+                    f"the {self.roles[i].kind} {self.roles[i].name}, which this backward needs, has been modified by an inplace "
+                    "operation since the forward",
                     fix="call backward() before optimizer.step() and other writes, or call the model again",
                 )
 
-
-@dataclass(frozen=True)
-class Kept:
-    """The values of a forward's placeholders, by role."""
-
-    values: dict[tuple[str, str], torch.Tensor]
-    versions: Versions
-
-    def take(self, roles: Sequence[Role]) -> list[torch.Tensor]:
-        """The values of another program's placeholders. Raises InputError if one has changed since the forward."""
-        self.versions.check()
-        return [self.values[role.kind, role.name] for role in roles]
+    def values_for(self, roles: Sequence[Role]) -> list[torch.Tensor]:
+        """The values of the placeholders of another program of the same call."""
+        named = {(role.kind, role.name): value for role, value in zip(self.roles, self.values)}
+        return [named[role.kind, role.name] for role in roles]
 
 
 def written_by(graph: fx.Graph) -> set[tuple[str, str]]:

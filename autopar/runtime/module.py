@@ -31,10 +31,13 @@ from .random_state import RandomState
 from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
-SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
+SHARED = (  # tables of the source itself
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 OWN = (
-    "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms", "_places",
-    "_captures", "_observers_are_frozen", "_adapters",
+    "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms",
+    "_places", "_captures", "_observers_are_frozen", "_adapters",
 )  # fmt: skip
 
 
@@ -67,9 +70,8 @@ class ParallelModule(OfSource):
         elsewhere = program.elsewhere(stage.place) if self.plan.pipeline else frozenset()
         self.elsewhere, self._places = _others(source, traced.captured.ties, program, stage) if self.plan.pipeline else ({}, {})
         self._forms = compiler.forms
-        self.layouts = agree.everywhere(
-            lambda: take_over(source, self._forms, traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere)
-        )
+        given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere
+        self.layouts = agree.everywhere(lambda: take_over(source, self._forms, *given))
         translate_states(self, self.layouts, stage, self.elsewhere)
         self._captures = Captures(self, compiler, Modes(source), self.layouts, inputs, mesh, device_mesh, stage, everywhere)
         self._captures.add(traced, self.plan, program)

@@ -74,7 +74,7 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
             mesh=module.plan.mesh, fix="an optimizer that updates parameter by parameter, such as AdamW, or a mesh without pp",
         )  # fmt: skip
     if isinstance(optimizer, LBFGS):
-        _refuse(kind, "flattens parameters, which DTensor cannot where parts are of different sizes",
+        _refuse(kind, "flattens parameters, which DTensor cannot where ranks have parts of different sizes or of fused weights",
                 {n: p for n, p in mine.items() if not _can_flatten(module.layouts[n], p.shape, mesh)}, module)  # fmt: skip
     if isinstance(optimizer, Adafactor):
         _refuse(kind, "takes norms of rows and columns in place, which DTensor cannot do of sharded parameters",
@@ -95,9 +95,9 @@ def _refuse(kind: str, why: str, parameters: dict[str, nn.Parameter], module: nn
 
 
 def _can_flatten(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether DTensor can flatten a tensor: no dim but the last is cut into parts of different sizes."""
-    cuts = [parts * math.prod(mesh.size(axis) for axis in axes) for axes, parts in zip(layout.dims, layout.parts)]
-    return not any(size % cut for size, cut, axes in zip(shape[:-1], cuts, layout.dims) if axes)
+    """Whether DTensor can flatten a tensor: no dim is cut inside its parts, none but the last into pieces of different sizes."""
+    cuts = [math.prod(mesh.size(axis) for axis in axes) for axes in layout.dims]
+    return max(layout.parts, default=1) == 1 and not any(size % cut for size, cut in zip(shape[:-1], cuts))
 
 
 # what steps on local parts -----------------------------------------------------------------------------------------------

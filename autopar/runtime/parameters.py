@@ -106,7 +106,7 @@ def take_over(
         if weights is not None and name not in added:
             part = weights.part(name, tensor.dtype, layout, mesh, coordinate)
         else:
-            part = local_part(tensor.detach(), layout, mesh, coordinate)
+            part = local_part(tensor.detach(), layout, mesh, coordinate).contiguous()
         if leaves.get(captured.ties.get(name, name)) not in plan.sharding.on_host:
             return part.to(device)
         return part.cpu().pin_memory() if device.type == "cuda" else part.cpu()  # pinned memory is copied at the link's speed

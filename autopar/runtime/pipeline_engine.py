@@ -100,11 +100,17 @@ class Batch:
 class EngineStage(_Base):
     """A stage as torch's engine knows it. `group`: the process group along the pipeline's axis."""
 
-    def __init__(self, graphs: StageGraphs, count: int, device: torch.device, group):
+    def __init__(self, graphs: StageGraphs, count: int, device: torch.device, group, smaller: StageGraphs | None = None,
+                 first_smaller: int = 0):  # fmt: skip
+        """`smaller`: the graphs for micro-batches from `first_smaller` on, which share copies and gradients with those before."""
         super().__init__(torch.nn.Identity(), graphs.index, count, device, group)
-        self.graphs, self.batch = graphs, None
+        self.graphs, self.smaller, self.first_smaller, self.batch = graphs, smaller, first_smaller, None
         self.arrived: Callable[[Action], None] = lambda action: None
         self.times: list[tuple[Action, float, float]] = []
+
+    def of(self, i: int) -> StageGraphs:
+        """The graphs that a micro-batch runs."""
+        return self.smaller if self.smaller is not None and i >= self.first_smaller else self.graphs
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
@@ -156,10 +162,10 @@ class EngineStage(_Base):
             work.wait()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
-        return self._receive(self.inputs, self.graphs.received, fwd_chunk_id, self.stage_index - 1)
+        return self._receive(self.inputs, self.of(fwd_chunk_id).received, fwd_chunk_id, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list:
-        return self._receive(self.gradient_inputs, self.graphs.arriving, bwd_chunk_id, self.stage_index + 1)
+        return self._receive(self.gradient_inputs, self.of(bwd_chunk_id).arriving, bwd_chunk_id, self.stage_index + 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list:
         return self._send("forward", fwd_chunk_id, self.stage_index + 1)
@@ -179,7 +185,7 @@ class EngineStage(_Base):
     # what runs -----------------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
-        start, i, graphs = time.perf_counter(), fwd_chunk_id, self.graphs
+        start, i, graphs = time.perf_counter(), fwd_chunk_id, self.of(fwd_chunk_id)
         self.arrived(Action("F", graphs.index, i))
         arrived = self.inputs.pop(i, {})
         values = [self._given(role, i, arrived) for role in graphs.takes]
@@ -208,7 +214,7 @@ class EngineStage(_Base):
         return last or self._peer(self.stage_index + 1) == self.group_rank
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False) -> None:
-        start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
+        start, i, graphs = time.perf_counter(), bwd_chunk_id, self.of(bwd_chunk_id)
         if not graphs.has_backward:  # of a stage that only computes other outputs than the loss
             self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, start))
             return
@@ -230,7 +236,7 @@ class EngineStage(_Base):
         self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, time.perf_counter()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        start, i, graphs = time.perf_counter(), bwd_chunk_id, self.graphs
+        start, i, graphs = time.perf_counter(), bwd_chunk_id, self.of(bwd_chunk_id)
         if graphs.has_backward:
             graphs.weight.run(self.stash.pop(i), self.batch.gradients[graphs.index])
         self.times.append((Action("W", graphs.index, i), start, time.perf_counter()))

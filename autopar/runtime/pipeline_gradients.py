@@ -77,7 +77,7 @@ class StageGradients:
         total = self._reduced(sums)
         if pending:
             self.accumulation.reduce_rest()
-        return [_torch.as_dtensor(total[name], self.specs[name]) for name in self.names]
+        return [_torch.as_dtensor(total[name].contiguous(), self.specs[name]) for name in self.names]
 
     def _take_pending(self, sums: Sums, takers: Mapping) -> None:
         """Adds the gradients before that were not reduced, and takes them out of `.grad`."""
@@ -111,7 +111,7 @@ class StageGradients:
             if is_unreduced(old) and not (spec and has_spec(old, spec)) and _torch.accumulates(node):
                 self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
         self.accumulation.is_pending = True
-        return [_torch.as_dtensor(total[name], self.unreduced.get(name, self.specs[name])) for name in self.names]
+        return [_torch.as_dtensor(total[name].contiguous(), self.unreduced.get(name, self.specs[name])) for name in self.names]
 
     def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
         """A sum in its parameter's layout, without a graph."""

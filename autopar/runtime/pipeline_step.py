@@ -29,7 +29,8 @@ from . import agree, watch
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
-from .dtensors import spec_of
+from .dtensors import as_dtensor, redistributed, spec_of
+from .outputs import output_of
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
@@ -43,7 +44,8 @@ class PipelineStep:
     StageError for a call that trains without a scalar loss."""
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
-                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool):  # fmt: skip
+                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool, is_global: bool):  # fmt: skip
+        self.is_global = is_global
         self.plan, self.micro, self.stage, self.groups, self.accumulation = plan, program.micro, stage, groups, accumulation
         self.captured, self.returns, self.random = captured, captured.returns, module.random
         self.trains, self.is_deferring = trains, False
@@ -66,13 +68,19 @@ class PipelineStep:
         self.program, pipeline = program, self.plan.pipeline
         self.groups.bind(agree.union([group for group, _, _ in program.collectives()]))  # also those that only other stages need
         schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
-        self.graphs = [StageGraphs(p, self.groups, self.device, schedule.splits_backward) for p in program.stages.values()]
-        self.stages = [EngineStage(g, schedule.stages, self.device, self.stage.line) for g in self.graphs]
+        first_smaller = sum(not self.micro.is_smaller(i) for i in range(self.micro.micro_batches))
+        self.graphs, self.stages = [], []
+        for sizes in [p.sizes for p in program.stages.values()]:
+            graphs = [StageGraphs(p, self.groups, self.device, schedule.splits_backward) for p in sizes]
+            smaller = graphs[1] if len(graphs) > 1 else None
+            self.graphs += graphs
+            self.stages.append(EngineStage(graphs[0], schedule.stages, self.device, self.stage.line, smaller, first_smaller))
         self.engine = Engine(self.stages, schedule)
-        mine = {i: border_of(p) for i, p in program.stages.items()}
+        mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
         everyone = self.stage.from_all_places(mine, "what stages hand to each other")
-        borders = {i: border for theirs in everyone for i, border in theirs.items()}
-        agree.everywhere(lambda: check_pipeline(pipeline.orders, borders))
+        borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
+        for k in range(2 if self.micro.smaller else 1):
+            agree.everywhere(lambda: check_pipeline(pipeline.orders, {i: of_sizes[k] for i, of_sizes in borders.items()}))
         self.gradients = StageGradients(program.stages, self.names, self.specs, self.stage, self.groups, self.accumulation)
         if self.compile_options is not None:
             self.compile(self.compile_options)
@@ -108,13 +116,16 @@ class PipelineStep:
         inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
         self.input_layouts = {n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs}
         self.output_specs, self.output_forms = {}, {}  # by output; local shape and dtype
+        self.gathered: dict[str, tuple[Layout, Layout]] = {}  # of outputs whose parts are not cut where they are joined, before and after
         output = output_node(self.micro.captured.graph)
         for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
             if role.kind == "output" and value.meta["val"].dim():
                 how, like, shape = self.micro.joins[role.name], value.meta["val"], list(value.meta["val"].shape)
                 if isinstance(how, int):
-                    shape[how] *= self.micro.micro_batches
+                    shape[how] = shape[how] // self.micro.sizes[0] * self.micro.samples
                 joined = self._joined_layout(layout, how)
+                if isinstance(how, int) and self.micro.smaller and layout != joined:
+                    self.gathered[role.name] = layout, joined
                 self.output_specs[role.name] = spec_of(joined, shape, like.dtype, self.stage.mesh, self.stage.device_mesh)
                 local = local_shape(shape, joined, self.stage.mesh, self.stage.coordinate)
                 self.output_forms[role.name] = local, like.dtype
@@ -122,9 +133,13 @@ class PipelineStep:
                 self.output_forms[role.name] = (), value.meta["val"].dtype
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
-        """Of the micro-batches' outputs one after the other: each is sharded for itself."""
+        """Of the micro-batches' outputs one after the other: each is sharded for itself. No layout says so of micro-batches that are
+        not equal: what is joined is not cut there then."""
         if not isinstance(how, int):
             return layout
+        if self.micro.smaller is not None:
+            dims = tuple(() if d == how else axes for d, axes in enumerate(layout.dims))
+            return Layout(dims, layout.partial, layout.parts)
         parts = [n * (self.micro.micro_batches if d == how else 1) for d, n in enumerate(layout.parts)]
         return Layout(layout.dims, layout.partial, tuple(parts))
 
@@ -168,12 +183,23 @@ class PipelineStep:
         """Whole outputs: those of this rank's stages, and those that all ranks get."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
-            outputs[int(name)] = join([values[i] for i in sorted(values)], self.micro.joins[name])
+            pieces = [self._before_joining(name, i, values[i]) for i in sorted(values)]
+            outputs[int(name)] = join(pieces, self.micro.joins[name])
         for name, place in self.sources.items():
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
             outputs[int(name)] = self._from(place, outputs[int(name)], name, what)
         specs = [self.output_specs.get(str(at)) for at in range(len(outputs))]
-        return [o if o is None or spec is None else _torch.as_dtensor(o, spec) for o, spec in zip(outputs, specs)]
+        return [None if o is None else output_of(o, spec, self.is_global) for o, spec in zip(outputs, specs)]
+
+    def _before_joining(self, name: str, i: int, part: Tensor) -> Tensor:
+        """This rank's part of an output of one micro-batch, in the layout in which it is joined with the others'."""
+        if name not in self.gathered:
+            return part
+        how, (layout, joined) = self.micro.joins[name], self.gathered[name]
+        shape = list(self.output_specs[name].shape)
+        shape[how] = shape[how] // self.micro.samples * self.micro.sizes[i]
+        whole = as_dtensor(part, shape, layout, self.stage.mesh, self.stage.device_mesh)
+        return redistributed(whole, joined, self.stage.mesh, self.stage.device_mesh)
 
     def _from(self, place: int, mine: Tensor | None, name: str, what: str) -> Tensor:
         """This rank's part of an output that a place along the pipeline has."""

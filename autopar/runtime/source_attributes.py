@@ -44,7 +44,7 @@ class OfSource(nn.Module):
             if source is None or (name.startswith("_") and name not in vars(source)):
                 raise
             value = getattr(source, name)
-        if callable(value) and not isinstance(value, nn.Module):
+        if callable(value) and not isinstance(value, nn.Module) and name not in vars(source):
             raise SourceMethodError(
                 f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile took over",
                 fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain model",

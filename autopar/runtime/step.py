@@ -23,8 +23,9 @@ from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
 from .dtensors import spec_of
-from .kept import Kept, Versions, read_by_backward, read_by_outputs, written_by
+from .kept import Kept, read_by_backward, read_by_outputs, written_by
 from .loaded import LoadedGraph
+from .outputs import output_of
 from .parameters import table_of
 from .process_groups import ProcessGroups
 
@@ -33,10 +34,11 @@ class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
     `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward that comes
-    from one that has none here; all ranks call it together."""
+    from one that has none here; all ranks call it together. `is_global`: outputs are global tensors (see outputs.py)."""
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
-                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step]):  # fmt: skip
+                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step], is_global: bool):  # fmt: skip
+        self.is_global = is_global
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
         self.roles = [
             n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"
@@ -68,15 +70,18 @@ class Step:
         self._read_sources(captured.graph)
 
     def _read_sources(self, graph: fx.Graph) -> None:
-        """Positions among the leaves: `checked`, whose versions torch does not check for the backward, since it is given their
-        local values; of a second forward `sources`, that it depends on, and `overwritten`, those of which the first one leaves
-        other values."""
+        """Positions among the leaves: `checked`, that the backward reads and torch does not watch, since it sees local values;
+        `sources`, that a second forward depends on, and `overwritten`, those of them to which the first one writes."""
         keys = [(role.kind, role.name) for role in self.roles]
-        late = read_by_backward(graph, self.saved)
-        self.checked = [i for i, key in enumerate(keys) if key in late and key[0] in ("parameter", "input")]
-        early, written = (read_by_outputs(graph), written_by(graph)) if self.without_tangent else (set(), set())
-        self.sources = [i for i, key in enumerate(keys) if key in early and key not in written]
+        written = written_by(graph)  # of which the backward has copies
+        late = read_by_backward(graph, self.saved) - written
+        self.checked = {i for i, key in enumerate(keys) if key in late and key[0] in ("parameter", "input")}
+        early = read_by_outputs(graph) if self.without_tangent else set()
+        self.sources = {i for i, key in enumerate(keys) if key in early and key not in written and key[0] != "random"}
         self.overwritten = [i for i, key in enumerate(keys) if key in early and key in written]
+        self.watched = sorted(self.checked | self.sources)
+        self.parameters_at = [i for i, key in enumerate(keys) if key[0] == "parameter"]
+        self.inputs_at = [i for i, key in enumerate(keys) if key[0] == "input"]
 
     def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module, device_mesh) -> None:
         output = output_node(captured.graph)
@@ -156,7 +161,7 @@ class Step:
             self._write(results, call)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
         outputs = [
-            results[at].detach() if spec is None else _torch.as_dtensor(results[at], spec)
+            output_of(results[at], spec, self.is_global)
             for at, spec in zip(self.outputs, self.output_specs)
         ]
         return outputs, list(results[self.forward_count :])
@@ -169,24 +174,22 @@ class Step:
         for at, i in self.written_inputs:
             call.write(i, results[at])
 
-    def owners(self, leaves: list[torch.Tensor], parameters, call: Call) -> list[torch.Tensor]:
-        """For each of the leaves the tensor that is written to when its owner writes."""
-        parameters = iter(parameters)
-        inputs = (t if isinstance(t, DTensor) else None for t in (call.tensors[i] for i in self.read))
-        wide = {"parameter": parameters, "input": inputs}
-        found = [next(wide[role.kind]) if role.kind in wide else None for role in self.roles]
-        return [leaf if owner is None else owner for leaf, owner in zip(leaves, found)]
-
-    def keep(self, leaves: list[torch.Tensor], owners: list[torch.Tensor]) -> Kept:
-        """What a second forward needs, before the first one writes to anything."""
-        kept = {(role.kind, role.name): leaf for role, leaf in zip(self.roles, leaves)}
-        for i in self.overwritten:
-            kept[self.roles[i].kind, self.roles[i].name] = leaves[i].clone()
-        return Kept(kept, Versions.now(self.roles, owners, self.sources))
+    def keep(self, leaves: list[torch.Tensor], parameters, call: Call) -> Kept:
+        """What the backward needs to know of the leaves, before the forward writes to any."""
+        owners = list(leaves)
+        for at, parameter in zip(self.parameters_at, parameters):
+            owners[at] = parameter
+        for at, i in zip(self.inputs_at, self.read):
+            if isinstance(call.tensors[i], DTensor):
+                owners[at] = call.tensors[i]
+        values = list(leaves) if self.without_tangent else None
+        for at in self.overwritten:
+            values[at] = leaves[at].clone()
+        return Kept(self.roles, owners, self.watched, values)
 
     def gradients_again(self, kept: Kept, tangents, nodes: Mapping[str, object]) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter."""
-        _, saved = self.forward(kept.take(self.roles), None)
+        _, saved = self.forward(kept.values_for(self.roles), None)
         found = self.backward(saved, tangents, self.known, [nodes[name] for name in self.names])
         return dict(zip(self.backward.owners, found))
 
@@ -198,9 +201,7 @@ class _Bridge(torch.autograd.Function):
     def forward(ctx, step: Step, call: Call, inputs: list[torch.Tensor], *leaves):
         parameters = leaves[len(step.differentiated) :]
         values = step.leaves(inputs, parameters)
-        owners = step.owners(values, parameters, call)
-        ctx.versions = Versions.now(step.roles, owners, step.checked)
-        ctx.kept = step.keep(values, owners) if step.without_tangent else None
+        ctx.kept = step.keep(values, parameters, call)
         outputs, saved = step.forward(values, call)
         ctx.step = step
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
@@ -213,16 +214,20 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx, *tangents):
         refuse_second_derivatives()
         step, kept = ctx.step, ctx.kept
-        ctx.versions.check()
         with changes_explained():
             tensors = iter(ctx.saved_tensors)
+        if kept is None:  # nothing was saved, which torch would miss
+            raise InputError("a second backward through one call", fix="pass retain_graph=True to the first one")
+        is_second = any(tangents[at] is not None for at in step.without_tangent)
+        kept.check(step.sources | step.checked if is_second else step.checked)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
         del tensors
         _torch.release_saved(ctx)
         if not _torch.keeps_graph():
             ctx.kept = None
         nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
-        if all(tangents[at] is None for at in step.without_tangent):
+        if not is_second:
+            del kept
             return None, None, None, *step.backward(saved, tangents, step.known, nodes)
         saved.clear()
         found = step.complete().gradients_again(kept, tangents, dict(zip(step.names, nodes)))

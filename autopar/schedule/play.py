@@ -33,8 +33,9 @@ def needs(action: Action, stages: int) -> list[Action]:
 
 
 def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seconds = 1.0, weight_seconds: Seconds = 1.0,
-         transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0) -> Played:  # fmt: skip
-    """Times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each border of two stages.
+         transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0, shares: Sequence[float] = ()) -> Played:  # fmt: skip
+    """Times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each border of two stages;
+    `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
 
     Raises ScheduleError on what `check` finds.
     """
@@ -42,6 +43,7 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
     stages, rank_of = schedule.stages, schedule.rank_of_stage
     seconds = {kind: _per(what, stages) for kind, what in zip("FIW", (forward_seconds, input_seconds, weight_seconds))}
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
+    shares = shares or (1.0,) * schedule.micro_batches
     transfer = _per(transfer_seconds, max(0, stages - 1))
     transfer = [0.0 if rank_of[s] == rank_of[s + 1] else t for s, t in enumerate(transfer)]
 
@@ -61,9 +63,9 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
                     waiting[need] = rank
                     break
                 late = transfer[min(need.stage, action.stage)] if need.stage != action.stage else 0.0
-                start = max(start, ended[need] + late)
+                start = max(start, ended[need] + late * shares[action.micro_batch])
             else:
-                end = start + seconds[action.kind][action.stage]
+                end = start + seconds[action.kind][action.stage] * shares[action.micro_batch]
                 starts[rank].append(start)
                 clock.append(end)
                 done = action._replace(kind="I") if action.kind == "B" else action

@@ -12,7 +12,6 @@ needs. A save writes into a hidden folder, which takes its name when all ranks' 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -27,18 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import CheckpointError, CheckpointMismatch, InputError
+from ..errors import CheckpointError, InputError
 from ..runtime import agree
 from . import optimizer_state
 from .durable import Digest, disk_errors, sync_folder, write_file
 from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete, is_checkpoint, number_of
-from .model_folder import layout_of, local, make_folder, write_model
-from .plain import canonical, decode, encode
+from .model_folder import make_folder, write_model
+from .opened import MODEL, OPTIMIZER, STATE, Opened, rng_name
+from .plain import canonical, encode
 from .shards import write_shards
-from .tensor_file import Form, TensorFile, TensorFileWriter
-from .weights import Weights, WeightsFolder, persistent_buffers
+from .tensor_file import Form, TensorFileWriter
 
-MODEL, OPTIMIZER, RNG, STATE = "model", "optimizer", "rng", "state.json"
 _runs: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the name of the run that a model is of, known on rank 0
 
 
@@ -61,10 +59,10 @@ def save_checkpoint(
     """Save a compiled model and what trains it as `root/step-STEP`, and return that path. All ranks call it together.
 
     `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`: afterwards
-    remove all of this run's checkpoints but the last so many that were saved, this one among them, whatever their steps. A run is
-    what one compiled model saves, before and after it loads one of its checkpoints; those of other runs in the folder stay, but
-    for one of the same step, which this one replaces. A kill at any point leaves the earlier checkpoints, and this one or nothing.
-    Raises CheckpointError if something cannot be saved."""
+    remove all of this run's checkpoints but the last so many that were saved, this one among them, whatever their steps; the disk
+    needs room for one more. A run is what one compiled model saves, before and after it loads one of its checkpoints; those of
+    other runs in the folder stay, but for one of the same step, which this one replaces. A kill at any point leaves the earlier
+    checkpoints, and this one or nothing. Raises CheckpointError if something cannot be saved."""
     _check_model(model)
     agree.everywhere(lambda: _check_numbers(step, keep))
     root = Path(root).expanduser()
@@ -80,12 +78,11 @@ def save_checkpoint(
         "scheduler": agree.everywhere(lambda: encode(_state_of(scheduler), "scheduler")), "dropout": _dropout_of(model),
         "optimizer": plain,
     }  # fmt: skip
-    agree.from_rank_zero(lambda: (make_folder(unfinished), make_folder(unfinished / MODEL)))
-    written = [  # one after the other: a rank that fails in one of them must not leave the others waiting in the next
-        *agree.from_all(lambda: _inside(MODEL, write_model(model, unfinished / MODEL))),
-        *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.stage_mesh)),
-        *agree.from_all(lambda: _write_generators(unfinished)),
-    ]
+    def begin() -> None:
+        with disk_errors(root):
+            _remove_unfinished(root)
+        make_folder(unfinished)
+        make_folder(unfinished / MODEL)
 
     def commit() -> None:
         files = {path: digest for part in written for path, digest in part.items()}
@@ -98,7 +95,18 @@ def save_checkpoint(
             write_file(final / COMMIT, committed.encode())
             _clean(root, final, run, keep)
 
-    agree.from_rank_zero(commit)
+    agree.from_rank_zero(begin)
+    try:
+        written = [  # one after the other: a rank that fails in one of them must not leave the others waiting in the next
+            *agree.from_all(lambda: _inside(MODEL, write_model(model, unfinished / MODEL))),
+            *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.stage_mesh)),
+            *agree.from_all(lambda: _write_generators(unfinished)),
+        ]
+        agree.from_rank_zero(commit)
+    except Exception:
+        if dist.get_rank() == 0:
+            _remove_unfinished(root)  # it may have filled the disk
+        raise
     return final
 
 
@@ -114,15 +122,14 @@ def load_checkpoint(
     path, run, saved = agree.from_rank_zero(lambda: _find(Path(folder).expanduser()))
     path, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
     agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
-    state, weights, tensors = agree.everywhere(lambda: _open(path, model, optimizer, data))
-    agree.everywhere(lambda: _restore(path, state, weights, tensors, model, optimizer))
-    positions = decode(state["data"])
-    position = positions if len(positions) not in (1, ranks) else positions[rank % len(positions)]
-    for target, value in ((scheduler, decode(state["scheduler"])), (data, position)):
+    opened = agree.everywhere(lambda: Opened(path, model, optimizer, scheduler is not None, data is not None))
+    agree.everywhere(opened.restore)
+    position = opened.positions if len(opened.positions) not in (1, ranks) else opened.positions[rank % len(opened.positions)]
+    for target, value in ((scheduler, opened.scheduler), (data, position)):
         if target is not None:
             target.load_state_dict(value)
     _runs[model] = run
-    return Checkpoint(path, state["step"], position, run, saved)
+    return Checkpoint(path, opened.step, position, run, saved)
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -157,16 +164,12 @@ def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
 def _write_generators(folder: Path) -> dict[str, Digest]:
     """The states of torch's generators on this rank."""
     states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-    path = folder / _rng_name(dist.get_rank())
+    path = folder / rng_name(dist.get_rank())
     with disk_errors(path):
         writer = TensorFileWriter(path, {name: Form(tuple(value.shape), value.dtype) for name, value in states.items()})
         for value in states.values():
             writer.append(value)
         return {path.name: writer.close()}
-
-
-def _rng_name(rank: int) -> str:
-    return f"{RNG}-{rank:05d}.safetensors"
 
 
 def _state_of(value):
@@ -197,8 +200,7 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
 def _clean(root: Path, saved: Path, run: str, keep: int | None) -> None:
     """Remove what saves that did not end have left, what was replaced, and all of this run but the last `keep` that were saved, of
     which `saved` is one."""
-    for path in (*root.glob(".step-*.unfinished"), *incomplete(root)):
-        shutil.rmtree(path, ignore_errors=True)
+    _remove_unfinished(root)
     newest = complete(root)
     old = [path for path in newest if path.name.endswith(REPLACED)]
     if keep is not None:
@@ -207,6 +209,11 @@ def _clean(root: Path, saved: Path, run: str, keep: int | None) -> None:
     for path in old:
         (path / COMMIT).unlink()  # first of all: what is half removed is not complete
         sync_folder(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_unfinished(root: Path) -> None:
+    for path in (*root.glob(".step-*.unfinished"), *incomplete(root)):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -231,39 +238,3 @@ def _find(folder: Path) -> tuple[str, str, str]:
     manifest = Manifest.read(folder)
     manifest.refuse_unlisted(folder)
     return str(folder), manifest.run, manifest.saved
-
-
-def _open(path: Path, model: nn.Module, optimizer, data):
-    """(plain state, the model's tensors, the optimizer's or None), all of them fit for this model and optimizer."""
-    state = json.loads((path / STATE).read_text())
-    if data is not None and len(state["data"]) not in (1, dist.get_world_size()):
-        raise CheckpointMismatch(
-            f"{len(state['data'])} ranks saved data positions of their own and there are {dist.get_world_size()} now",
-            fix="load without data=, and divide what Checkpoint.data lists",
-        )
-    weights = Weights(model, path / MODEL, CheckpointMismatch)
-    if optimizer is None:
-        return state, weights, None
-    if state["optimizer"] is None:
-        raise CheckpointMismatch(f"{path} was saved without an optimizer", fix="load it without one")
-    optimizer_state.check(model, optimizer, state["optimizer"])
-    return state, weights, WeightsFolder(path, OPTIMIZER)
-
-
-def _restore(path: Path, state: Mapping, weights: Weights, tensors: WeightsFolder | None, model: nn.Module, optimizer) -> None:
-    rank, stage = dist.get_rank(), model.stage_mesh
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *dict(persistent_buffers(model)).items()):
-            local(tensor).copy_(weights.part(name, tensor.dtype, layout_of(model, name), stage.mesh, stage.coordinate))
-    weights.close()
-    if tensors is not None:
-        optimizer_state.restore(model, optimizer, tensors, state["optimizer"])
-        tensors.close()
-    random = getattr(model, "random", None)
-    if random is not None and state["dropout"] is not None:
-        random.seed, random.offset = state["dropout"]["seed"], state["dropout"]["offset"]
-    generators = TensorFile(path / _rng_name(rank if rank < state["ranks"] else 0))
-    torch.set_rng_state(generators.read("cpu"))
-    if "cuda" in generators.forms and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(generators.read("cuda"))
-    generators.close()

@@ -39,10 +39,11 @@ class Digest:
 
 @dataclass
 class Writer:
-    """A new file that is written from its start to its end. `close` returns its Digest once all of it is on the disk."""
+    """A new file that is written from its start to its end. `close` returns its Digest once all of it is on the disk. A file that
+    cannot be written is closed and removed: an open one would hold its space until the process ends."""
 
     path: Path
-    _file: int = field(init=False)
+    _file: int | None = field(init=False)
     _bytes: int = field(init=False, default=0)
 
     def __post_init__(self):
@@ -52,17 +53,36 @@ class Writer:
     def write(self, data) -> None:
         """All of a bytes-like object."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        for start in range(0, len(view), CHUNK_BYTES):
-            chunk = view[start : start + CHUNK_BYTES]
-            self._hash.update(chunk)
-            while len(chunk):
-                chunk = chunk[os.write(self._file, chunk) :]
+        with self._abandoned_on_error():
+            for start in range(0, len(view), CHUNK_BYTES):
+                chunk = view[start : start + CHUNK_BYTES]
+                self._hash.update(chunk)
+                while len(chunk):
+                    chunk = chunk[os.write(self._file, chunk) :]
         self._bytes += len(view)
 
     def close(self) -> Digest:
-        os.fsync(self._file)
-        os.close(self._file)
+        with self._abandoned_on_error():
+            os.fsync(self._file)
+        file, self._file = self._file, None
+        os.close(file)
         return Digest(self._bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close and remove a file that will not be finished; nothing if it is closed."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+    @contextlib.contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
 
 def write_file(path: Path, data: bytes) -> Digest:

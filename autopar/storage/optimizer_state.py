@@ -98,6 +98,25 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -
         raise CheckpointMismatch(f"the checkpoint's optimizer is another one: {'; '.join(lines)}", fix="build the same optimizer")
 
 
+def check_values(model: nn.Module, forms: Mapping[str, Form], described: dict) -> None:
+    """Raises an error of some kind if what is described cannot be decoded, or its tensors are not among `forms` in the shapes of
+    their parameters."""
+    parameters = dict(model.named_parameters())
+    for group in described["groups"]:
+        dict(decode(group["options"]))
+    for name, values in described["state"].items():
+        for key, saved in values.items() if name in parameters else ():
+            if "value" in saved:
+                decode(saved["value"])
+                continue
+            torch.device(saved["device"])
+            form = forms[f"{name}/{key}"]
+            if saved["tensor"] not in (LIKE_PARAMETER, WHOLE_DTENSOR, PLAIN):
+                raise ValueError(f"{name}/{key} is a tensor of no known kind")
+            if saved["tensor"] == LIKE_PARAMETER and form.shape != tuple(parameters[name].shape):
+                raise ValueError(f"{name}/{key} has not the shape of its parameter")
+
+
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: WeightsFolder, described: dict) -> None:
     """Give the optimizer the saved state, cut for this rank. Call `check` before."""
     parameters, stage = dict(model.named_parameters()), model.stage_mesh

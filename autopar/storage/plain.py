@@ -7,6 +7,7 @@ import math
 from collections import Counter
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 
@@ -33,7 +34,8 @@ def encode(value: object, what: str) -> object:
             return {k: encode(v, f"{what}[{k!r}]") for k, v in value.items()}
         pairs = [[encode(k, f"a key of {what}"), encode(v, f"{what}[{k!r}]")] for k, v in value.items()]
         return {"!counter" if isinstance(value, Counter) else "!dict": pairs}
-    if isinstance(value, torch.Tensor) and value.numel() <= LARGEST_TENSOR and not value.is_complex():
+    is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if is_whole and value.numel() <= LARGEST_TENSOR and not value.is_complex():
         flat = [encode(v, what) for v in value.detach().reshape(-1).tolist()]
         return {"!tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), flat]}
     raise CheckpointError(

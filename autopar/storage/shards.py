@@ -56,16 +56,21 @@ def write_shards(
     files = dict(zip(writers, file_names(stem, len(writers))))
     index, mine = {name: files[owner] for name, owner in owners.items()}, files.get(rank)
     writer = failure = None
-    for name in in_order(forms):
-        whole = gather_to(owners[name], held[name], stage)
-        if rank != owners[name] or failure is not None:
-            continue
-        try:
-            with disk_errors(folder / mine):
-                writer = writer or TensorFileWriter(folder / mine, {n: forms[n] for n in forms if index[n] == mine})
-                writer.append(whole)
-        except CheckpointError as error:
-            failure = error
+    try:
+        for name in in_order(forms):
+            whole = gather_to(owners[name], held[name], stage)
+            if rank != owners[name] or failure is not None:
+                continue
+            try:
+                with disk_errors(folder / mine):
+                    writer = writer or TensorFileWriter(folder / mine, {n: forms[n] for n in forms if index[n] == mine})
+                    writer.append(whole)
+            except CheckpointError as error:
+                failure = error
+    except BaseException:  # another rank is gone
+        if writer is not None:
+            writer.abandon()
+        raise
     if failure is not None:
         raise failure
     with disk_errors(folder / stem):

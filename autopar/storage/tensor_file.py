@@ -63,6 +63,7 @@ class TensorFile:
         try:
             self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+            self.close()
             raise WeightsError(f"{path} is not a safetensors file: {error}", fix="fetch or save it again") from error
 
     def _read_header(self) -> None:
@@ -153,6 +154,10 @@ class TensorFileWriter:
         if self._left:
             raise ValueError(f"{self._left} were not written")
         return self._writer.close()
+
+    def abandon(self) -> None:
+        """Remove a file that will not be finished."""
+        self._writer.abandon()
 
 
 def cut(tensor: Tensor, ranges: Ranges, first_dim: int = 0) -> Tensor:

@@ -94,17 +94,19 @@ class Weights:
             found = next((self._stored[name] for name in tied if name in self._stored), None)
             if found is not None:
                 self._stored |= {name: self._stored.get(name, found) for name in tied}
-        found = {name: self._form(stored).shape for name, stored in self._stored.items()}
+        found = {name: self.form(name).shape for name in self._stored}
         compare(shapes, found, names.unexpected, self._folder.folder, error)
         _fill_buffers(model)
 
-    def _form(self, stored: Stored) -> Form:
+    def form(self, name: str) -> Form:
+        """Shape and dtype in which one of the model's tensors is stored."""
+        stored = self._stored[name]
         return stored.group.forms[stored.name] if stored.group else self._folder.forms[stored.name]
 
     def part(self, name: str, dtype: torch.dtype, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
         """A rank's part of one of the model's tensors in `dtype`."""
         stored = self._stored[name]
-        ranges = local_ranges(self._form(stored).shape, layout, mesh, coordinate)
+        ranges = local_ranges(self.form(name).shape, layout, mesh, coordinate)
         if stored.group is None:
             return self._folder.read(stored.name, ranges).to(dtype)
         if self._kept[0] is not stored.group or name not in self._kept[1]:

@@ -53,7 +53,7 @@ def _summary(plan: Plan) -> Html:
     trained = f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"
     shown = [
         ("step", ms(plan.step_seconds), f"an even split without waiting takes {ms(plan.bound)} or more"),
-        (p.schedule, f"{p.micro_batches} × {plan.samples // p.micro_batches}", "micro-batches × samples"),
+        (p.schedule, f"{p.micro_batches} × {-(-plan.samples // p.micro_batches)}", "micro-batches × samples"),
         ("stages", str(len(p.costs)), f"slowest {balance(plan):.2f} times the mean"),
         ("waiting", ms(waiting_seconds(plan)), f"of the mean rank, bubble {percent(p.played().bubble, 1.0)}"),
         ("peak memory", size(plan.peak_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..pipeline_plan import sizes_of
 from ..plan import Plan
 from ..schedule.text import grid
 from ..units import byte_column, column, percent, table
@@ -13,7 +14,8 @@ COLUMNS = 40
 def pipeline_line(plan: Plan) -> str:
     """The schedule, how much of it is idle, and how even the stages are."""
     p = plan.pipeline
-    batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {plan.samples // p.micro_batches} samples"
+    sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, p.micro_batches)}, reverse=True))
+    batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {sizes} samples"
     stages = f"{p.ranks} ranks along {p.axis}" + (f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else "")
     bubble = percent(p.played().bubble, 1.0)
     return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {balance(plan):.2f} times the mean"

@@ -92,7 +92,7 @@ def test_what_is_left_is_one_error():
     def function(x):
         with torch.no_grad():
             hidden = torch.randperm(4)
-        return x * torch.randperm(300) + torch.multinomial(x, 1) + hidden.sum()
+        return x * torch.randperm(300) + torch.multinomial(x, 2).sum() + hidden.sum()
 
     with pytest.raises(UnsupportedOpError) as caught:
         drawn(function)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar import api, autocast
-from autopar._torch import autocast_switch
+from autopar._torch.regions import autocast_switch
 from autopar.capture import export
 from autopar.graph import is_tensor, output_node
 from autopar.passes.explicit_casts import explicit_casts

@@ -176,7 +176,29 @@ def decorated(net, x):
     return (net.second(x) * _scores(net, x)).sum()
 
 
+def data_of_a_weight(net, x):
+    net.first.weight.data.mul_(0.5)
+    net.mean.data.add_(1)
+    return (net.second(net.first(x)) * net.mean).sum()
+
+
+def data_of_a_teacher(net, x):
+    for old, new in zip(net.teacher.parameters(), net.first.parameters()):
+        old.data = old.data * 0.9 + new.data * 0.1
+    return F.mse_loss(net.first(x), net.teacher(x))
+
+
+def inference_inside(net, x):
+    with torch.inference_mode():
+        score = net.first(x).sum()
+        with torch.inference_mode(False):
+            y = net.second(x)
+        net.mean.mul_(0.9)
+    return y.square().sum() + score
+
+
 CASES = [
+    data_of_a_weight, data_of_a_teacher, inference_inside,
     writes_that_nobody_reads, writes_that_are_read, nearest_code, teacher_follows, clamped_weights, clamped_and_not_used,
     clamped_after_use, rows_of_limited_norm, gradients_inside, views_made_inside, the_same_tensor_given_back,
     logits_without_gradients, attention_without_gradients, switched_by_function, from_one_module_into_another,

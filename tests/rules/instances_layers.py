@@ -57,6 +57,13 @@ op("nll_loss_backward", real(), log_p, target, None, 1, -100, torch.tensor(5.0).
 op("nll_loss2d_forward", real(5, 7, 2, 3), whole(7, 5, 2, 3), None, 1, -100)
 op("nll_loss2d_backward", real(), real(5, 7, 2, 3), whole(7, 5, 2, 3), None, 1, -100, torch.tensor(30.0).double())
 
+# CTC: samples with rows of targets of their own, and all targets in one row
+log_p, lengths, sizes = real(6, 5, 4).log_softmax(-1), torch.tensor([6, 5, 6, 4, 6]), torch.tensor([2, 3, 1, 2, 0])
+for targets in (whole(3, 5, 4) + 1, whole(3, 8) + 1):
+    for zero_infinity in (True, False):
+        op("autopar.ctc.default", log_p, targets, lengths, sizes, 0, zero_infinity)
+        op("autopar.ctc_bw.default", real(5), log_p, targets, lengths, sizes, 0, zero_infinity)
+
 # attention: equal heads (even and uneven), grouped heads, one key head; masks that broadcast
 for b, h, h_kv, m, width in (
     (4, 5, 5, None, 4), (2, 6, 6, (2, 6, 3, 5), 4), (2, 8, 4, (2, 1, 3, 5), 4), (4, 6, 1, (1, 1, 3, 5), 4), (3, 6, 3, (3, 5), 4),
@@ -66,6 +73,13 @@ for b, h, h_kv, m, width in (
     op("autopar.attention.default", q, k, v, s, False, None)
     out, lse = torch.ops.autopar.attention(q, k, v, s, False, None)
     op("autopar.attention_bw.default", real(b, h, 3, width), q, k, v, out, lse, s, False, None)
+keep = torch.ones(4, 1, 3, 5).tril().bool()  # which closes some queries of the second sample
+keep[1, :, :, :2] = False
+for s in (keep, torch.zeros(4, 1, 3, 5, dtype=torch.float64).masked_fill(~keep, float("-inf"))):
+    q, k, v = real(4, 6, 3, 4), real(4, 6, 5, 4), real(4, 6, 5, 4)
+    op("autopar.attention.default", q, k, v, s, False, None)
+    out, lse = torch.ops.autopar.attention(q, k, v, s, False, None)
+    op("autopar.attention_bw.default", real(4, 6, 3, 4), q, k, v, out, lse, s, False, None)
 q, k, v = real(4, 6, 5, 4), real(4, 6, 5, 4), real(4, 6, 5, 4)
 op("_scaled_dot_product_flash_attention_for_cpu", q, k, v, 0.0, True)
 out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)

@@ -264,3 +264,39 @@ def _of_class(model, optimizer) -> None:
 @pytest.mark.gloo
 def test_optimizers_of_others_and_their_state(tmp_path):
     gloo.run(2, _of_others, str(tmp_path))
+
+
+class Transposed(tiny.Regressor):
+    """Its weights lie in memory column by column, and so do the gradients that the backward computes of others."""
+
+    def __init__(self):
+        super().__init__(loss=True)
+        self.up.weight = torch.nn.Parameter(self.up.weight.detach().T.contiguous().T)
+
+
+def _fused(rank, name, mesh, plan):
+    source, inputs = (Transposed().double(), DOUBLE) if name == "transposed" else tiny.gpt2(n_layer=1)
+    parallel, reference = pair(source.double(), device_mesh(mesh), inputs, plan=plan)
+    for make in (lambda p: AdamW(p, lr=1e-2, fused=True), lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True)):
+        for model in (parallel, reference):
+            optimizer = make(model.parameters())
+            for _ in range(2):
+                model(**inputs).loss.backward()
+                if model is parallel:
+                    locals_ = [(p.to_local(), p.grad.to_local()) for p in model.parameters() if p.grad is not None]
+                    assert all(p.stride() == g.stride() and p.is_contiguous() for p, g in locals_)
+                optimizer.step()
+                optimizer.zero_grad()
+    wanted = dict(reference.named_parameters())
+    for n, p in parallel.named_parameters():
+        assert_close(p, wanted[n], n, 1e-5)  # the loss of GPT-2 is in single precision
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name, mesh, pins", [("gpt2", "tp=2", {"*.c_attn.weight": "tp:S(1/3)", "*.c_attn.bias": "tp:S(0/3)"}),
+                                              ("gpt2", "pp=2", None), ("transposed", "tp=2", {"up.*": "R"})])  # fmt: skip
+def test_gradients_lie_in_memory_as_the_parameters_do(name, mesh, pins):
+    """Fused kernels go through the memory of both, whatever their strides say."""
+    source, inputs = (Transposed().double(), DOUBLE) if name == "transposed" else tiny.gpt2(n_layer=1)
+    plan = planned(source.double(), mesh, inputs, pin=pins, **({"micro_batches": 2} if mesh == "pp=2" else {}))
+    gloo.run(2, _fused, name, mesh, plan)

@@ -1,4 +1,5 @@
-"""The only file that touches torch's private interfaces, each behind a small function of autopar's own.
+"""The only place that touches torch's private interfaces, each behind a small function of autopar's own; those of gradients and
+autocast that are switched on and off are in regions.py.
 
 Written for torch >= 2.11, < 2.14.
 """
@@ -15,6 +16,8 @@ import torch.distributed._functional_collectives  # noqa: F401  registers the fa
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from .regions import no_autocast
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]
 
@@ -69,88 +72,6 @@ def as_if_eager(active: bool = True):
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-@contextlib.contextmanager
-def plain_regions():
-    """Inside, an exported graph keeps a node where gradients or autocast are switched on or off, and all ops in one graph. As
-    submodules, which torch makes of such regions, it loses a `no_grad` that begins inside of an `autocast`."""
-    from torch._export.passes import replace_autocast_with_hop_pass as autocast
-    from torch._export.passes import replace_set_grad_with_hop_pass as set_grad
-
-    def unchanged(module, signature):
-        return module, signature
-
-    before = autocast.replace_autocast_with_hop_pass, set_grad.replace_set_grad_with_hop_pass
-    autocast.replace_autocast_with_hop_pass = set_grad.replace_set_grad_with_hop_pass = unchanged
-    try:
-        yield
-    finally:
-        autocast.replace_autocast_with_hop_pass, set_grad.replace_set_grad_with_hop_pass = before
-
-
-def grad_switch(node: fx.Node) -> bool | None:
-    """Whether a node switches gradients on or off, None for any other node."""
-    return node.args[0] if node.op == "call_function" and node.target is torch._C._set_grad_enabled else None
-
-
-def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
-    """A node that switches gradients, where the graph is being written."""
-    return graph.call_function(torch._C._set_grad_enabled, (on,))
-
-
-def autocast_switch(node: fx.Node) -> tuple | None:
-    """(device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None for others."""
-    if node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast:
-        return ()
-    return tuple(node.args[:3]) if node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast else None
-
-
-def no_autocast():
-    """Inside, autocast is off on every device."""
-    return torch._C._DisableAutocast()
-
-
-def has_autocast_kernel(target, device: str) -> bool:
-    """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made of."""
-    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
-    name = target.name()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key) or torch._C._dispatch_has_kernel_for_dispatch_key(
-        name, "CompositeImplicitAutograd"
-    )
-
-
-class _StandIn(torch.Tensor):
-    """Shape, type and strides of a tensor on a device that need not be there; `run` does what is called with it."""
-
-    @staticmethod
-    def __new__(cls, value: torch.Tensor, device: str, run: Callable):
-        return torch.Tensor._make_wrapper_subclass(cls, value.shape, strides=value.stride(), dtype=value.dtype, device=device)
-
-    def __init__(self, value: torch.Tensor, device: str, run: Callable):
-        self.run = run
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        first = next(a for a in tree_flatten((args, kwargs))[0] if isinstance(a, cls))
-        return first.run(func, args, kwargs or {})
-
-    def __repr__(self, **options):
-        return f"stand-in {tuple(self.shape)}"
-
-
-def stand_in(value: torch.Tensor, device: str, run: Callable) -> torch.Tensor:
-    """A tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op, args, kwargs)`."""
-    return _StandIn(value, device, run)
-
-
-def written(node: fx.Node) -> fx.Node | None:
-    """The first argument that an op writes to, None if it writes to none."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return None
-    given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
-    return next((given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
 
 
 @contextlib.contextmanager
@@ -217,8 +138,8 @@ def has_no_value(value: object) -> bool:
 
 @contextlib.contextmanager
 def _without_linalg_checks():
-    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a graph keeps: such
-    a matrix then gives what LAPACK leaves behind."""
+    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a graph
+    keeps: such a matrix then gives what LAPACK leaves behind."""
     holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = holder.effect
     holder.register(None)
@@ -313,6 +234,22 @@ def _describe_output(desc) -> tuple[str, object] | None:
     return None
 
 
+@contextlib.contextmanager
+def plain_checkpoints():
+    """Inside, `torch.utils.checkpoint.checkpoint(function, ...)` just calls the function."""
+    from torch.utils import checkpoint
+
+    def nothing(*args, **kwargs):
+        yield
+
+    before = checkpoint._checkpoint_without_reentrant_generator
+    checkpoint._checkpoint_without_reentrant_generator = nothing
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = before
+
+
 def hooks_of_all_modules() -> list[dict]:
     """The tables of hooks that run for every module."""
     from torch.nn.modules import module
@@ -373,11 +310,17 @@ def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype):
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def as_dtensor(local: torch.Tensor, spec) -> torch.Tensor:
-    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd."""
+def as_dtensor(local: torch.Tensor, spec, kind: type | None = None) -> torch.Tensor:
+    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd. `kind`: a class of
+    DTensors."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spec, requires_grad=False)
+    return (kind or DTensor)(local, spec, requires_grad=False)
+
+
+def without_torch_function():
+    """Inside, functions of torch do not ask the classes of their arguments."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def local_of(dtensor) -> torch.Tensor:

@@ -1,0 +1,42 @@
+"""What torch is told around a call, and computes by: autocast, whether gradients are recorded, the default type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from .. import autocast
+
+
+class Ambient(NamedTuple):
+    """`casts`: the autocast that is on; `gradients`: whether they are recorded; `dtype`: of float tensors that name none."""
+
+    casts: autocast.State
+    gradients: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def now() -> Ambient:
+        """Return what holds here and now."""
+        return Ambient(autocast.ambient(), torch.is_grad_enabled(), torch.get_default_dtype())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this holds, whatever holds outside."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with autocast.entered(self.casts), torch.set_grad_enabled(self.gradients):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def text(self, trains: bool) -> str:
+        """`, no_grad, autocast cpu bfloat16`, or nothing; without gradients of a model that trains."""
+        words = ["no_grad"] if trains and not self.gradients else []
+        words += [f"autocast {device} {str(dtype).removeprefix('torch.')}" for device, dtype in self.casts]
+        words += [f"default {str(self.dtype).removeprefix('torch.')}"] if self.dtype != torch.float32 else []
+        return "".join(f", {word}" for word in words)
