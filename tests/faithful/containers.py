@@ -121,7 +121,7 @@ def early_exit():
     return Exiting(), one(5, 6), script
 
 
-@containers(refused="inner")
+@containers(refused="taken over")
 def inner_module_called():
     """The user calls an inner module of the compiled model alone."""
 
