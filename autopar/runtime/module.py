@@ -22,7 +22,7 @@ from ..schedule.played import Played
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights, persistent_buffers
-from . import agree, captures, watch
+from . import agree, captures, copies, optimizers, watch
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .modes import Modes
@@ -31,10 +31,8 @@ from .random_state import RandomState
 from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
-SHARED = (  # tables of the source itself
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
+STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms",
     "_places", "_captures", "_observers_are_frozen", "_adapters",
@@ -57,7 +55,7 @@ class ParallelModule(OfSource):
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, everywhere: bool = False,
     ):  # fmt: skip
-        super().__init__(source, OWN, SHARED)
+        self.begin(source)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
         replaced = attachment.replaced if attachment else {}
@@ -78,6 +76,22 @@ class ParallelModule(OfSource):
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False
         self._adapters = Adapters(self, lora, self._captures.modes.set_adapters) if lora else None
+
+    def begin(self, source: nn.Module) -> None:
+        """Be the module in front of `source`, without anything else of its own yet."""
+        super().__init__(source, OWN, SHARED)
+        for name in STATE_HOOKS:  # the source's, and those that are registered here
+            vars(self)[name] = vars(source)[name].copy()
+
+    def __deepcopy__(self, memo: dict) -> ParallelModule:
+        """Another compiled module with the same values, as moving averages of parameters need. All ranks call it."""
+        made = copies.deep_copy(self, memo)
+        optimizers.follow(made)
+        return made
+
+    def __reduce_ex__(self, protocol):
+        """What `torch.save(model)` and pickle write is the plain model with whole parameters. All ranks call it."""
+        return copies.plain_model(self).__reduce_ex__(protocol)
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():

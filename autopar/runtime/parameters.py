@@ -164,8 +164,13 @@ def take_over(
             held.refresh()
     for module in source.modules():
         module.register_forward_pre_hook(CallRefusal(), prepend=True)
-    _taken_over.add(source)
+    taken_over(source)
     return layouts
+
+
+def taken_over(source: nn.Module) -> None:
+    """Note that a model belongs to a compiled module."""
+    _taken_over.add(source)
 
 
 def _empty(parameter: nn.Parameter) -> None:
