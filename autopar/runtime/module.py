@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +92,7 @@ class ParallelModule(OfSource):
 
     def __reduce_ex__(self, protocol):
         """What `torch.save(model)` and pickle write is the plain model with whole parameters. All ranks call it."""
-        return copies.plain_model(self).__reduce_ex__(protocol)
+        return copy.copy, (copies.plain_model(self),)  # what reads it needs nothing of autopar
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
