@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .probe import Program, everywhere, layer, as_loss
+from .probe import Program, as_loss, everywhere, layer
 
 IMAGES = {1: (6, 4, 8), 2: (6, 4, 6, 8), 3: (6, 4, 3, 4, 8)}
 PROGRAMS: dict[str, Program] = {}

@@ -16,7 +16,7 @@ from autopar import traced_forms
 from autopar.errors import CaptureError
 
 from .. import gloo
-from .probe import Program, everywhere, as_loss
+from .probe import Program, as_loss, everywhere
 
 
 def definite(y):
