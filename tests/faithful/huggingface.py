@@ -14,14 +14,14 @@ huggingface = Topic(__name__)
 
 
 def _llama(**settings):
-    sizes = dict(vocab_size=23, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=2, max_position_embeddings=16)  # fmt: skip
+    sizes = dict(vocab_size=23, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2, max_position_embeddings=16, use_cache=False)  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**sizes | settings))
 
 
 def _gpt2(**settings):
-    sizes = dict(vocab_size=23, n_embd=12, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes | settings))
+    sizes = dict(vocab_size=23, n_embd=12, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes | {"use_cache": False} | settings))
 
 
 def _batch(seed: int, size: int = 3, length: int = 6) -> dict:
@@ -178,11 +178,16 @@ def config_changed_between():
 
     def script(run):
         _loss(run)(1)
-        run.model.config.use_cache = False
         run.model.config.output_hidden_states = True
         run(2)
 
-    return _gpt2(use_cache=False), _batch, script
+    return _gpt2(), _batch, script
+
+
+@huggingface(tolerance=1e-4)
+def cache_returned():
+    """A model whose configuration returns a cache beside the logits."""
+    return _llama(use_cache=True), _batch, lambda run: _loss(run)(1)
 
 
 @huggingface(refused="save_pretrained")

@@ -32,7 +32,7 @@ from .script import Run
 EQUAL, AT_COMPILE, AT_CALL = "equal", "refused at compile", "refused at a call"
 DIFFERENT, BARE, HANG = "DIFFERENT", "BARE", "HANG"
 BROKEN = (DIFFERENT, BARE, HANG)  # what no program may come to
-SECONDS = 60
+SECONDS = 120  # of wall time, for a program
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autopar.mesh import Mesh
 from .catalogue import PROGRAMS
 from .not_yet import NOT_YET
 from .processes import judge_named, run_all
-from .runner import judge
+from .runner import SECONDS, judge
 
 SHARE = 5  # one program of so many is in the default run
 QUICK = [name for i, name in enumerate(n for n in PROGRAMS if n not in NOT_YET) if i % SHARE == 0]
@@ -40,7 +40,7 @@ def test_not_yet(alone, name):
 
 
 def _check(mesh: str, names, **options) -> None:
-    jobs = [(name, mesh, 60, options) for name in names if not PROGRAMS[name].alone and name not in NOT_YET]
+    jobs = [(name, mesh, SECONDS, options) for name in names if not PROGRAMS[name].alone and name not in NOT_YET]
     wrong = [
         f"{name}: {outcome}" for (name, *_), outcome in run_all(Mesh.parse(mesh).devices, judge_named, jobs)
         if not outcome.holds(PROGRAMS[name])

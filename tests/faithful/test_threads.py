@@ -10,7 +10,7 @@ import pytest
 from autopar.mesh import Mesh
 
 from .processes import judge_named, run_all
-from .runner import EQUAL
+from .runner import EQUAL, SECONDS
 from .threads import threads
 
 VOCABULARY = {"pin": {"head.weight": "tp:S(0)"}}
@@ -40,7 +40,7 @@ QUICK = CASES[3:4]
 def _check(cases) -> None:
     wrong = []
     for world in (2, 4):
-        jobs = [(f"threads/{name}", mesh, 60, options) for name, mesh, options in cases if Mesh.parse(mesh).devices == world]
+        jobs = [(f"threads/{name}", mesh, SECONDS, options) for name, mesh, options in cases if Mesh.parse(mesh).devices == world]
         found = run_all(world, judge_named, jobs)
         wrong += [f"{job}: {outcome.detail or outcome}" for job, outcome in found if outcome.kind != EQUAL]
     assert not wrong, "\n".join(wrong)

@@ -1,10 +1,6 @@
-"""Training loops: optimizers, accumulation, clipping, schedules, freezing, averaging, saving and loading."""
+"""Training loops: optimizers, accumulation, clipping, schedules, and freezing."""
 
 from __future__ import annotations
-
-import copy
-import io
-import pickle
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +26,7 @@ def _tokens(seed):
     return (ids(seed, 13, 3, 5),)
 
 
-def _loop(run, optimizer, steps: int = 3, before_step=lambda: None):
+def train(run, optimizer, steps: int = 3, before_step=lambda: None):
     for seed in range(steps):
         optimizer.zero_grad()
         out = run.model(*run.batch(seed))
@@ -55,7 +51,7 @@ OPTIMIZERS = {
 for name, make in OPTIMIZERS.items():
 
     def _script(run, make=make):
-        _loop(run, make(run.model.parameters()))
+        train(run, make(run.model.parameters()))
 
     training.add(f"optimizer_{name}", lambda script=_script: (Language(), _tokens, script), tolerance=3e-4)
 
@@ -68,7 +64,7 @@ def parameter_groups():
         decay = [p for n, p in run.model.named_parameters() if p.dim() > 1 and "embed" not in n]
         others = [p for n, p in run.model.named_parameters() if p.dim() <= 1 or "embed" in n]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        _loop(run, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3))
+        train(run, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3))
 
     return Language(), _tokens, script
 
@@ -86,7 +82,7 @@ def schedule_and_clipping():
             run.record(norm=norm)
             schedule.step()
 
-        _loop(run, optimizer, 3, before)
+        train(run, optimizer, 3, before)
 
     return Language(), _tokens, script
 
@@ -97,7 +93,7 @@ def clipping_by_value():
 
     def script(run):
         optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
-        _loop(run, optimizer, 2, lambda: torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.01))
+        train(run, optimizer, 2, lambda: torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.01))
 
     return Net(), one(5, 6), script
 
@@ -233,130 +229,6 @@ def layer_replaced_between_calls():
     return Net(), one(5, 6), script
 
 
-@training()
-def weight_average():
-    """torch.optim.swa_utils.AveragedModel follows the model, and is called."""
-
-    def script(run):
-        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-        average = torch.optim.swa_utils.AveragedModel(run.model)
-        for seed in (1, 2):
-            run(seed)
-            optimizer.step()
-            average.update_parameters(run.model)
-        run.record(y=average(randn(3, 5, 6)))
-
-    return Net(), one(5, 6), script
-
-
-@training()
-def average_by_hand():
-    """A deep copy of the model follows it, parameter by parameter."""
-
-    def script(run):
-        optimizer, average = torch.optim.SGD(run.model.parameters(), lr=0.1), copy.deepcopy(run.model)
-        for seed in (1, 2):
-            run(seed)
-            optimizer.step()
-            with torch.no_grad():
-                for mine, theirs in zip(average.parameters(), run.model.parameters()):
-                    mine.lerp_(theirs, 0.5)
-        run.record(y=average(randn(3, 5, 6)))
-
-    return Net(), one(5, 6), script
-
-
-@training()
-def deep_copy_is_apart():
-    """A deep copy trains on without the original."""
-
-    def script(run):
-        run(1)
-        other = copy.deepcopy(run.model)
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
-        other(randn(2, 5, 6)).sum().backward()
-        with torch.no_grad():
-            for p in other.parameters():
-                p.zero_()
-        run(2)
-        run.record(y=other(randn(2, 5, 6)))
-
-    return Net(), one(5, 6), script
-
-
-@training(refused="pickle")
-def pickled():
-    """The whole model is pickled and loaded."""
-
-    def script(run):
-        run(1)
-        other = pickle.loads(pickle.dumps(run.model))
-        run.record(y=other(randn(2, 5, 6)))
-
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), one(5, 6), script
-
-
-@training()
-def best_weights_restored():
-    """Early stopping: the best state dict is copied, and loaded at the end."""
-
-    def script(run):
-        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
-        best = {k: v.clone() for k, v in run.model.state_dict().items()}
-        _loop(run, optimizer, 2)
-        run.model.load_state_dict(best)
-        run(4)
-
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), one(5, 6), script
-
-
-@training(alone=True)
-def plain_weights_loaded():
-    """A state dict of plain tensors, as of another training, is loaded."""
-    torch.manual_seed(4)
-    other = Net().state_dict()
-
-    def script(run):
-        run(1)
-        run.model.load_state_dict(other)
-        run(2)
-
-    return Net(), one(5, 6), script
-
-
-@training()
-def optimizer_state_round_trip():
-    """Optimizer and model are saved to memory and loaded in the middle of a training."""
-
-    def script(run):
-        optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, eps=1e-3)
-        _loop(run, optimizer, 2)
-        state = copy.deepcopy((run.model.state_dict(), optimizer.state_dict()))
-        _loop(run, optimizer, 2)
-        run.model.load_state_dict(state[0])
-        optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, eps=1e-3)
-        optimizer.load_state_dict(state[1])
-        _loop(run, optimizer, 2)
-
-    return Net(), one(5, 6), script
-
-
-@training(alone=True)
-def torch_save_of_the_state_dict():
-    """torch.save and torch.load of the state dict."""
-
-    def script(run):
-        file = io.BytesIO()
-        torch.save(run.model.state_dict(), file)
-        with torch.no_grad():
-            run.model.up.weight.zero_()
-        file.seek(0)
-        run.model.load_state_dict(torch.load(file, weights_only=False))
-        run(1)
-
-    return Net(), one(5, 6), script
-
-
 @training(tolerance=3e-4)
 def evaluation_in_between():
     """Training, evaluation without gradients, and training again, with dropout of rate 0 and BatchNorm."""
@@ -365,7 +237,7 @@ def evaluation_in_between():
         optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, eps=1e-2)
         for epoch in range(2):
             run.model.train()
-            _loop(run, optimizer, 2)
+            train(run, optimizer, 2)
             run.model.eval()
             with torch.no_grad():
                 run(10 + epoch)

@@ -1,9 +1,6 @@
-"""What goes into a call and what comes out of it."""
+"""What goes into a call."""
 
 from __future__ import annotations
-
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,101 +9,10 @@ from torch import nn
 from .nets import Net
 from .program import Topic, ids, one, randn
 
-inputs_outputs = Topic(__name__)
-Point = namedtuple("Point", "mean std")
+inputs = Topic(__name__)
 
 
-@dataclass
-class Result:
-    loss: torch.Tensor
-    logits: torch.Tensor
-    note: str = "fine"
-    extra: dict | None = None
-
-
-class Returning(Net):
-    """A Net whose result is `form(self, y, x)`."""
-
-    def __init__(self, form):
-        super().__init__()
-        self._form = form
-
-    def forward(self, x):
-        return self._form(self, super().forward(x), x)
-
-
-def _view_of_another(m, y, x):
-    flat = y.reshape(-1)
-    return y, flat[:4], y.t()
-
-
-FORMS = {
-    "tuple": lambda m, y, x: (y, y.sum()),
-    "list": lambda m, y, x: [y, y * 2],
-    "nested": lambda m, y, x: {"a": [y, (y.sum(), None, 3)], "b": {"c": y.mean(), "d": "text"}},
-    "ordered_dict": lambda m, y, x: OrderedDict(first=y, second=y.exp()),
-    "namedtuple": lambda m, y, x: Point(y.mean(0), y.std(0)),
-    "dataclass": lambda m, y, x: Result(y.square().mean(), y, extra={"y": y.abs()}),
-    "single_in_list": lambda m, y, x: [y],
-    "empty_tuple_inside": lambda m, y, x: (y, ()),
-    "with_none": lambda m, y, x: (None, y, None),
-    "with_numbers": lambda m, y, x: (y, 1, 2.5, True, "s"),
-    "shape_returned": lambda m, y, x: (y, y.shape, y.dtype),
-    "size_as_number": lambda m, y, x: (y, x.shape[0], len(x)),
-    "integers": lambda m, y, x: (y, y.argmax(-1), y > 0),
-    "same_twice": lambda m, y, x: (y, y),
-    "loss_twice": lambda m, y, x: {"loss": (loss := y.square().mean()), "total": loss, "y": y},
-    "view_of_another": _view_of_another,
-    "input_returned": lambda m, y, x: (y, x),
-    "input_alone": lambda m, y, x: x,
-    "view_of_the_input": lambda m, y, x: (y, x[:, :2], x.t()),
-    "parameter_returned": lambda m, y, x: (y, m.up.weight),
-    "parameter_alone": lambda m, y, x: m.down.bias,
-    "view_of_a_parameter": lambda m, y, x: (y, m.up.weight[1:3], m.down.weight.t()),
-    "detached_and_not": lambda m, y, x: (y, y.detach()),
-    "constant": lambda m, y, x: (y, torch.arange(4), torch.ones(2, 3)),
-    "expanded": lambda m, y, x: (y, y.sum().expand(4, 2)),
-    "transposed": lambda m, y, x: y.t(),
-    "scalar_tensor": lambda m, y, x: y.sum(),
-    "half_output": lambda m, y, x: (y, y.to(torch.bfloat16)),
-    "double_output": lambda m, y, x: (y, y.double()),
-    "complex_output": lambda m, y, x: (y, torch.fft.rfft(y)),
-    "empty_output": lambda m, y, x: (y, y[:0]),
-    "nan_output": lambda m, y, x: (y, (y - 10).log()),
-    "many": lambda m, y, x: tuple(y[i] for i in range(y.shape[0])),
-    "split": lambda m, y, x: y.split([1, 2], dim=1),
-    "unbind": lambda m, y, x: y.unbind(0),
-}
-for name, form in FORMS.items():
-    inputs_outputs.add(f"returns_{name}", lambda form=form: (Returning(form), one(5, 6)))
-
-
-@inputs_outputs()
-def output_written_after_the_call():
-    """The user writes into an output, and no later call sees it."""
-
-    def script(run):
-        y = run.model(randn(1, 5, 6)).detach()
-        y.zero_()
-        run.call(randn(1, 5, 6))
-
-    return Net(), one(5, 6), script
-
-
-@inputs_outputs()
-def outputs_of_two_calls_apart():
-    """The output of the first call is not changed by the second."""
-
-    def script(run):
-        with torch.no_grad():
-            first = run.model(randn(1, 5, 6))
-            second = run.model(randn(2, 5, 6))
-        run.record(first=first, second=second)
-
-    return Net(), one(5, 6), script
-
-
-@inputs_outputs()
+@inputs()
 def input_written_in_place():
     """The forward scales its input in place."""
 
@@ -118,7 +24,7 @@ def input_written_in_place():
     return Writing(), one(5, 6)
 
 
-@inputs_outputs()
+@inputs()
 def input_row_zeroed():
     """The forward zeroes a row of its input."""
 
@@ -130,7 +36,7 @@ def input_row_zeroed():
     return Writing(), one(5, 6)
 
 
-@inputs_outputs()
+@inputs()
 def input_written_after_use():
     """An input is accumulated into, as a cache that the caller owns."""
 
@@ -143,7 +49,7 @@ def input_written_after_use():
     return Accumulating(), lambda seed: (randn(seed, 5, 6), randn(seed + 3, 3))
 
 
-@inputs_outputs()
+@inputs()
 def same_tensor_twice():
     """One tensor is passed for two arguments, and then two are."""
 
@@ -158,7 +64,7 @@ def same_tensor_twice():
     return Two(), lambda seed: ((x := randn(seed, 5, 6)), x), script
 
 
-@inputs_outputs()
+@inputs()
 def same_tensor_twice_written():
     """One of two arguments is written, and in a later call both are the same tensor."""
 
@@ -187,11 +93,11 @@ for name, layout in LAYOUTS.items():
         run.call(randn(1, 5, 6))
         run.call(layout(2))
 
-    inputs_outputs.add(f"planned_{name}", lambda layout=layout: (Net(), lambda seed: (layout(seed),)))
-    inputs_outputs.add(f"later_{name}", lambda script=_layout_script: (Net(), one(5, 6), script))
+    inputs.add(f"planned_{name}", lambda layout=layout: (Net(), lambda seed: (layout(seed),)))
+    inputs.add(f"later_{name}", lambda script=_layout_script: (Net(), one(5, 6), script))
 
 
-@inputs_outputs()
+@inputs()
 def images_channels_last():
     """Images in channels_last are convolved."""
 
@@ -231,10 +137,10 @@ for name, calls in CALLS.items():
             kwargs = {k: randn(9, 3) if v == "tensor" else v for k, v in kwargs.items()}
             run.call(randn(seed, 5, 6), *args, **kwargs)
 
-    inputs_outputs.add(name, lambda script=_options_script: (Options(), one(5, 6), script))
+    inputs.add(name, lambda script=_options_script: (Options(), one(5, 6), script))
 
 
-@inputs_outputs(raises=True)
+@inputs(raises=True)
 def wrong_keyword():
     """A keyword that the forward does not have: eager raises TypeError."""
 
@@ -245,7 +151,7 @@ def wrong_keyword():
     return Options(), one(5, 6), script
 
 
-@inputs_outputs()
+@inputs()
 def learning_rate_like_floats():
     """A float argument takes a new value in each of many calls."""
 
@@ -256,7 +162,7 @@ def learning_rate_like_floats():
     return Options(), one(5, 6), script
 
 
-@inputs_outputs()
+@inputs()
 def batch_sizes_that_change():
     """Every call has another batch size, a single sample among them."""
 
@@ -267,7 +173,7 @@ def batch_sizes_that_change():
     return Net(), one(4, 6), script
 
 
-@inputs_outputs()
+@inputs()
 def branch_on_batch_size():
     """The forward branches on the batch size."""
 
@@ -284,7 +190,7 @@ def branch_on_batch_size():
     return Branching(), one(5, 6), script
 
 
-@inputs_outputs()
+@inputs()
 def dtypes_that_change():
     """Integer inputs are cast by the forward; a later call passes floats."""
 
@@ -301,7 +207,7 @@ def dtypes_that_change():
     return Casting(), lambda seed: (ids(seed, 9, 5, 6),), script
 
 
-@inputs_outputs()
+@inputs()
 def lists_and_dicts_of_tensors():
     """Inputs in lists and dicts, of lengths that change."""
 
@@ -316,7 +222,7 @@ def lists_and_dicts_of_tensors():
     return Nested(), lambda seed: {"xs": [randn(seed, 5, 6), randn(seed + 1, 5, 6)], "more": {"a": randn(seed, 3)}}, script
 
 
-@inputs_outputs()
+@inputs()
 def masks_and_labels():
     """Boolean masks and labels that are ignored, in other numbers in each call."""
 
@@ -333,7 +239,7 @@ def masks_and_labels():
     return Masked(), batch
 
 
-@inputs_outputs()
+@inputs()
 def empty_batch():
     """A batch without samples, in a later call."""
 
@@ -344,7 +250,7 @@ def empty_batch():
     return Net(), one(5, 6), script
 
 
-@inputs_outputs()
+@inputs()
 def zero_dimensional_inputs():
     """Scalars as tensors beside a batch."""
 
