@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from ._torch import tree_flatten, tree_unflatten
+from .constants import text_of, value_of
 from .errors import CaptureError, InputError
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)  # constants of an output
@@ -48,6 +49,7 @@ class CallSignature:
     constants: tuple  # one a leaf; Ellipsis where a tensor goes
     shapes: tuple[tuple[int, ...] | None, ...]  # global
     dtypes: tuple[torch.dtype | None, ...]
+    values: tuple = ()  # of the constants, as they were at that call (see constants.py)
 
     @staticmethod
     def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
@@ -60,6 +62,7 @@ class CallSignature:
             tuple(... if t else x for x, t in zip(leaves, is_tensor)),
             tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
             tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
+            tuple(None if t else value_of(x, n) for x, t, n in zip(leaves, is_tensor, _leaf_names(args, kwargs))),
         )
         tensors = [x for x, t in zip(leaves, is_tensor) if t]
         for name, x in zip(signature.tensor_names, tensors):
@@ -95,8 +98,8 @@ class CallSignature:
         if len(leaves) != len(self.constants) or spec != self.spec:
             return None
         tensors = []
-        for name, leaf, constant, whole, part, dtype in zip(
-            self.names, leaves, self.constants, self.shapes, parts or self.shapes, self.dtypes
+        for name, leaf, constant, value, whole, part, dtype in zip(
+            self.names, leaves, self.constants, self.values, self.shapes, parts or self.shapes, self.dtypes
         ):
             if constant is ...:
                 if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype:
@@ -105,7 +108,7 @@ class CallSignature:
                     return None
                 _check_no_gradient(name, leaf)
                 tensors.append(leaf)
-            elif not _same(leaf, constant):
+            elif isinstance(leaf, torch.Tensor) or value_of(leaf, name) != value:
                 return None
         return tensors
 
@@ -129,7 +132,7 @@ def describe_call(args: tuple, kwargs: dict) -> str:
             usual = leaf.dtype in (torch.float32, torch.int64)
             words.append(f"{name} {tuple(leaf.shape)}" + ("" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"))
         else:
-            words.append(f"{name}={leaf!r}")
+            words.append(f"{name}={text_of(leaf)}")
     return ", ".join(words) or "nothing"
 
 
@@ -139,10 +142,6 @@ def _check_no_gradient(name: str, tensor: torch.Tensor) -> None:
             f"{name} requires a gradient, and a compiled model gives gradients to its parameters only",
             fix="pass input.detach(), or make the layers that compute it a part of the model",
         )
-
-
-def _same(a, b) -> bool:
-    return a is b or (type(a) is type(b) and a == b)
 
 
 def _leaf_names(args: tuple, kwargs: dict) -> list[str]:

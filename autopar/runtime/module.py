@@ -26,7 +26,7 @@ from . import agree, captures, watch
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .modes import Modes
-from .parameters import take_over
+from .parameters import parallel_already, take_over
 from .random_state import RandomState
 from .stage_mesh import StageMesh
 
@@ -213,7 +213,19 @@ class ParallelModule(nn.Module):
                 )
         return self
 
+    def __setattr__(self, name: str, value) -> None:
+        if name == "_is_fsdp_managed_module":  # what FSDP begins with
+            raise parallel_already("FullyShardedDataParallel")
+        super().__setattr__(name, value)
+
+    def register_forward_pre_hook(self, hook, **options):
+        if f"{getattr(hook, '__module__', '')}.".startswith("torch.distributed.fsdp."):  # and fully_shard
+            raise parallel_already("fully_shard")
+        return super().register_forward_pre_hook(hook, **options)
+
     def __getattr__(self, name: str):
+        if name == "_ddp_params_and_buffers_to_ignore":  # and DistributedDataParallel
+            raise parallel_already("DistributedDataParallel")
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..adapt.attach import Replaced
 from ..capture import Captured
-from ..errors import InputError, MovedParameterError
+from ..errors import InputError, MovedParameterError, StrategyError
 from ..layout import Layout, local_part
 from ..plan import Plan
 from ..storage.weights import Weights
@@ -18,6 +18,7 @@ from .dtensors import as_dtensor
 from .stage_mesh import StageMesh
 
 # What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
+WRAPPERS = ("torch.distributed.fsdp.", "torch.nn.parallel.")  # modules of classes that make a model parallel
 _ANSWERS = frozenset(
     """__repr__ __hash__ size shape dim ndim numel dtype device layout requires_grad is_leaf is_meta is_cuda is_sparse
     is_floating_point is_complex is_quantized type element_size untyped_storage""".split()
@@ -51,6 +52,11 @@ def check_model(source: nn.Module) -> None:
     """Raises InputError or MovedParameterError for what cannot be traced as a model."""
     if not isinstance(source, nn.Module):
         raise InputError(f"the model is a {type(source).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
+    for name, module in source.named_modules():
+        if wrapper := next((cls.__name__ for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(WRAPPERS)), None):
+            raise InputError(f"{name or 'the model'} is parallel already: it is a {wrapper}",
+                             fix="pass the plain model (model.module): the plan shards parameters and reduces gradients itself; "
+                                 'strategy="ddp" or "fsdp" plans as the wrapper would')  # fmt: skip
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
@@ -61,6 +67,14 @@ def check_model(source: nn.Module) -> None:
     for name, parameter in source.named_parameters():
         if parameter.is_complex():
             raise InputError(f"{name} is complex, and gradients of complex parameters are not available", fix="use real parameters")
+
+
+def parallel_already(wrapper: str) -> StrategyError:
+    """The refusal of what would make a compiled model parallel once more."""
+    return StrategyError(
+        f"{wrapper} cannot wrap a compiled model: it is parallel already, with gradients reduced and parameters sharded as planned",
+        fix='train it as it is; strategy="ddp" or "fsdp" in autopar.compile plans as the wrapper would',
+    )
 
 
 def check_source(source: nn.Module, weights: bool = False) -> None:
