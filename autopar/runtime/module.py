@@ -27,7 +27,7 @@ from . import agree, captures, copies, optimizers, watch
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .modes import Modes
-from .parameters import take_over
+from .parameters import parallel_already, take_over
 from .random_state import RandomState
 from .source_attributes import OfSource
 from .stage_mesh import StageMesh
@@ -238,6 +238,21 @@ class ParallelModule(OfSource):
                     fix="move or cast the model before autopar.compile",
                 )
         return self
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "_is_fsdp_managed_module":  # what FSDP begins with
+            raise parallel_already("FullyShardedDataParallel")
+        super().__setattr__(name, value)
+
+    def register_forward_pre_hook(self, hook, **options):
+        if f"{getattr(hook, '__module__', '')}.".startswith("torch.distributed.fsdp."):  # and fully_shard
+            raise parallel_already("fully_shard")
+        return super().register_forward_pre_hook(hook, **options)
+
+    def __getattr__(self, name: str):
+        if name == "_ddp_params_and_buffers_to_ignore":  # and DistributedDataParallel
+            raise parallel_already("DistributedDataParallel")
+        return super().__getattr__(name)
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):
