@@ -182,6 +182,8 @@ class Captures:
     def _complete(self, step: Step) -> Step:
         """The step of a call in whose program all differentiable outputs have tangents; from now on it serves the calls that `step`
         served. Called in a backward, on all ranks together."""
+        if step in self.completed.values():  # torch gave it no more tangents
+            return step
         if step in self.completed:
             return self.completed[step]
         capture = next(c for c in self.table if c.step is step)
