@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ class Captures:
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
-        self.completed: dict[Step, Step] = {}  # by the step whose program has fewer tangents
+        self.completed: WeakKeyDictionary[Step, Step] = WeakKeyDictionary()  # by the step whose program has fewer tangents
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:

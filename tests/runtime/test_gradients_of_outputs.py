@@ -10,8 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar import api
+from autopar.compare import verify_plan
 from autopar.errors import InputError
+from autopar.mesh import Mesh
 from autopar.models.output import Output
+from autopar.plan_arguments import options_of
+from autopar.planner.make import make_plan
 from autopar.runtime.captures import Captures
 from tests import gloo
 
@@ -194,6 +199,19 @@ def _distilled(rank, mesh, plan, seq):
     mine, whole = _train(parallel, teacher, tokens, 3), _train(reference, teacher, tokens, 3)
     assert mine == pytest.approx(whole, rel=2e-4), (mine, whole)
     return mine
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
+def test_simulated(mesh, strategy):
+    """The program with tangents for the loss and the scores, against eager torch."""
+    model, arguments = TwoHeads(norm=True), batch(7)
+    captured = api.trace(model, arguments, loss_alone=False)
+    tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
+    options = options_of(mesh, "cpu-gloo", None, "adamw", "fp32", strategy, None, False, {}, False)
+    plan = make_plan(captured, Mesh.parse(mesh), options, "TwoHeads")
+    report = verify_plan(captured, plan, model, arguments)
+    assert len(tangents) == 2 and report.match and "other.weight" in report.gradient_errors, str(report)
 
 
 @pytest.mark.gloo
