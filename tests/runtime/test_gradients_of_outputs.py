@@ -240,6 +240,15 @@ def _sharded(rank):
         for model in (parallel, reference):
             weighted(model(*arguments)).backward()
     both(parallel, reference, weighted, *arguments)
+    gathered = autopar.compile(TwoHeads(), mesh, arguments, strategy="fsdp")  # the backward would gather new values
+    loss = gathered(*arguments)["loss"]
+    torch.optim.AdamW(gathered.parameters()).step()
+    with torch.no_grad():
+        for parameter in gathered.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(gathered.parameters()).step()
+    with pytest.raises(InputError, match="which this backward needs, has been modified by an inplace operation"):
+        loss.backward()
     torch.manual_seed(5)
     drawn = autopar.compile(TwoHeads(0.5), mesh, arguments)
     gradients = []
