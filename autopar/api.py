@@ -30,6 +30,7 @@ from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
+from .output_gradients import differentiable_outputs
 from .passes.autocast_kernels import traced_as
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
@@ -85,6 +86,10 @@ def trace(
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
             debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
+        if adapt:
+            returns = exported.returns
+            loss = returns.loss if returns.loss_alone else None
+            returns.differentiable = differentiable_outputs(exported.graph_module, exported.inputs, loss)[: returns.count]
         captured = debug.run_pass("differentiate", capture.differentiate, exported)
         if any(isinstance(a, LoRA) for a in adapt):
             check_gradients(captured)

@@ -165,7 +165,8 @@ class Returns:
 
     template: object = None  # the output with _Slot(position) in place of tensors
     count: int = 0
-    loss: int | None = None  # position of the scalar loss, the only output with a tangent if it requires a gradient
+    loss: int | None = None  # position of the scalar loss
+    loss_alone: bool = False  # whether the graph detaches the other outputs
     names: list[str] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
     effects: list[Effect] = field(default_factory=list)
