@@ -36,8 +36,8 @@ class Guards:
 
     def copied(self, memo: Mapping[int, object]) -> Guards:
         """Return the same of a deep copy of the model; `memo` has the copies by the identities of what was copied."""
-        return Guards(r if isinstance(r.owner, Place) else replace(r, owner=memo.get(id(r.owner), r.owner), before=r.before.copied(memo))
-                      for r in self.reads)  # fmt: skip
+        copied = [replace(r, owner=memo.get(id(r.owner), r.owner), before=r.before.copied(memo)) for r in self.reads]
+        return Guards(old if isinstance(old.owner, Place) else new for old, new in zip(self.reads, copied))
 
     def hold(self) -> bool:
         """Whether everything is as it was."""

@@ -1,4 +1,4 @@
-"""Copies of a compiled module: another compiled one (`copy.deepcopy`, moving averages), or the plain model (`torch.save`, pickle)."""
+"""Copies of a compiled module: another compiled one (`copy.deepcopy`, averaged models), or the plain model (pickle)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ from .parameters import taken_over
 from .random_state import RandomState
 
 
+AS_THEY_ARE = (
+    "capture_limit", "plan", "layouts", "stage_mesh", "adapter_names", "quantized_names", "elsewhere", "_places",
+    "_observers_are_frozen",
+)  # fmt: skip
+
+
 def deep_copy(module, memo: dict):
     """Return a compiled module of its own: parameters, buffers and attributes are copies, the program of the first call is made
     anew from its plan, without planning. All ranks call this together."""
@@ -28,11 +34,10 @@ def deep_copy(module, memo: dict):
     taken_over(source)
     made.begin(source)
     old = module._captures
-    made.capture_limit, made.plan, made.layouts, made.stage_mesh = module.capture_limit, module.plan, module.layouts, module.stage_mesh
-    made.adapter_names, made.quantized_names = module.adapter_names, module.quantized_names
-    made.elsewhere, made._places = module.elsewhere, module._places
+    for name in AS_THEY_ARE:
+        setattr(made, name, getattr(module, name))
     made.random = RandomState(module.random.seed, module.random.offset)
-    made._forms, made._observers_are_frozen = _forms(module._forms, memo), module._observers_are_frozen
+    made._forms = _forms(module._forms, memo)
     translate_states(made, made.layouts, made.stage_mesh, made.elsewhere)
     compiler = copy.copy(old.compiler)
     compiler.model, compiler.forms = source, made._forms
@@ -71,7 +76,8 @@ def plain_model(module) -> nn.Module:
 def _forms(forms: Forms, memo: Mapping[int, object]) -> Forms:
     tables = tuple(Tables(memo[id(t.module)], t.parameters, t.buffers) for t in forms.tables)
     # recurrent layers make their lists anew when they are copied
-    held = tuple(replace(h, container=memo[id(h.container)], owner=memo[id(h.owner)]) for h in forms.held if id(h.container) in memo)
+    copied = [h for h in forms.held if id(h.container) in memo]
+    held = tuple(replace(h, container=memo[id(h.container)], owner=memo[id(h.owner)]) for h in copied)
     made = Forms(forms, forms.buffers, tables, held)
     made.left, made.all_names = forms.left, forms.all_names
     return made
