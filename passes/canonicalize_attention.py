@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .._torch import schema_names, storage_key
-from .._torch_regions import written
+from .._torch.regions import written
 from ..graph import values_of
 from .attention_formula import attention_formula
 from .canonicalize_random import Draws
