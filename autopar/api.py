@@ -20,14 +20,17 @@ from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
+from .axes import check_axes
 from .capture import Captured
 from .collector import paused_collector
+from .constants import text_of
 from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
 from .explain_pipeline import PipelineExplanation, explain_pipeline
 from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
+from .output_gradients import differentiable_outputs
 from .passes.autocast_kernels import traced_as
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
@@ -83,6 +86,10 @@ def trace(
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:
             debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
+        if adapt:
+            returns = exported.returns
+            loss = returns.loss if returns.loss_alone else None
+            returns.differentiable = differentiable_outputs(exported.graph_module, exported.inputs, loss)[: returns.count]
         captured = debug.run_pass("differentiate", capture.differentiate, exported)
         if any(isinstance(a, LoRA) for a in adapt):
             check_gradients(captured)
@@ -182,9 +189,13 @@ def search(
         if devices is not None:
             return pipeline_meshes.search(captured, devices, options, name, schedule, stages_per_rank, report)
         if has_stages:
-            return plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches,
-                                 stages_per_rank=stages_per_rank, report=report)  # fmt: skip
-        return search_plan(captured, checked, options, name, report)
+            planned = plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches,
+                                    stages_per_rank=stages_per_rank, report=report)  # fmt: skip
+        else:
+            planned = search_plan(captured, checked, options, name, report)
+        if strict:
+            check_axes(planned.plan, strict)
+        return planned
     except MemoryInfeasibleError as error:
         if not fixes or has_stages:
             raise
@@ -345,7 +356,7 @@ class _Compiler:
 
         captured, given = agree.everywhere(traced)
         signature = captured.signature
-        shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={c!r}" for n, s, c in
+        shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}" for n, s, c in
                   zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
         found = fingerprint(captured.graph)
         agree.check_captures(shapes, found)
@@ -394,7 +405,13 @@ class _Compiler:
                     raise
                 raise _with_fixes(error, traced.captured, options, self.adapt, self._traced_to_plan) from None
 
-        agreed = Plan.from_json(agree.from_rank_zero(make))
+        def checked() -> dict:
+            made = make()
+            if self.options["strict"] and first is None and self.given is None:
+                check_axes(Plan.from_json(made), True)
+            return made
+
+        agreed = Plan.from_json(agree.from_rank_zero(checked))
         agreed.check_fits(graph, self.mesh)
         debug.planned(agreed)
         capture.move(traced.captured, torch.device(self.device_mesh.device_type))

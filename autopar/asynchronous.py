@@ -202,6 +202,9 @@ def _check(plan: Plan, schedule: Asynchronous) -> None:
     if found is None or (found.ranks, found.stages_per_rank, found.micro_batches) != (p, 1, m):
         raise StageError(f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given one is not",
                          fix=f'plan with schedule="1f1b" and micro_batches={m}, or leave plan= out')  # fmt: skip
+    if found.samples:
+        raise StageError(f"{schedule.name} runs equal micro-batches, and a batch of {found.samples} samples cannot be cut into {m}",
+                         fix=f"pass batches of {found.samples - found.samples % m or m} samples")  # fmt: skip
 
 
 def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **options) -> Plan:

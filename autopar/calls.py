@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ._torch import tree_flatten, tree_unflatten
+from .constants import text_of, value_of
 from .errors import CaptureError, InputError
 from .frontend.effects import Effect
 
@@ -52,6 +53,7 @@ class CallSignature:
     shapes: tuple[tuple[int, ...] | None, ...]  # global
     dtypes: tuple[torch.dtype | None, ...]
     differentiated: tuple[bool, ...]  # whether the call computes a gradient for the leaf
+    values: tuple = ()  # of the constants, as they were at that call (see constants.py)
 
     @staticmethod
     def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
@@ -65,6 +67,7 @@ class CallSignature:
             tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
             tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
             tuple(t and needs_gradient(x) for x, t in zip(leaves, is_tensor)),
+            tuple(None if t else value_of(x, n) for x, t, n in zip(leaves, is_tensor, _leaf_names(args, kwargs))),
         )
         tensors = [x for x, t in zip(leaves, is_tensor) if t]
         for name, x in zip(signature.tensor_names, tensors):
@@ -103,8 +106,8 @@ class CallSignature:
         if len(leaves) != len(self.constants) or spec != self.spec:
             return None
         tensors = []
-        for leaf, constant, whole, part, dtype, differentiated in zip(
-            leaves, self.constants, self.shapes, parts or self.shapes, self.dtypes, self.differentiated
+        for name, leaf, constant, value, whole, part, dtype, differentiated in zip(
+            self.names, leaves, self.constants, self.values, self.shapes, parts or self.shapes, self.dtypes, self.differentiated
         ):
             if constant is ...:
                 if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype or needs_gradient(leaf) != differentiated:
@@ -112,7 +115,7 @@ class CallSignature:
                 if leaf.shape != (whole if hasattr(leaf, "placements") else part):
                     return None
                 tensors.append(leaf)
-            elif not _same(leaf, constant):
+            elif isinstance(leaf, torch.Tensor) or value_of(leaf, name) != value:
                 return None
         return tensors
 
@@ -138,17 +141,13 @@ def describe_call(args: tuple, kwargs: dict) -> str:
             dtype = "" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"
             words.append(f"{name} {tuple(leaf.shape)}{dtype}" + (" with gradient" if needs_gradient(leaf) else ""))
         else:
-            words.append(f"{name}={leaf!r}")
+            words.append(f"{name}={text_of(leaf)}")
     return ", ".join(words) or "nothing"
 
 
 def needs_gradient(tensor: torch.Tensor) -> bool:
     """Whether autograd records a call that takes the tensor for the tensor's own sake."""
     return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _same(a, b) -> bool:
-    return a is b or (type(a) is type(b) and a == b)
 
 
 def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
@@ -166,7 +165,8 @@ class Returns:
 
     template: object = None  # the output with _Slot(position) in place of tensors
     count: int = 0
-    loss: int | None = None  # position of the scalar loss, the only output with a tangent if it requires a gradient
+    loss: int | None = None  # position of the scalar loss
+    loss_alone: bool = False  # whether the graph detaches the other outputs
     names: list[str] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
     effects: list[Effect] = field(default_factory=list)

@@ -218,8 +218,8 @@ def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tens
 @contextmanager
 def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[set[str]]:
     """Inside, the parameters of `model` are fake tensors of these forms, and its buffers are on the CPU (fake if they are
-    meta or not on this rank), as are tensors that are plain attributes. Shared ones stay shared. Gives the names of the plain
-    attributes that require a gradient. Afterwards everything is as it was."""
+    meta or not on this rank), as are tensors that are plain attributes. Shared ones stay shared. Gives the names of buffers
+    and attributes that require a gradient. Afterwards everything is as it was."""
     where = forms if isinstance(forms, Forms) else forms_of(model)
     tensors: dict[str, Tensor] = {}
     for name in where:
@@ -230,6 +230,7 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[se
         buffer = here.get(name, where.left.get(name))
         is_fake = buffer is None or buffer.is_meta
         tensors[name] = fake(mode, form.shape, form.dtype) if is_fake else buffer.detach().to(DEVICE)
+    carried = {name for name, buffer in here.items() if buffer.requires_grad}
     global _tracing
     owned = {id(value): tensors[name] for t in where.tables for table, names in
              ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers)) for leaf, name in names.items()
@@ -237,7 +238,7 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[se
     with where.installed(tensors), _attributes_as_buffers(model, mode, owned) as with_gradient:
         _tracing += 1
         try:
-            yield with_gradient
+            yield with_gradient | carried
         finally:
             _tracing -= 1
 

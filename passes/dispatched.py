@@ -110,10 +110,18 @@ def way_of(target, args, kwargs: Mapping, dtype: torch.dtype, device: str) -> Wa
     for cast, type_ in [({}, None), *((casts, t) for t in told)]:
         given = map_leaves((tuple(args), dict(kwargs)), lambda x, c=cast: x.to(c[id(x)]) if id(x) in c else x)
         options = given[1] if type_ is None else {**given[1], "dtype": type_}
-        alone, _ = Recorder(device).run(target, given[0], options, None)
-        if [call.summary for call in alone] == [call.summary for call in calls[len(cast) :]]:
+        if _alone(target, given[0], options, device) == [call.summary for call in calls[len(cast) :]]:
             return Way(tuple(cast.get(id(t)) for t in tensors), type_, types=types)
     return Way(is_taken_apart=True, types=types)
+
+
+def _alone(target, args, kwargs, device: str) -> list[tuple] | None:
+    """Summaries of the calls that an op makes without autocast, None if it does not take such arguments."""
+    try:
+        calls, _ = Recorder(device).run(target, args, kwargs, None)
+    except RuntimeError:
+        return None
+    return [call.summary for call in calls]
 
 
 def _tensors(value: object) -> list[Tensor]:

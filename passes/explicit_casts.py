@@ -87,8 +87,8 @@ class _Casts:
     def _cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype, may_keep: bool) -> fx.Node:
         """The cast of an argument, in front of `node`; of a view, a view of the cast: rewrites look for views in front of ops."""
         origin = argument
-        while origin.op == "call_function" and (before := written(origin)) is not None:
-            origin = before
+        while origin.op == "call_function" and (before := written(origin)):
+            origin = before[0]
         is_weight = origin.op == "get_attr" and origin.target in self.trained and argument.meta["val"].dtype == torch.float32
         if is_weight and (origin, dtype) in self.kept:
             return self.kept[origin, dtype]

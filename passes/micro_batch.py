@@ -127,8 +127,8 @@ def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.Graph
 
 
 def _local(joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True) -> fx.GraphModule:
-    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are alike has to be
-    seen."""
+    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are alike has to
+    be seen."""
     joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
     sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
     far = axis.mesh.devices - count  # where the last one begins
@@ -185,7 +185,9 @@ def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.
     return [(origin, number) for first in (0, compact.most) for number in compact.stands_for(block, first)]
 
 
-def _rewritten(joint: fx.GraphModule, axis: BatchAxis, micro_batches: int) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
+def _rewritten(
+    joint: fx.GraphModule, axis: BatchAxis, micro_batches: int
+) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
     """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts of its ops
     and leaves."""
     graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)

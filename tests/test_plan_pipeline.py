@@ -200,7 +200,7 @@ def test_recomputation_that_is_asked_for_is_done():
 
 @pytest.mark.parametrize("error, asked", [
     (StrategyError, {"schedule": "2f2b"}), (StrategyError, {"schedule": "1f1b", "stages_per_rank": 2}),
-    (MicroBatchError, {"micro_batches": 3}), (PipelineError, {"micro_batches": 0}), (PipelineError, {"micro_batches": "8"}),
+    (MicroBatchError, {"micro_batches": 99}), (PipelineError, {"micro_batches": 0}), (PipelineError, {"micro_batches": "8"}),
     (StageError, {"mesh": "pp=64"}), (StageError, {"mesh": "pp=8", "schedule": "interleaved_1f1b", "stages_per_rank": 8}),
     (MeshError, {"mesh": "dp=4"}), (MeshError, {"mesh": "pp=1,dp=4"}), (StrategyError, {"options": {"pin": {"*": "pp:S(0)"}}}),
     (StrategyError, {"options": {"strategy": "ddpp"}}),

@@ -232,5 +232,5 @@ def test_wrong_cuts_and_numbers():
         replace(plan.pipeline, cuts=("a", "b"))
     with pytest.raises(StageError, match="stages cannot begin at nowhere"):
         simulate_pipeline(case.captured, replace(plan, pipeline=replace(plan.pipeline, cuts=("nowhere",))), case.values)
-    with pytest.raises(MicroBatchError, match="4 samples cannot be cut into 3"):
-        simulate_pipeline(case.captured, replace(plan, pipeline=replace(plan.pipeline, micro_batches=3)), case.values)
+    with pytest.raises(MicroBatchError, match="4 samples cannot be cut into 5"):
+        simulate_pipeline(case.captured, replace(plan, pipeline=replace(plan.pipeline, micro_batches=5)), case.values)

@@ -114,10 +114,11 @@ def stand_in(value: torch.Tensor, device: str, run: Callable) -> torch.Tensor:
     return _StandIn(value, device, run)
 
 
-def written(node: fx.Node) -> fx.Node | None:
-    """The first argument that an op writes to, None if it writes to none."""
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an op writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
-        return None
+        return []
     given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
-    return next((given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
+    found = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [n for value in found for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]

@@ -115,6 +115,11 @@ class TensorTables:
                         raise CaptureError(f"the forward replaces the {kind} {label}.{name}", fix="make it once, before compiling")
             for name, tensor in module._buffers.items():
                 was = buffers.get(name)
+                if tensor is was and tensor is not None and tensor.requires_grad:
+                    raise CaptureError(
+                        f"the forward writes to {label}.{name} what carries a gradient, and the next call would go back through it",
+                        fix="write tensor.detach(), or do it inside of torch.no_grad()",
+                    )
                 if tensor is was:
                     continue
                 if _is_like(tensor, was, casts) and not tensor.requires_grad:

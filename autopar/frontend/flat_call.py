@@ -60,8 +60,10 @@ class FlatCall(nn.Module):
         self.returns.differentiable = [o.requires_grad for o in outputs[: self.returns.count]]
         if (at := self.returns.loss) is not None:
             wide = outputs[at] if self.dtype is None else widened(outputs[at])
-            is_alone = self.loss_alone and self.returns.differentiable[at]
-            outputs = [wide if i == at else o.detach() if is_alone else o for i, o in enumerate(outputs)]
+            wanted = self.returns.differentiable
+            # of a frozen model something may train later
+            self.returns.loss_alone = self.loss_alone and (wanted[at] or not any(wanted))
+            outputs = [wide if i == at else o.detach() if self.returns.loss_alone else o for i, o in enumerate(outputs)]
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         return tuple(_apart(outputs, [*model.parameters(), *inputs]))
 

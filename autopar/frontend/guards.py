@@ -6,8 +6,9 @@ an equal number or text. Anything else that changed makes the call another one, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import repeat
 from operator import is_
 
@@ -32,6 +33,11 @@ class Guards:
     def of(watch: Watch) -> Guards:
         """Return what the last run under a watch read."""
         return Guards(watch.reads.values())
+
+    def copied(self, memo: Mapping[int, object]) -> Guards:
+        """Return the same of a deep copy of the model; `memo` has the copies by the identities of what was copied."""
+        copied = [replace(r, owner=memo.get(id(r.owner), r.owner), before=r.before.copied(memo)) for r in self.reads]
+        return Guards(old if isinstance(old.owner, Place) else new for old, new in zip(self.reads, copied))
 
     def hold(self) -> bool:
         """Whether everything is as it was."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -56,6 +56,13 @@ class Snapshot:
         return all(k is key or k == key for (k, _), (key, _) in zip(entries, self.items)) and all(
             old.is_now(item) for (_, item), (_, old) in zip(entries, self.items)
         )
+
+    def copied(self, memo: Mapping[int, object]) -> Snapshot:
+        """Return the same of a deep copy of what holds the value."""
+        made = Snapshot(memo.get(id(self.value), self.value))
+        if self.items is not None:
+            made.items = tuple((key, item.copied(memo)) for key, item in self.items)
+        return made
 
     def restore(self) -> None:
         """Give a container back what it held, and the containers inside of it."""

@@ -21,8 +21,11 @@ from .names import Place, Reach, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 
 _HEAP_TYPE = 1 << 9  # a class that Python code made, whose attributes can be set
-_UNWATCHED = ("logging.", "threading.", "pathlib.", "enum.", "re.", "weakref.", "collections.", "typing.", "abc.", "torch._", "torch.fx.",
-              "torch.export.", "torch.utils.", "torch.distributed.", "autopar.")  # fmt: skip
+_UNWATCHED = (
+    "logging.", "threading.", "pathlib.", "enum.", "re.", "weakref.", "collections.", "typing.", "abc.", "torch._", "torch.fx.",
+    "torch.export.", "torch.utils.", "torch.distributed.", "autopar.",
+)  # fmt: skip
+_CACHES = ("_flat_weights", "_flat_weight_refs")  # of recurrent layers: made again when their parameters are others
 MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), *dir(nn.Module)})  # of torch's own; flags and tables are compared elsewhere
 
 
@@ -133,7 +136,8 @@ class Watch:
                     f"the forward changes {read.path}{before}, which a compiled call would not do",
                     fix="keep what changes in a buffer (register_buffer), or set an attribute of the module anew in each call",
                 )
-        return [write for write in self.writes.values() if not _is_same(write.before, write.now())]
+        writes = [w for w in self.writes.values() if not (w.name in _CACHES and isinstance(w.owner, nn.RNNBase))]
+        return [write for write in writes if not _is_same(write.before, write.now())]
 
     def undo(self) -> None:
         """Give everything that was written or changed in place its value from before the run."""
@@ -187,7 +191,7 @@ class Watch:
             self._note(place, place.key, place.value(MISSING), place.path)
 
     def _note(self, owner: object, name: str, value: object, path: str) -> None:
-        if id(value) in self._unwatched:
+        if id(value) in self._unwatched or (name in _CACHES and isinstance(owner, nn.RNNBase)):
             return
         before = Snapshot(value)
         self.reads[id(owner.table) if isinstance(owner, Place) else id(owner), name] = Read(owner, name, before, path)

@@ -1,7 +1,7 @@
 """Strategies that another graph may run with too: that of a smaller micro-batch, whose ops have the names of the planned one's.
 
-Uneven shards are legal for most ops, but not for all: a view that merges samples with another dim cuts them only where the number of
-devices divides them, and no device may be left without any. So what is offered for 4 samples may not be for 3.
+Uneven shards are legal for most ops, but not for all: a view that merges samples with another dim cuts them only where the
+number of devices divides them, and no device may be left without any. So what is offered for 4 samples may not be for 3.
 """
 
 from __future__ import annotations

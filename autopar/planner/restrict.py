@@ -183,8 +183,8 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
 
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
              fits: np.ndarray) -> np.ndarray:  # fmt: skip
-    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits`: the
-    strategies that can be at all."""
+    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits`:
+    the strategies that can be at all."""
     mask = fits.copy()
     for i, axis in enumerate(mesh.names):
         role = roles[axis]

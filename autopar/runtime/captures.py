@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ class Captures:
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
-        self.completed: dict[Step, Step] = {}  # by the step whose program has fewer tangents
+        self.completed: WeakKeyDictionary[Step, Step] = WeakKeyDictionary()  # by the step whose program has fewer tangents
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -227,6 +228,8 @@ class Captures:
     def _complete(self, step: Step) -> Step:
         """The step of a call in whose program all differentiable outputs have tangents; from now on it serves the calls that `step`
         served. Called in a backward, on all ranks together."""
+        if step in self.completed.values():  # torch gave it no more tangents
+            return step
         if step in self.completed:
             return self.completed[step]
         capture = next(c for c in self.table if c.step is step)

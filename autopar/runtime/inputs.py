@@ -144,12 +144,15 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, inputs: Inputs, name: str):
+        ctx.set_materialize_grads(False)
         ctx.inputs, ctx.name = inputs, name
         ctx.like = tensor if isinstance(tensor, DTensor) else torch.empty(0, device=tensor.device)
         return inputs._local(name, tensor).detach()
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx, gradient: torch.Tensor | None):
+        if gradient is None:  # of an input that no output depends on
+            return None, None, None
         return ctx.inputs.as_passed(ctx.name, ctx.like, gradient), None, None
 
 

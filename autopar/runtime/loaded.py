@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .. import _torch
-from .._torch import c10d
+from .._torch import c10d, no_autocast
 from ..codegen import bind_groups, boxed, group_names
 from ..errors import CompilerError
 from . import watch
@@ -26,11 +26,21 @@ class LoadedGraph:
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         self.module = boxed(bind_groups(module, groups.bind(group_names(module)))).to(device)
         self.phase = phase
-        self.run = watch.guarded(self.module, phase, self.module.forward)
+        self.run = watch.guarded(self.module, phase, _without_autocast(self.module.forward))
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run through torch.compile, with these options of it, from the next call on, which compiles."""
         self.run = watch.guarded(self.module, self.phase, _compiled(self.module, self.phase, options))
+
+
+def _without_autocast(run: Callable) -> Callable:
+    """The same where autocast is off: a graph has every cast that it needs."""
+
+    def run_as_it_is(values: list):
+        with no_autocast():
+            return run(values)
+
+    return run_as_it_is
 
 
 def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:

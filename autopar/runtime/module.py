@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,19 +23,17 @@ from ..schedule.played import Played
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights, persistent_buffers
-from . import agree, captures, watch
+from . import agree, captures, copies, optimizers, watch
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .modes import Modes
-from .parameters import take_over
+from .parameters import parallel_already, take_over
 from .random_state import RandomState
 from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
-SHARED = (  # tables of the source itself
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
+STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms",
     "_places", "_captures", "_observers_are_frozen", "_adapters",
@@ -57,7 +56,7 @@ class ParallelModule(OfSource):
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, everywhere: bool = False,
     ):  # fmt: skip
-        super().__init__(source, OWN, SHARED)
+        self.begin(source)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
         replaced = attachment.replaced if attachment else {}
@@ -78,6 +77,22 @@ class ParallelModule(OfSource):
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False
         self._adapters = Adapters(self, lora, self._captures.modes.set_adapters) if lora else None
+
+    def begin(self, source: nn.Module) -> None:
+        """Be the module in front of `source`, without anything else of its own yet."""
+        super().__init__(source, OWN, SHARED)
+        for name in STATE_HOOKS:  # the source's, and those that are registered here
+            vars(self)[name] = vars(source)[name].copy()
+
+    def __deepcopy__(self, memo: dict) -> ParallelModule:
+        """Another compiled module with the same values, as moving averages of parameters need. All ranks call it."""
+        made = copies.deep_copy(self, memo)
+        optimizers.follow(made)
+        return made
+
+    def __reduce_ex__(self, protocol):
+        """What `torch.save(model)` and pickle write is the plain model with whole parameters. All ranks call it."""
+        return copy.copy, (copies.plain_model(self),)  # what reads it needs nothing of autopar
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
@@ -223,6 +238,21 @@ class ParallelModule(OfSource):
                     fix="move or cast the model before autopar.compile",
                 )
         return self
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "_is_fsdp_managed_module":  # what FSDP begins with
+            raise parallel_already("FullyShardedDataParallel")
+        super().__setattr__(name, value)
+
+    def register_forward_pre_hook(self, hook, **options):
+        if f"{getattr(hook, '__module__', '')}.".startswith("torch.distributed.fsdp."):  # and fully_shard
+            raise parallel_already("fully_shard")
+        return super().register_forward_pre_hook(hook, **options)
+
+    def __getattr__(self, name: str):
+        if name == "_ddp_params_and_buffers_to_ignore":  # and DistributedDataParallel
+            raise parallel_already("DistributedDataParallel")
+        return super().__getattr__(name)
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):

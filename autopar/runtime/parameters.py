@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from ..adapt.attach import Replaced
 from ..capture import Captured
-from ..errors import InputError, MovedParameterError
+from ..errors import InputError, MovedParameterError, StrategyError
 from ..fake_state import CallRefusal, Forms
 from ..layout import Layout, local_part
 from ..plan import Plan
@@ -26,6 +26,7 @@ from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
 # What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
+WRAPPERS = ("torch.distributed.fsdp.", "torch.nn.parallel.")  # modules of classes that make a model parallel
 _ANSWERS = frozenset(
     """__repr__ __hash__ size shape dim ndim numel dtype device layout requires_grad is_leaf is_meta is_cuda is_sparse
     is_floating_point is_complex is_quantized type element_size untyped_storage""".split()
@@ -63,6 +64,11 @@ def check_model(source: nn.Module) -> None:
             f"the {type(source).__name__} was taken over by an earlier autopar.compile",
             fix="build the model again, or copy it before compiling",
         )
+    for name, module in source.named_modules():
+        if wrapper := next((cls.__name__ for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(WRAPPERS)), None):
+            raise InputError(f"{name or 'the model'} is parallel already: it is a {wrapper}",
+                             fix="pass the plain model (model.module): the plan shards parameters and reduces gradients itself; "
+                                 'strategy="ddp" or "fsdp" plans as the wrapper would')  # fmt: skip
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
@@ -73,6 +79,14 @@ def check_model(source: nn.Module) -> None:
     for name, parameter in source.named_parameters():
         if parameter.is_complex():
             raise InputError(f"{name} is complex, and gradients of complex parameters are not available", fix="use real parameters")
+
+
+def parallel_already(wrapper: str) -> StrategyError:
+    """The refusal of what would make a compiled model parallel once more."""
+    return StrategyError(
+        f"{wrapper} cannot wrap a compiled model: it is parallel already, with gradients reduced and parameters sharded as planned",
+        fix='train it as it is; strategy="ddp" or "fsdp" in autopar.compile plans as the wrapper would',
+    )
 
 
 def check_source(source: nn.Module, weights: bool = False) -> None:
@@ -164,8 +178,13 @@ def take_over(
             held.refresh()
     for module in source.modules():
         module.register_forward_pre_hook(CallRefusal(), prepend=True)
-    _taken_over.add(source)
+    taken_over(source)
     return layouts
+
+
+def taken_over(source: nn.Module) -> None:
+    """Note that a model belongs to a compiled module."""
+    _taken_over.add(source)
 
 
 def _empty(parameter: nn.Parameter) -> None:

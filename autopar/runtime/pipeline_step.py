@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -79,8 +80,8 @@ class PipelineStep:
         mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
         everyone = self.stage.from_all_places(mine, "what stages hand to each other")
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
-        for k in range(2 if self.micro.smaller else 1):
-            agree.everywhere(lambda: check_pipeline(pipeline.orders, {i: of_sizes[k] for i, of_sizes in borders.items()}))
+        for of_size in zip(*(borders[i] for i in sorted(borders)), strict=True):
+            agree.everywhere(partial(check_pipeline, pipeline.orders, dict(enumerate(of_size))))
         self.gradients = StageGradients(program.stages, self.names, self.specs, self.stage, self.groups, self.accumulation)
         if self.compile_options is not None:
             self.compile(self.compile_options)
@@ -116,7 +117,7 @@ class PipelineStep:
         inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
         self.input_layouts = {n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs}
         self.output_specs, self.output_forms = {}, {}  # by output; local shape and dtype
-        self.gathered: dict[str, tuple[Layout, Layout]] = {}  # of outputs whose parts are not cut where they are joined, before and after
+        self.gathered: dict[str, tuple[Layout, Layout]] = {}  # of outputs that are gathered to be joined, before and after
         output = output_node(self.micro.captured.graph)
         for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
             if role.kind == "output" and value.meta["val"].dim():
@@ -133,8 +134,8 @@ class PipelineStep:
                 self.output_forms[role.name] = (), value.meta["val"].dtype
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
-        """Of the micro-batches' outputs one after the other: each is sharded for itself. No layout says so of micro-batches that are
-        not equal: what is joined is not cut there then."""
+        """Of the micro-batches' outputs one after the other: each is sharded for itself. No layout says so of micro-batches that
+        are not equal: what is joined is not cut there then."""
         if not isinstance(how, int):
             return layout
         if self.micro.smaller is not None:

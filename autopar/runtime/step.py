@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..capture import Captured
-from ..errors import InputError
+from ..errors import CaptureError, InputError
 from ..graph import output_node
 from ..lower import RankProgram
 from ..plan import Plan
@@ -189,6 +189,9 @@ class Step:
 
     def gradients_again(self, kept: Kept, tangents, nodes: Mapping[str, object]) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter."""
+        lost = [self.returns.names[at] for at in self.without_tangent if tangents[at] is not None]
+        if lost:
+            raise CaptureError(f"torch traced no gradient through {', '.join(lost)}", fix="return a clone of it")
         _, saved = self.forward(kept.values_for(self.roles), None)
         found = self.backward(saved, tangents, self.known, [nodes[name] for name in self.names])
         return dict(zip(self.backward.owners, found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..axes import axis_lines
 from ..plan import Alternative, Plan, Region
 from ..plan_file import MEMORY_KINDS
 from ..units import byte_column, byte_unit, column, ms, percent, size, table
@@ -35,6 +36,7 @@ def _result(plan: Plan) -> list[str]:
         f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *axis_lines(plan),
         *pass_lines(plan),
         *_trained(plan),
     ]

@@ -113,8 +113,25 @@ def from_one_call_into_another(net, x):
     return net.second(y.float()).sum()
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad.float() @ w.t(), x.flatten(0, 1).t() @ grad.flatten(0, 1).float()
+
+
+def own_function(net, x):
+    with low():
+        return Product.apply(net.first(x).float(), net.second.weight).float().square().sum()
+
+
 CASES = [
-    two_layers, off_inside, float16_inside, layer_that_is_used_twice, without_gradients_inside, inside_of_no_grad,
+    own_function, two_layers, off_inside, float16_inside, layer_that_is_used_twice, without_gradients_inside, inside_of_no_grad,
     weight_written_between, composite_ops, attention, conv1d, loss, convolution, autocast_of_another_device,
     from_one_call_into_another,
 ]  # fmt: skip
@@ -188,6 +205,11 @@ def test_gradients_are_as_wide_as_parameters(x):
     output = output_node(captured.graph)
     found = {r.name: v.meta["val"].dtype for r, v in zip(output.meta["roles"], output.args[0]) if r.kind == "gradient"}
     assert set(found.values()) == {torch.float32} and len(found) == 4
+
+
+def test_an_own_function_computes_in_the_lower_precision(x):
+    products = [n for n in api.trace(Net(own_function), (x,)).graph.nodes if str(n.target) == "aten.mm.default"]
+    assert products[0].meta["val"].dtype == torch.bfloat16
 
 
 def test_a_weight_is_cast_once(x):

@@ -227,7 +227,7 @@ def test_a_parameter_for_every_sample():
 @pytest.mark.parametrize("micro_batches, near", [(9, 8), (16, 8)])
 def test_more_micro_batches_than_samples(micro_batches, near):
     error = refused(Loss(), batch(8), micro_batches)
-    assert f"8 samples cannot be cut into {micro_batches} equal" in error.message and f"use {near} micro-batches" in error.fix
+    assert f"8 samples cannot be cut into {micro_batches} micro" in error.message and f"use {near} micro-batches" in error.fix
 
 
 def test_a_sum_that_a_later_op_needs():

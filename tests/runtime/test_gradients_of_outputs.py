@@ -10,8 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar import api
+from autopar.compare import verify_plan
 from autopar.errors import InputError
+from autopar.mesh import Mesh
 from autopar.models.output import Output
+from autopar.plan_arguments import options_of
+from autopar.planner.make import make_plan
 from autopar.runtime.captures import Captures
 from tests import gloo
 
@@ -22,9 +27,10 @@ from .parity import assert_close, assert_same_gradients, device_mesh, full, pair
 class TwoHeads(nn.Module):
     """A loss from one head, scores from another; `also` reads a part of the parameters that the loss does not."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = False):
+    def __init__(self, dropout: float = 0.0, norm: bool = False, grows: bool = True):
         super().__init__()
         torch.manual_seed(0)
+        self.grows = grows
         self.body = nn.Linear(6, 10)
         self.norm = nn.BatchNorm1d(10) if norm else nn.Identity()
         self.drop = nn.Dropout(dropout)
@@ -34,7 +40,7 @@ class TwoHeads(nn.Module):
     def forward(self, x, target):
         h = self.drop(self.norm(torch.tanh(self.body(x))))
         self.seen.add_(1.0)
-        scores = self.other(h) * self.seen
+        scores = self.other(h) * (self.seen if self.grows else 2.0)
         return {"loss": F.cross_entropy(self.one(h), target), "scores": scores}
 
 
@@ -195,6 +201,19 @@ def _distilled(rank, mesh, plan, seq):
     return mine
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=3", "dp=2,tp=2"])
+@pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
+def test_simulated(mesh, strategy):
+    """The program with tangents for the loss and the scores, against eager torch."""
+    model, arguments = TwoHeads(norm=True), batch(7)
+    captured = api.trace(model, arguments, loss_alone=False)
+    tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
+    options = options_of(mesh, "cpu-gloo", None, "adamw", "fp32", strategy, None, False, {}, False)
+    plan = make_plan(captured, Mesh.parse(mesh), options, "TwoHeads")
+    report = verify_plan(captured, plan, model, arguments)
+    assert len(tangents) == 2 and report.match and "other.weight" in report.gradient_errors, str(report)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("tp=2", None)])
 def test_distillation(mesh, strategy):
@@ -221,6 +240,15 @@ def _sharded(rank):
         for model in (parallel, reference):
             weighted(model(*arguments)).backward()
     both(parallel, reference, weighted, *arguments)
+    gathered = autopar.compile(TwoHeads(), mesh, arguments, strategy="fsdp")  # the backward would gather new values
+    loss = gathered(*arguments)["loss"]
+    torch.optim.AdamW(gathered.parameters()).step()
+    with torch.no_grad():
+        for parameter in gathered.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(gathered.parameters()).step()
+    with pytest.raises(InputError, match="which this backward needs, has been modified by an inplace operation"):
+        loss.backward()
     torch.manual_seed(5)
     drawn = autopar.compile(TwoHeads(0.5), mesh, arguments)
     gradients = []
@@ -285,3 +313,84 @@ def test_the_log_names_the_program(alone, caplog):
     with caplog.at_level(logging.INFO, "autopar"):
         scores(parallel(*batch())).backward()
     assert any("gradients of all outputs: compiled in" in r.message for r in caplog.records)
+
+
+def test_several_calls_before_a_backward(alone):
+    """Siamese: one loss of two calls, and accumulation over calls of other forms and modes."""
+    x, y = batch()
+    parallel, reference = pair(TwoHeads(norm=True, grows=False), alone, (x, y))
+    for _ in range(2):
+        for model in (parallel, reference):
+            one, two = model(x, y), model(x.flip(0), y)
+            apart = (full(one["scores"]) - full(two["scores"])).square().sum()
+            (one["loss"] + two["loss"] + apart).backward()
+            scores(model(x[:5], y[:5])).backward()
+            with torch.no_grad():
+                model(x, y)
+        assert_same_gradients(parallel, reference)
+        for (name, mine), whole in zip(parallel.named_buffers(), reference.buffers()):
+            assert_close(mine, whole, name)
+
+
+class Mixed(nn.Module):
+    """Outputs with and without gradients: detached, made without gradients, of frozen parameters, of the input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.frozen = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+
+    def forward(self, x):
+        y = self.one(x)
+        with torch.no_grad():
+            quiet = self.one(2 * x)
+        parts = dict(y=y, quiet=quiet, frozen=self.frozen(x), cut=y.detach(), x=x, part=x[:3], sum=y.sum(), best=y.argmax(-1))
+        return Output(y.square().mean(), parts)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_which_outputs_have_gradients(alone, gradient):
+    x, _ = tiny.Regressor.batch()
+    parallel, reference = pair(Mixed(), alone, (x,))
+    for mode in (True, False):
+        for model in (parallel, reference):
+            model.train(mode)
+        inputs = x.clone().requires_grad_(gradient), x.clone().requires_grad_(gradient)
+        for _ in range(2):
+            found, expected = parallel(inputs[0]), reference(inputs[1])
+            for name, whole in expected.logits.items():
+                assert found.logits[name].requires_grad == whole.requires_grad, name
+            for out in (found, expected):
+                terms = [full(t).sin().sum() * i for i, t in enumerate(out.logits.values(), 2) if t.requires_grad]
+                (out.loss + sum(terms)).backward()
+            assert_same_gradients(parallel, reference)
+            assert not gradient or not assert_close(inputs[0].grad, inputs[1].grad)
+
+
+def test_mixed_precision(alone):
+    """Outputs in the type that the model computes in take gradients of that type."""
+    model, tokens = tiny.gpt2(n_layer=1)
+    parallel, reference = pair(model, alone, tokens, precision="bf16")
+    for _ in range(2):
+        for m in (parallel, reference):
+            out = m(**tokens)
+            (out.loss + full(out.logits).float().square().mean()).backward()
+    for name, parameter in reference.named_parameters():
+        mine = full(dict(parallel.named_parameters())[name].grad)
+        assert mine.dtype == torch.float32
+        assert F.cosine_similarity(mine.flatten(), parameter.grad.flatten(), dim=0) > 0.99, name
+
+
+def test_adapters(alone):
+    """With an adapter and without it: each has its own program."""
+    model, tokens = tiny.gpt2(n_layer=1)
+    parallel = autopar.compile(model, alone, tokens, adapt=[autopar.LoRA(r=2, target_modules=["c_attn"])])
+    found = []
+    for _ in range(2):
+        parallel.zero_grad()
+        scores_ = full(parallel(**tokens).logits)
+        scores_.square().mean().backward()
+        found.append([full(p.grad) for p in parallel.parameters() if p.grad is not None])
+    assert len(found[0]) == 2
+    for mine, whole in zip(*found):
+        assert_close(mine, whole)

@@ -186,6 +186,25 @@ def test_forms_of_inputs_on_four_processes():
     gloo.run(4, _forms, plan)
 
 
+def test_inputs_without_a_way_to_the_output(alone):
+    """Their gradient is None, as in eager torch."""
+
+    class Detaching(Scorer):
+        def forward(self, x, y, z):
+            return {"loss": super().forward(x.detach(), y)["loss"], "other": z.square().sum()}
+
+    def arguments():
+        return [leaf(x) for x in (*batch(), batch()[0])]
+
+    parallel, reference = pair(Detaching(True), alone, batch() + batch()[:1])
+    for total in (lambda o: o["loss"], lambda o: o["other"], lambda o: o["loss"] + o["other"]):
+        mine, whole = arguments(), arguments()
+        total(parallel(*mine)).backward()
+        total(reference(*whole)).backward()
+        assert [x.grad is None for x in mine] == [x.grad is None for x in whole]
+        assert_same_gradients(parallel, reference)
+
+
 def test_an_input_in_another_type(alone):
     """The gradient of an input has the input's type, also where the model computes in another one."""
     x, y = batch()
