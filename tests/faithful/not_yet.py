@@ -38,6 +38,10 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "copies of a compiled model": (
         "saving/weight_average", "saving/average_by_hand", "saving/deep_copy_is_apart", "saving/pickled",
     ),
-    "methods that need no parameters": ("containers/method_without_parameters",),
+    "methods that need no parameters": (
+        "containers/method_without_parameters", "huggingface/checkpointing_enabled_between",
+    ),
+    "outputs that a later call has in addition, and none was asked for in the first": ("huggingface/hidden_states_asked_for",),
+    "caches among the outputs": ("huggingface/cache_returned",),
 }  # fmt: skip
 NOT_YET = {name: reason for reason, names in _BY_REASON.items() for name in names}
