@@ -33,7 +33,10 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "parameters and layers that are thawed or replaced after compile": (
         "training/thawing_what_was_frozen", "training/parameter_replaced_between_calls", "training/layer_replaced_between_calls",
-        "containers/depth_changed_between_calls",
+        "training/frozen_bias_thawed", "training/frozen_bias_thawed_with_a_counter", "containers/depth_changed_between_calls",
+    ),
+    "whether an output has a gradient after a part of the parameters was frozen": (
+        "training/output_of_a_layer_that_is_frozen_later",
     ),
     "copies of a compiled model": (
         "saving/weight_average", "saving/average_by_hand", "saving/deep_copy_is_apart", "saving/pickled",

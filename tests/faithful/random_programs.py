@@ -115,8 +115,8 @@ def _act(run, d: Drawn) -> None:
                         p.add_(p.grad, alpha=-0.05)
             run.record()
         elif action in ("freeze", "thaw"):
-            for i, p in enumerate(run.model.parameters()):
-                if action == "thaw" or i % 3 == 0:
+            for name, p in run.model.named_parameters():  # by name: under a pipeline each rank has others
+                if action == "thaw" or len(name) % 3 == 0:
                     p.requires_grad_(action == "thaw")
         elif action == "factor":
             run.model.factor = round(0.5 + number, 2)

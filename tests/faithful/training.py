@@ -261,3 +261,57 @@ def lbfgs():
         run.record(loss=optimizer.step(closure))
 
     return Net(), one(5, 6), script
+
+
+@training()
+def frozen_bias_thawed():
+    """A bias that was frozen at compile is thawed, in a model with an input that requires a gradient."""
+    model = Net()
+    model.down.bias.requires_grad_(False)
+
+    def script(run):
+        run(1)
+        run.model.down.bias.requires_grad_(True)
+        run(2)
+
+    return model, one(5, 6, requires_grad=True), script
+
+
+@training()
+def output_of_a_layer_that_is_frozen_later():
+    """Of two outputs one depends on a layer alone that is frozen between calls: it has no gradient then."""
+
+    class Two(Net):
+        def forward(self, x):
+            h = self.features(x)
+            return self.down(h.detach()), h.mean()
+
+    def script(run):
+        run(1)
+        run.model.up.requires_grad_(False)
+        run(2)
+
+    return Two(), one(5, 6), script
+
+
+@training()
+def frozen_bias_thawed_with_a_counter():
+    """The same in a model that counts its calls, and whose loss is used together with its logits."""
+
+    class Counting(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.down.bias.requires_grad_(False)
+
+        def forward(self, x):
+            self.calls += 1
+            y = super().forward(x)
+            return {"loss": y.square().mean(), "logits": y}
+
+    def script(run):
+        run(1)
+        run.model.requires_grad_(True)
+        run(2)
+
+    return Counting(), one(5, 6), script
