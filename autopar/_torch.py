@@ -1,4 +1,5 @@
-"""The only file that touches torch's private interfaces, each behind a small function of autopar's own.
+"""The file that touches torch's private interfaces, each behind a small function of autopar's own; those of gradients and autocast
+that are switched on and off are in autopar/_torch_regions.py.
 
 Written for torch >= 2.11, < 2.14.
 """
@@ -69,43 +70,6 @@ def as_if_eager(active: bool = True):
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-@contextlib.contextmanager
-def plain_regions():
-    """Inside, an exported graph keeps a node where gradients or autocast are switched on or off, and all ops in one graph. As
-    submodules, which torch makes of such regions, it loses a `no_grad` that begins inside of an `autocast`."""
-    from torch._export.passes import replace_autocast_with_hop_pass as autocast
-    from torch._export.passes import replace_set_grad_with_hop_pass as set_grad
-
-    def unchanged(module, signature):
-        return module, signature
-
-    before = autocast.replace_autocast_with_hop_pass, set_grad.replace_set_grad_with_hop_pass
-    autocast.replace_autocast_with_hop_pass = set_grad.replace_set_grad_with_hop_pass = unchanged
-    try:
-        yield
-    finally:
-        autocast.replace_autocast_with_hop_pass, set_grad.replace_set_grad_with_hop_pass = before
-
-
-def grad_switch(node: fx.Node) -> bool | None:
-    """Whether a node switches gradients on or off, None for any other node."""
-    return node.args[0] if node.op == "call_function" and node.target is torch._C._set_grad_enabled else None
-
-
-def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
-    """A node that switches gradients, where the graph is being written."""
-    return graph.call_function(torch._C._set_grad_enabled, (on,))
-
-
-def written(node: fx.Node) -> fx.Node | None:
-    """The first argument that an op writes to, None if it writes to none."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return None
-    given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
-    return next((given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write), None)
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import capture, debug, pipeline_meshes
+from . import autocast, capture, debug, pipeline_meshes
 from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
@@ -29,8 +29,10 @@ from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
 from .output_gradients import differentiable_outputs
+from .passes.autocast_kernels import traced_as
 from .passes.canonicalize import canonicalize
 from .passes.clean import clean
+from .passes.explicit_casts import explicit_casts
 from .passes.fake_quant import fake_quant
 from .passes.grad_regions import grad_regions
 from .passes.lora import check_gradients, lora
@@ -68,10 +70,14 @@ def trace(
     their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py);
     `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable. Raises
     CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    around = autocast.ambient()
+    device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        exported = debug.run_pass(
-            "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
-        )
+        with traced_as(device, around):
+            exported = debug.run_pass(
+                "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone
+            )
+        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
         debug.run_pass("grad_regions", grad_regions, exported.graph_module)
         debug.run_pass("canonicalize", canonicalize, exported.graph_module)
         for adaptation in adapt:

@@ -7,6 +7,7 @@ the call as placeholders. The joint graph has one placeholder for each of them a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import os
@@ -19,6 +20,7 @@ from torch import fx, nn
 
 from . import _torch
 from ._torch import tree_flatten, tree_map
+from ._torch_regions import plain_regions
 from .calls import CallSignature, LossOutput, Returns, split_example
 from .compact import Compact
 from .errors import AutoparError, CaptureError, InputError
@@ -26,6 +28,7 @@ from .experts import in_order
 from .fake_state import DEVICE, Form, fake, fake_state, forms_of
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
+from .idioms import traced_idioms
 from .precision import computing_in, narrowed, widened
 from .zero_tangents import drop_tangents
 
@@ -64,7 +67,8 @@ class Captured:
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
     in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
-    `loss_alone`: a loss that requires a gradient is the only output that has one."""
+    `loss_alone`: a loss that requires a gradient is the only output that has one; `around`: makes the context that it is called
+    in."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
@@ -73,10 +77,10 @@ class FlatCall(nn.Module):
         super().__init__()
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype = signature, returns, loss_fn, dtype
-        self.as_eager, self.loss_alone = False, loss_alone
+        self.as_eager, self.loss_alone, self.around = False, loss_alone, contextlib.nullcontext
 
     def forward(self, *tensors):
-        with computing_in(getattr(self, ROOT), self.dtype), _torch.as_if_eager(self.as_eager):
+        with self.around(), computing_in(getattr(self, ROOT), self.dtype), _torch.as_if_eager(self.as_eager):
             return self._call(*self.signature.rebuild(tensors))
 
     def _call(self, args: tuple, kwargs: dict):
@@ -149,8 +153,9 @@ def export(
     ]
     returns = Returns()
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone)
+    wrapper.around = traced_idioms
     try:
-        with fake_state(model, mode, forms), in_order(model), kept_backwards(), _torch.plain_regions():
+        with fake_state(model, mode, forms), in_order(model), kept_backwards(), plain_regions():
             program = _program(wrapper, inputs)
     except AutoparError:
         raise

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from .capture import Captured
 from .errors import AutoparError, InputError
-from .graph import is_tensor, output_node, tensor_arguments
+from .graph import is_tensor, output_node, tensor_arguments, values_of
 from .layout import Layout, local_part
 from .oracle import (
     OneDevice,
@@ -25,6 +25,7 @@ from .oracle import (
     widened_capture,
     widened_value,
     worst,
+    written_parameters,
 )
 from .plan import Plan
 from .simulate import Simulator, assemble
@@ -129,26 +130,33 @@ def verify_plan(
     values = global_values(captured, model, example_inputs)
     if missing := [name for name, value in values.items() if value.is_meta]:
         raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
-    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()} | written_parameters(captured, model)
     report("running the unsharded model")
     if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
         reference = one_device_step(captured, values)
     else:
         reference = eager_step(captured, model, values, loss_fn, plan.precision)
     report("simulating one step")
-    result, programs = _compared(captured, plan, values, reference, plan.precision, buffers)
-    if plan.precision != "fp32" or not result.match:
-        report(f"simulating one step in {WIDE[plan.precision]}")
+    precision = _precision_of(captured, plan)
+    result, programs = _compared(captured, plan, values, reference, precision, buffers)
+    if precision != "fp32" or not result.match:
+        report(f"simulating one step in {WIDE[precision]}")
         result = _with_rounding(result, captured, plan, values, reference, buffers)
     if result.match or plan.pipeline:
         return result
     report("looking for the first node that differs")
-    return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[plan.precision]))
+    return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[precision]))
+
+
+def _precision_of(captured: Captured, plan: Plan) -> str:
+    """The plan's precision, or what the model's own autocast computes in."""
+    is_low = any(v.dtype is torch.bfloat16 for n in captured.graph.nodes if n.op == "call_function" for v in values_of(n))
+    return "bf16" if is_low else plan.precision
 
 
 def _with_rounding(result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers) -> VerifyReport:
     """The report with what one device loses by rounding, and the step in the wider type."""
-    narrow, precision = NARROW[plan.precision], WIDE[plan.precision]
+    narrow, precision = NARROW[result.precision], WIDE[result.precision]
     wide, values = widened_capture(captured, narrow), {n: widened_value(v, narrow) for n, v in values.items()}
     buffers = {n: widened_value(b, narrow) for n, b in buffers.items()}
     try:
@@ -157,7 +165,7 @@ def _with_rounding(result: VerifyReport, captured: Captured, plan: Plan, values,
         check, _ = _compared(wide, plan, values, exact, precision, buffers)
     except (RuntimeError, AutoparError):  # some kernels take one type alone: the report stays as it is
         return result
-    loss, gradients, others = _errors(captured, exact, reference, plan.precision)
+    loss, gradients, others = _errors(captured, exact, reference, result.precision)
     return replace(result, wide=check, rounding={"loss": loss, **gradients, **others})
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._torch import tree_flatten, tree_unflatten
+from .autocast import ambient, entered
 from .errors import CaptureError
 
 NAMESPACE = "autopar_function"
@@ -67,6 +68,7 @@ def _apply(cls, *args, **kwargs):
     flat, spec = tree_flatten((args, kwargs))
     places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     form: dict[str, bool] = {}
+    around = ambient()  # it is off when the op is inlined
 
     def arguments(tensors):
         given = list(flat)
@@ -75,7 +77,11 @@ def _apply(cls, *args, **kwargs):
         return tree_unflatten(given, spec)
 
     def forward(tensors: list[Tensor], ctx: Context | None = None) -> list[Tensor]:
-        ctx, (given, named) = ctx or Context(), arguments(tensors)
+        with entered(around):
+            return _forward(tensors, ctx or Context())
+
+    def _forward(tensors: list[Tensor], ctx: Context) -> list[Tensor]:
+        given, named = arguments(tensors)
         if cls.setup_context is not torch.autograd.Function.setup_context:
             output = cls.forward(*given, **named)
             cls.setup_context(ctx, given, output)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._torch import graph_module, tree_map
+from ._torch_regions import no_autocast
 from .calls import CallSignature, Returns, split_example
 from .capture import Captured, FlatCall
 from .errors import InputError
@@ -64,7 +65,7 @@ def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable |
     returns = Returns()
     call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision), tangents == [captured.returns.loss])
     written = {output_name(r) for r in output_node(captured.graph).meta["roles"] if "mutation" in r.kind}
-    state = {n: p for n, p in model.named_parameters() if n in written} | dict(model.named_buffers())
+    state = dict(model.named_buffers()) | written_parameters(captured, model)
     old = {name: tensor.detach().clone() for name, tensor in state.items()}
     try:
         outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
@@ -86,6 +87,12 @@ def output_name(role: OutputRole) -> str:
     return f"input {role.name}" if role.kind.startswith("input_") else role.name
 
 
+def written_parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a call writes to, by name."""
+    written = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "mutation"}
+    return {name: p.detach() for name, p in model.named_parameters() if name in written}
+
+
 def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevice:
     """A step of the unsharded joint graph."""
     known, output = interpret(captured.graph_module, values), output_node(captured.graph)
@@ -104,6 +111,11 @@ def sorted_results(results: Sequence[Tensor], roles: Sequence[OutputRole]) -> On
 
 def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     """The value of every node of the joint graph, by name."""
+    with no_autocast():
+        return _interpret(module, values)
+
+
+def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
     result: dict[str, object] = {}
     for node in module.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: result[n.name])

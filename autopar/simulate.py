@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ._torch import c10d
+from ._torch_regions import no_autocast
 from .errors import VerifyError
 from .graph import bytes_of
 from .layout import Layout, dim_ranges, local_part
@@ -65,6 +66,10 @@ class Simulator:
 
     def run(self, graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple]:
         """Outputs of every rank's graph. Raises VerifyError if the ranks' collectives do not fit together."""
+        with no_autocast():
+            return self._run(graphs, inputs)
+
+    def _run(self, graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple]:
         programs = [_steps(graph, values) for graph, values in zip(graphs, inputs, strict=True)]
         waiting: dict[int, Request] = {}
         outputs: dict[int, tuple] = {}

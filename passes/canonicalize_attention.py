@@ -13,7 +13,9 @@ import operator
 import torch
 from torch import fx
 
-from .._torch import schema_names
+from .._torch import schema_names, storage_key
+from .._torch_regions import written
+from ..graph import values_of
 from .attention_formula import attention_formula
 from .canonicalize_random import Draws
 
@@ -97,7 +99,7 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
     """(mask or None, causal) that mean the same as the given mask."""
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
     if mask not in known:
-        known[mask] = _constant_value(graph_module, mask)
+        known[mask] = _constant_value(graph_module, mask, node)
     value = known[mask]
     if value is None:
         return mask, causal
@@ -123,11 +125,13 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
     return constants[mask], causal
 
 
-def _constant_value(graph_module: fx.GraphModule, mask: fx.Node) -> torch.Tensor | None:
-    """The mask's value if it depends on no input of the call, else None."""
+def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, reader: fx.Node) -> torch.Tensor | None:
+    """The mask's value when `reader` reads it, if it depends on no input of the call and on no buffer that the call writes to,
+    else None."""
     if mask.meta["val"].numel() > LARGEST_MASK_NUMEL:
         return None
-    needed, stack = set(), [mask]
+    writes = [(n, storage_key(into.meta["val"])) for n in _before(reader) for into in written(n)]
+    needed, stack, memory = set(), [mask], set()
     while stack:
         node = stack.pop()
         if node.op == "placeholder" or (node.op == "get_attr" and not _is_real_buffer(graph_module, node)):
@@ -135,6 +139,11 @@ def _constant_value(graph_module: fx.GraphModule, mask: fx.Node) -> torch.Tensor
         if node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
+            memory.update(storage_key(v) for v in values_of(node))
+            stack += [n for n, place in writes if n not in needed and place in memory]
+    buffers = {storage_key(n.meta["val"]) for n in needed if n.op == "get_attr"}
+    if any(place in buffers for _, place in writes):
+        return None
     values: dict[fx.Node, object] = {}
     for node in graph_module.graph.nodes:
         if node not in needed:
@@ -147,6 +156,11 @@ def _constant_value(graph_module: fx.GraphModule, mask: fx.Node) -> torch.Tensor
             kwargs = {**kwargs, "device": torch.device("cpu")}
         values[node] = node.target(*args, **kwargs)
     return values[mask]
+
+
+def _before(node: fx.Node) -> list[fx.Node]:
+    nodes = list(node.graph.nodes)
+    return nodes[: nodes.index(node)]
 
 
 def _is_real_buffer(graph_module: fx.GraphModule, node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..graph import is_tensor, mark_phases, output_node, renumbered
+from .canonicalize import ASSERTIONS
 from .unstride import unstride
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
             continue
-        if node.target is aten._assert_tensor_metadata.default:
+        if node.target in ASSERTIONS:
             graph.erase_node(node)
         elif node.target in _ALIASES or (node.target in _SAME_IF_EQUAL and _is_same(node)) or _is_first_power(node):
             node.replace_all_uses_with(node.args[0])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .._torch import grad_switch, switch_grad, written
+from .._torch_regions import grad_switch, switch_grad, written
 from ..graph import is_tensor, output_node, tensor_of
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ def _given_back(node: fx.Node) -> fx.Node | None:
     if not alike or not isinstance(node.target, torch._ops.OpOverload):
         return None
     if node.target._schema.is_mutable:
-        return written(node) if node.target._schema.returns else None
+        return next(iter(written(node)), None) if node.target._schema.returns else None
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: a.meta["val"])
     result = node.target(*args, **kwargs)
     return next((a for a in alike if a.meta["val"] is result), None)

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import autocast
 from ..calls import describe_call
 from ..capture import Captured
 from ..errors import InputError
@@ -76,7 +77,8 @@ class Compiler(Protocol):
 
 @dataclass
 class Capture:
-    """`call` is its text, `flags` and `gradients` are when it serves. `is_met`: all ranks were seen to make this call."""
+    """`call` is its text, `flags` and `gradients` are when it serves. `is_met`: all ranks were seen to make this call. `around`:
+    the autocast that it was traced under."""
 
     call: str
     flags: list[bool]
@@ -86,6 +88,7 @@ class Capture:
     plan: Plan
     traced: Traced
     is_met: bool = False
+    around: autocast.State = field(default_factory=autocast.ambient)
 
 
 class Captures:
@@ -193,7 +196,8 @@ class Captures:
         self.meetings += 1
         start = time.perf_counter()
         self.modes.set_source(capture.flags)
-        traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
+        with autocast.entered(capture.around):
+            traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
         whole = self._step(traced, plan, lower_together(traced, plan))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar import api
-from autopar._torch import grad_switch
+from autopar._torch_regions import grad_switch
 from autopar.capture import Captured
 from autopar.oracle import global_values, one_device_step
 

@@ -64,6 +64,27 @@ def teacher_follows(net, x):
     return F.mse_loss(net.second(net.first(x)), wanted)
 
 
+@torch.no_grad()
+def _follow(net):
+    torch._foreach_mul_(list(net.teacher.parameters()), 0.9)
+    torch._foreach_add_(list(net.teacher.parameters()), list(net.first.parameters()), alpha=0.1)
+
+
+def teacher_follows_at_once(net, x):
+    _follow(net)
+    return F.mse_loss(net.first(x), net.teacher(x))
+
+
+def masks_written_in_place(net, x):
+    q = net.first(x).view(2, 3, 2, 2).transpose(1, 2)
+    mask = torch.zeros(3, 3, dtype=torch.bool)
+    mask[:, :2] = True
+    with torch.no_grad():
+        net.codes[0, 1] = 1.0
+    y = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    return y.square().sum() + F.scaled_dot_product_attention(q, q, q, attn_mask=net.codes[:, :3]).square().sum()
+
+
 def clamped_weights(net, x):
     with torch.no_grad():
         net.first.weight.clamp_(-0.2, 0.2)
@@ -176,8 +197,31 @@ def decorated(net, x):
     return (net.second(x) * _scores(net, x)).sum()
 
 
+def data_of_a_weight(net, x):
+    net.first.weight.data.mul_(0.5)
+    net.mean.data.add_(1)
+    return (net.second(net.first(x)) * net.mean).sum()
+
+
+def data_of_a_teacher(net, x):
+    for old, new in zip(net.teacher.parameters(), net.first.parameters()):
+        old.data = old.data * 0.9 + new.data * 0.1
+    return F.mse_loss(net.first(x), net.teacher(x))
+
+
+def inference_inside(net, x):
+    with torch.inference_mode():
+        score = net.first(x).sum()
+        with torch.inference_mode(False):
+            y = net.second(x)
+        net.mean.mul_(0.9)
+    return y.square().sum() + score
+
+
 CASES = [
-    writes_that_nobody_reads, writes_that_are_read, nearest_code, teacher_follows, clamped_weights, clamped_and_not_used,
+    data_of_a_weight, data_of_a_teacher, inference_inside,
+    writes_that_nobody_reads, writes_that_are_read, nearest_code, teacher_follows,
+    teacher_follows_at_once, masks_written_in_place, clamped_weights, clamped_and_not_used,
     clamped_after_use, rows_of_limited_norm, gradients_inside, views_made_inside, the_same_tensor_given_back,
     logits_without_gradients, attention_without_gradients, switched_by_function, from_one_module_into_another,
     written_in_and_outside, decorated,
