@@ -21,7 +21,7 @@ from torch import nn
 from ._torch import tree_flatten, tree_unflatten
 from .constants import text_of, value_of
 from .errors import CaptureError, InputError
-from .frontend.effects import Effect
+from .frontend.effects import Effect, Refill
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)  # constants of an output
 
@@ -169,7 +169,7 @@ class Returns:
     loss_alone: bool = False  # whether the graph detaches the other outputs
     names: list[str] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[Effect | Refill] = field(default_factory=list)
     own_buffers: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)  # outputs that are buffers themselves
     buffers: dict[int, str] = field(default_factory=dict)  # outputs behind the others that are new values of buffers
 

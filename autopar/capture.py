@@ -106,6 +106,7 @@ def export(
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
+    constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
     with quiet():
         graph_module = program.module(check_guards=False)
     refusals.refuse(graph_module.graph, entered, source_line)
@@ -121,7 +122,7 @@ def export(
                     fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
                 )
             node.target = f"{ROOT}.{ties.get(name, name)}"
-    return Exported(graph_module, signature, returns, inputs, ties, forms, Guards.of(watch))
+    return Exported(graph_module, signature, returns, inputs, ties, forms, Guards.of(watch, constants))
 
 
 def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from torch import nn
 
 IN_ORDER, OTHERS = "batched_mm", (None, "eager", "grouped_mm")
+SETTINGS = ("_experts_implementation", "_experts_implementation_internal")  # of a configuration; all give the same numbers
 
 
 @contextmanager

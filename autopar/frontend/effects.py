@@ -7,15 +7,16 @@ the same state after it; a counter that is only counted on goes on from where it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ..errors import CaptureError
-from .snapshot import MISSING, PLAIN, text
+from .snapshot import MISSING, PLAIN, Snapshot, text
 from .steps import step_of
-from .watch import Watch, Write
+from .watch import Read, Watch, Write
 
 FIX = "keep what changes in a buffer, or return it"
 
@@ -51,6 +52,21 @@ class Effect:
             setattr(self.owner, self.name, _filled(self.value, outputs))
 
 
+@dataclass(frozen=True)
+class Refill:
+    """A list or dict that a call changes in place. `value` is what it then holds, as in an Effect."""
+
+    owner: list | dict
+    path: str
+    value: object
+
+    def apply(self, outputs: list) -> None:
+        """Change it, given the outputs of a call."""
+        made = _filled(self.value, outputs)
+        self.owner.clear()
+        self.owner.update(made) if isinstance(self.owner, dict) else self.owner.extend(made)
+
+
 def _filled(value: object, outputs: list) -> object:
     if isinstance(value, Slot):
         tensor = outputs[value.position]
@@ -63,7 +79,7 @@ def _filled(value: object, outputs: list) -> object:
     return value
 
 
-def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], names: list[str]) -> list[Effect]:
+def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], names: list[str]) -> list[Effect | Refill]:
     """Return what the run that `watch` saw leaves in attributes, with buffers that became `others`. Tensors are appended to
     `outputs`, with a name each.
 
@@ -77,20 +93,33 @@ def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], nam
         is_new = write in others and write.before is MISSING
         is_saved = write.name not in write.owner._non_persistent_buffers_set if is_new else None
         found.append(Effect(write.owner, write.name, write.path, value, step, is_saved))
+    for read in watch.refilled():
+        held = read.before.value
+        if not isinstance(held, (list, dict, collections.deque)) or not all(_is_flat(item) for _, item in read.before.items):
+            raise CaptureError(f"the forward changes {read.path}, a {type(held).__name__}, in place", fix=FIX)
+        now = dict(held) if isinstance(held, dict) else list(held)
+        before = {id(item.value) for _, item in read.before.items}
+        found.append(Refill(held, read.path, _template(now, read, outputs, names, before)))
     return found
 
 
-def _template(value: object, write: Write, outputs: list[Tensor], names: list[str]) -> object:
-    if value is MISSING or isinstance(value, PLAIN):
+def _is_flat(item: Snapshot) -> bool:
+    """Whether an element of a container is what it was, and not a container that changed itself."""
+    return item.items is None or item.is_now(item.value)
+
+
+def _template(value: object, write: Write | Read, outputs: list[Tensor], names: list[str], before: Set[int] = frozenset()) -> object:
+    """The value with Slots for the tensors that a run made; elements that were there `before` are what they were."""
+    if value is MISSING or isinstance(value, PLAIN) or id(value) in before:
         return value
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         outputs.append(value)
         names.append(write.path)
         return Slot(len(outputs) - 1)
     if type(value) in (list, tuple):
-        return type(value)(_template(item, write, outputs, names) for item in value)
+        return type(value)(_template(item, write, outputs, names, before) for item in value)
     if type(value) is dict:
-        return {key: _template(item, write, outputs, names) for key, item in value.items()}
+        return {key: _template(item, write, outputs, names, before) for key, item in value.items()}
     raise CaptureError(f"the forward sets {write.path} to {text(value)}, a {type(value).__name__}", fix=FIX)
 
 

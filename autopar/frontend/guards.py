@@ -12,6 +12,9 @@ from dataclasses import replace
 from itertools import repeat
 from operator import is_
 
+from torch import Tensor
+
+from .._torch import storage_key
 from .names import Place
 from .snapshot import MISSING, PLAIN, is_container, text
 from .watch import Read, Watch
@@ -22,7 +25,7 @@ class Guards:
 
     def __init__(self, reads: Iterable[Read] = ()):
         self.reads = list(reads)
-        simple = [r for r in self.reads if r.before.version is None and not is_container(r.before.value)]
+        simple = [r for r in self.reads if not isinstance(r.before.value, Tensor) and not is_container(r.before.value)]
         self._attributes = [r for r in simple if not isinstance(r.owner, Place)]
         served = {id(r) for r in self._attributes}
         self._others = [r for r in self.reads if id(r) not in served]
@@ -30,8 +33,11 @@ class Guards:
         self._values = [r.before.value for r in self._attributes]
 
     @staticmethod
-    def of(watch: Watch) -> Guards:
-        """Return what the last run under a watch read."""
+    def of(watch: Watch, constants: Iterable[Tensor]) -> Guards:
+        """Return what the last run under a watch read; `constants` are the tensors whose values its graph has."""
+        used = {storage_key(tensor) for tensor in constants}
+        for read in watch.reads.values():
+            read.before.forget_values(used)
         return Guards(watch.reads.values())
 
     def copied(self, memo: Mapping[int, object]) -> Guards:

@@ -1,16 +1,19 @@
 """A value of the user's Python as it was, to compare with and to go back to.
 
-Plain values are compared by type and value, containers by their elements, tensors by their identity and version, and everything
-else by identity: what is inside other objects is watched where it is read (see watch.py).
+Plain values are compared by type and value, containers by their elements, and everything else by identity: what is inside other
+objects is watched where it is read (see watch.py). Tensors that a graph has among its constants count by identity and version,
+others by what Python can see of them, their form.
 """
 
 from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
+
+from .._torch import storage_key
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
@@ -32,12 +35,13 @@ def is_container(value: object) -> bool:
 
 
 class Snapshot:
-    """A value and, of containers, what they hold, as deep as containers go. Tensors count by identity and version."""
+    """A value and, of containers, what they hold, as deep as containers go. Tensors count by identity and version, until it is known
+    that their values do not matter (`forget_values`)."""
 
-    __slots__ = ("value", "version", "items")
+    __slots__ = ("value", "version", "items", "form")
 
     def __init__(self, value: object, seen: frozenset[int] = frozenset()):
-        self.value = value
+        self.value, self.form = value, None
         self.version = value._version if _has_version(value) else None
         self.items: tuple | None = None
         if is_container(value) and id(value) not in seen:
@@ -47,6 +51,8 @@ class Snapshot:
     def is_now(self, value: object) -> bool:
         """Whether a value is what this one was."""
         if self.items is None or type(value) is not type(self.value):
+            if self.form is not None:
+                return isinstance(value, torch.Tensor) and _form(value) == self.form
             if value is self.value:
                 return self.version is None or value._version == self.version
             return type(value) is type(self.value) and isinstance(value, PLAIN) and value == self.value
@@ -57,9 +63,17 @@ class Snapshot:
             old.is_now(item) for (_, item), (_, old) in zip(entries, self.items)
         )
 
+    def forget_values(self, used: Container[int]) -> None:
+        """Let tensors count by their form alone, but for those in one of the memories `used` (see _torch.storage_key)."""
+        if isinstance(self.value, torch.Tensor) and storage_key(self.value) not in used:
+            self.form = _form(self.value)
+        for _, item in self.items or ():
+            item.forget_values(used)
+
     def copied(self, memo: Mapping[int, object]) -> Snapshot:
         """Return the same of a deep copy of what holds the value."""
         made = Snapshot(memo.get(id(self.value), self.value))
+        made.form = self.form
         if self.items is not None:
             made.items = tuple((key, item.copied(memo)) for key, item in self.items)
         return made
@@ -88,6 +102,10 @@ class Snapshot:
         else:
             for _, item in self.items:
                 yield from item.objects()
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _has_version(value: object) -> bool:

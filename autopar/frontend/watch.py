@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
+from ..experts import SETTINGS
 from .names import Place, Reach, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 
@@ -91,10 +92,15 @@ class Watch:
 
     @contextmanager
     def installed(self) -> Iterator[Watch]:
-        """Inside, the classes of the model's objects tell of reads and writes."""
+        """Inside, the classes of the model's objects tell of reads and writes. Afterwards modules have the lists and dicts that they
+        had: torch.export leaves copies of them."""
+        held = [(vars(m), name, value) for m in self.model.modules() for name, value in vars(m).items()
+                if is_container(value) and name not in MODULE_ATTRIBUTES]  # fmt: skip
         try:
             yield self
         finally:
+            for own, name, value in held:
+                own[name] = value
             for cls, before in reversed(self._patched.items()):
                 for name, value in before.items():
                     if value is MISSING:
@@ -120,21 +126,21 @@ class Watch:
             self._is_running = False
         self._check_random(generators)
 
+    def refilled(self) -> list[Read]:
+        """Return the reads of lists, dicts and sets that hold other elements than before the run."""
+        return [r for r in self.reads.values() if r.before.items is not None and not r.before.is_now(r.before.value)]
+
     def changed(self) -> list[Write]:
-        """Return the attributes that have another value than before the run. Raises CaptureError for containers and globals that
-        the forward changed in place."""
+        """Return the attributes that have another value than before the run. Raises CaptureError for globals that the forward set."""
         for read in self.reads.values():
-            key = id(read.owner), read.name
-            if key in self.writes and not is_container(read.before.value):
+            if (id(read.owner), read.name) in self.writes or is_container(read.before.value):
                 continue
-            value = read.before.value if key in self.writes else read.now()
             if isinstance(read.owner, nn.Module) and _is_in_tables(read.owner, read.name):
                 continue  # a buffer that was registered or filled, see TensorTables
-            if not read.before.is_now(value):
-                before = "" if is_container(value) else f" from {text(read.before.value)} to {text(value)}"
+            if not read.before.is_now(read.now()):
                 raise CaptureError(
-                    f"the forward changes {read.path}{before}, which a compiled call would not do",
-                    fix="keep what changes in a buffer (register_buffer), or set an attribute of the module anew in each call",
+                    f"the forward changes {read.path} from {text(read.before.value)} to {text(read.now())}",
+                    fix="keep what changes in a buffer (register_buffer) or an attribute of the module",
                 )
         writes = [w for w in self.writes.values() if not (w.name in _CACHES and isinstance(w.owner, nn.RNNBase))]
         return [write for write in writes if not _is_same(write.before, write.now())]
@@ -235,7 +241,7 @@ class Watch:
 
     def _read(self, owner: object, path: str, name: str, value: object) -> None:
         key = id(owner), name
-        if key in self.reads or key in self.writes or name.startswith("__"):
+        if key in self.reads or key in self.writes or name.startswith("__") or name in SETTINGS:
             return
         if isinstance(owner, nn.Module):
             if name in MODULE_ATTRIBUTES:

@@ -205,12 +205,14 @@ class Captures:
         return capture, tensors
 
     def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
+        changed = "".join(f"; {words}" for _, words in self.last.guards.changed()[:3])
         if len(self.table) >= self.module.capture_limit:
             raise InputError(
-                f"the model is called with {call}, and is compiled for {len(self.table)} calls already: "
+                f"the model is called with {call}{changed}, and is compiled for {len(self.table)} calls already: "
                 + " | ".join(c.call for c in self.table),
-                fix="pad batches to a few shapes, or raise the module's capture_limit",
-            )
+                fix="pad batches to a few shapes, keep what changes in every call in buffers or inputs, or raise the module's "
+                    "capture_limit",
+            )  # fmt: skip
         start = time.perf_counter()
         traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters)
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
@@ -222,7 +224,7 @@ class Captures:
             capture = self._add(traced, plan, step, gradients, Ambient.now())
         if self.groups.rank == 0:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
-            _log.info("capture %d of at most %d: %s: %s", len(self.table), self.module.capture_limit, call, how)
+            _log.info("capture %d of at most %d: %s%s: %s", len(self.table), self.module.capture_limit, call, changed, how)
         return capture
 
     def _complete(self, step: Step) -> Step:

@@ -394,3 +394,19 @@ def test_adapters(alone):
     assert len(found[0]) == 2
     for mine, whole in zip(*found):
         assert_close(mine, whole)
+
+
+def test_autocast_of_the_forward(alone):
+    """The program that the backward makes computes under the autocast that was on in the forward, not under the backward's."""
+    x, y = batch()
+    found = []
+    for first in (scores, lambda o: o["loss"]):
+        with torch.autocast("cpu", torch.bfloat16):
+            parallel = autopar.compile(TwoHeads(grows=False), alone, (x, y))
+            first(parallel(x, y)).backward()  # inside, and outside
+            outputs = parallel(x, y)
+        parallel.zero_grad()
+        scores(outputs).backward()
+        found.append([full(p.grad) for p in parallel.parameters() if p.grad is not None])
+    for mine, whole in zip(*found, strict=True):
+        assert_close(mine, whole)
