@@ -333,8 +333,8 @@ class _Compiler:
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
 
-    def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced:
-        forms = self.forms if gradients else self.forms.without_gradients()
+    def trace(self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+        forms = self.forms.training(trains or {}) if gradients else self.forms.without_gradients()
         whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
         return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
 

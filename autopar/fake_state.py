@@ -76,8 +76,12 @@ class Forms(dict[str, Form]):
 
     def without_gradients(self) -> Forms:
         """Return the same forms, none of which trains."""
-        frozen = {name: replace(form, trainable=False) for name, form in self.items()}
-        forms = Forms(frozen, self.buffers, self.tables, self.held)
+        return self.training(dict.fromkeys(self, False))
+
+    def training(self, trains: Mapping[str, bool]) -> Forms:
+        """Return the same forms, of which those named in `trains` train or do not."""
+        changed = {name: replace(form, trainable=trains.get(name, form.trainable)) for name, form in self.items()}
+        forms = Forms(changed, self.buffers, self.tables, self.held)
         forms.left, forms.all_names = self.left, self.all_names
         return forms
 

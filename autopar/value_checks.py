@@ -147,7 +147,7 @@ def _is_caught(frame: FrameType) -> bool:
 
 
 def _is_capture(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") == f"{__package__}.capture"
+    return frame.f_globals.get("__name__") == f"{__package__}.frontend.flat_call"
 
 
 def _catches(handler: ast.ExceptHandler) -> bool:

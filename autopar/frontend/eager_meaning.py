@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError
 
 _REQUIRES_GRAD = Tensor.requires_grad
+_STANDS_IN = "_autopar_stands_in"
 _REFUSED: dict[Callable, tuple[str, str]] = {
     Tensor.register_hook: ("a hook of a tensor", "write what the hook does as a torch.autograd.Function"),
     Tensor.retain_grad: ("retain_grad", "return the tensor, and call torch.autograd.grad outside of the model"),
@@ -96,6 +97,7 @@ class EagerMeaning(TorchFunctionMode):
                 fix="set requires_grad before compiling, and use detach() in the forward",
             )
         stand_in = tensor.detach()
+        setattr(stand_in, _STANDS_IN, True)
         self._frozen[id(stand_in)] = stand_in, tensor
         self._replace(tensor, stand_in)
         return stand_in
@@ -105,6 +107,11 @@ class EagerMeaning(TorchFunctionMode):
             for name, value in module._parameters.items():
                 if value is old:
                     module._parameters[name] = new
+
+
+def is_stand_in(tensor: Tensor | None) -> bool:
+    """Whether a tensor stands for a parameter that the forward has frozen."""
+    return hasattr(tensor, _STANDS_IN)
 
 
 def _refused_gradient(*args, **kwargs):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..errors import CaptureError
+from .eager_meaning import is_stand_in
 from .snapshot import MISSING, PLAIN, Snapshot, text
 from .steps import step_of
 from .watch import Read, Watch, Write
@@ -108,7 +109,9 @@ def _is_flat(item: Snapshot) -> bool:
     return item.items is None or item.is_now(item.value)
 
 
-def _template(value: object, write: Write | Read, outputs: list[Tensor], names: list[str], before: Set[int] = frozenset()) -> object:
+def _template(
+    value: object, write: Write | Read, outputs: list[Tensor], names: list[str], before: Set[int] = frozenset()
+) -> object:
     """The value with Slots for the tensors that a run made; elements that were there `before` are what they were."""
     if value is MISSING or isinstance(value, PLAIN) or id(value) in before:
         return value
@@ -140,7 +143,7 @@ class TensorTables:
             label = f"model.{path}" if path else "model"
             for kind, old, new in (("parameter", parameters, module._parameters), ("module", modules, module._modules)):
                 for name in {**old, **new}:
-                    if old.get(name) is not new.get(name):
+                    if old.get(name) is not new.get(name) and not is_stand_in(new.get(name)):
                         raise CaptureError(f"the forward replaces the {kind} {label}.{name}", fix="make it once, before compiling")
             for name, tensor in module._buffers.items():
                 was = buffers.get(name)

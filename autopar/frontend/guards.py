@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch import storage_key
 from .names import Place
-from .snapshot import MISSING, PLAIN, is_container, text
+from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 from .watch import Read, Watch
 
 
@@ -68,11 +68,13 @@ class Guards:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, attributes and globals have the values that the capture read."""
-        later = [(r, r.now()) for r in self.reads if not r.before.is_now(r.now())]
+        later = [(r, r.now(), Snapshot(r.now())) for r in self.reads if not r.before.is_now(r.now())]
         try:
-            for read, _ in later:
+            for read, _, _ in later:
                 read.put(read.before.value)
+                read.before.restore()
             yield
         finally:
-            for read, value in later:
+            for read, value, content in later:
                 read.put(value)
+                content.restore()

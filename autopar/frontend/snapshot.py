@@ -35,8 +35,8 @@ def is_container(value: object) -> bool:
 
 
 class Snapshot:
-    """A value and, of containers, what they hold, as deep as containers go. Tensors count by identity and version, until it is known
-    that their values do not matter (`forget_values`)."""
+    """A value and, of containers, what they hold, as deep as containers go. Tensors count by identity and version, until it is
+    known that their values do not matter (`forget_values`)."""
 
     __slots__ = ("value", "version", "items", "form")
 

@@ -27,6 +27,7 @@ _UNWATCHED = (
     "torch.export.", "torch.utils.", "torch.distributed.", "autopar.",
 )  # fmt: skip
 _CACHES = ("_flat_weights", "_flat_weight_refs")  # of recurrent layers: made again when their parameters are others
+_LASTING = ("_output_capturing_hooks_installed",)  # of transformers: the hooks that a first forward installs stay there
 MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), *dir(nn.Module)})  # of torch's own; flags and tables are compared elsewhere
 
 
@@ -92,8 +93,8 @@ class Watch:
 
     @contextmanager
     def installed(self) -> Iterator[Watch]:
-        """Inside, the classes of the model's objects tell of reads and writes. Afterwards modules have the lists and dicts that they
-        had: torch.export leaves copies of them."""
+        """Inside, the classes of the model's objects tell of reads and writes. Afterwards modules have the lists and dicts that
+        they had: torch.export leaves copies of them."""
         held = [(vars(m), name, value) for m in self.model.modules() for name, value in vars(m).items()
                 if is_container(value) and name not in MODULE_ATTRIBUTES]  # fmt: skip
         try:
@@ -131,7 +132,8 @@ class Watch:
         return [r for r in self.reads.values() if r.before.items is not None and not r.before.is_now(r.before.value)]
 
     def changed(self) -> list[Write]:
-        """Return the attributes that have another value than before the run. Raises CaptureError for globals that the forward set."""
+        """Return the attributes that have another value than before the run. Raises CaptureError for globals that the forward
+        set."""
         for read in self.reads.values():
             if (id(read.owner), read.name) in self.writes or is_container(read.before.value):
                 continue
@@ -241,7 +243,7 @@ class Watch:
 
     def _read(self, owner: object, path: str, name: str, value: object) -> None:
         key = id(owner), name
-        if key in self.reads or key in self.writes or name.startswith("__") or name in SETTINGS:
+        if key in self.reads or key in self.writes or name.startswith("__") or name in (*SETTINGS, *_LASTING):
             return
         if isinstance(owner, nn.Module):
             if name in MODULE_ATTRIBUTES:
@@ -255,6 +257,8 @@ class Watch:
         self._note(owner, name, value, f"{path}.{name}")
 
     def _wrote(self, owner: object, path: str, name: str, old: object) -> None:
+        if name in _LASTING:
+            return
         self.writes.setdefault((id(owner), name), Write(owner, name, old, f"{path}.{name}"))
 
 

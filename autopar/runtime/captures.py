@@ -80,7 +80,8 @@ class Compiler(Protocol):
 
     forms: Forms
 
-    def trace(self, example_inputs, gradients: bool, adapters: bool = True) -> Traced: ...
+    def trace(self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+        """`trains`: of parameters by name, if not as it was when the model was taken over."""
 
     def trace_again(self, traced: Traced, adapters: bool = True) -> Traced:
         """The same call with tangents for all outputs that require a gradient."""
@@ -91,12 +92,13 @@ class Compiler(Protocol):
 
 @dataclass
 class Capture:
-    """`call` is its text; `flags`, `hooks`, `ambient`, `gradients`, `guards` and the forms of `buffers` are when it serves,
-    `returns` what it gives. `is_met`: all ranks were seen to make this call."""
+    """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers` are when it
+    serves, `returns` what it gives. `is_met`: all ranks were seen to make this call."""
 
     call: str
     flags: list[bool]
     hooks: list[int]
+    trainable: list[bool]
     ambient: Ambient
     gradients: bool
     guards: Guards
@@ -128,9 +130,8 @@ class Captures:
         self.hooks, self.structure = Hooks(module._source), Structure(module._source)
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
         self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
-        trained = [name for name, p in (*module.named_parameters(), *module.elsewhere.items()) if p.requires_grad]
-        self.is_trained = bool(trained)
-        self.trains_besides = any(name not in module.adapter_names for name in trained)  # while adapters are off
+        self.parameters = dict(module.named_parameters())
+        self.elsewhere = [(name, p.requires_grad) for name, p in module.elsewhere.items()]
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
@@ -146,18 +147,19 @@ class Captures:
     def add(self, traced: Traced, plan: Plan, program: RankProgram) -> None:
         """The first capture, for the modes that the module is in."""
         ambient = Ambient.now()._replace(gradients=True)
-        self._add(traced, plan, self._step(traced, plan, program), self.is_trained, ambient)
+        self._add(traced, plan, self._step(traced, plan, program), self._trains(self._trainable()), ambient)
 
-    def _add(self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient) -> Capture:
+    def _add(self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = "") -> Capture:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
         form = Inputs if plan.pipeline is None else WholeInputs
         inputs = form(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
-        call = f"{inputs.text()}; {self._modes_text()}"
+        call = f"{inputs.text()}; {self._modes_text()}{changed}"
         captured = traced.captured
-        when = self.modes.now(), self.hooks.now(), ambient, gradients, captured.guards, self._buffers_of(captured)
-        self.last = Capture(call, *when, captured.returns, inputs, step, plan, traced)
+        around = self.modes.now(), self.hooks.now(), self._trainable(), ambient, gradients
+        read = captured.guards, self._buffers_of(captured)
+        self.last = Capture(call, *around, *read, captured.returns, inputs, step, plan, traced)
         self.table.append(self.last)
         return self.last
 
@@ -178,10 +180,11 @@ class Captures:
         ranks; DesyncError if this rank alone makes a call for the first time."""
         self.structure.check()
         flags, hooks, ambient = self.modes.now(), self.hooks.now(), Ambient.now()
-        gradients = self._trains() and ambient.gradients
+        trainable = self._trainable()
+        gradients = ambient.gradients and self._trains(trainable)
         tensors = None
         for capture in (self.last, *self.table):
-            if capture.ambient != ambient or capture.flags != flags or capture.hooks != hooks:
+            if capture.ambient != ambient or capture.flags != flags or capture.hooks != hooks or capture.trainable != trainable:
                 continue
             if capture.holds():
                 tensors = capture.inputs.match(args, kwargs)
@@ -205,7 +208,7 @@ class Captures:
         return capture, tensors
 
     def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
-        changed = "".join(f"; {words}" for _, words in self.last.guards.changed()[:3])
+        changed = "".join(f", {words}" for _, words in self.last.guards.changed()[:3])
         if len(self.table) >= self.module.capture_limit:
             raise InputError(
                 f"the model is called with {call}{changed}, and is compiled for {len(self.table)} calls already: "
@@ -214,14 +217,15 @@ class Captures:
                     "capture_limit",
             )  # fmt: skip
         start = time.perf_counter()
-        traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters)
+        trains = None if self.stage.line is not None else {n: p.requires_grad for n, p in self.parameters.items()}
+        traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters, trains)
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
         if same is not None:
-            capture = self._add(traced, same.plan, same.step, gradients, Ambient.now())
+            capture = self._add(traced, same.plan, same.step, gradients, Ambient.now(), changed)
         else:
             plan = self.compiler.plan(traced, self.table[0].plan, self._layouts_of_all_stages())
             step = self._step(traced, plan, lower_together(traced, plan))
-            capture = self._add(traced, plan, step, gradients, Ambient.now())
+            capture = self._add(traced, plan, step, gradients, Ambient.now(), changed)
         if self.groups.rank == 0:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
             _log.info("capture %d of at most %d: %s%s: %s", len(self.table), self.module.capture_limit, call, changed, how)
@@ -299,10 +303,16 @@ class Captures:
         return total
 
     def _modes_text(self) -> str:
-        return self.modes.text() + Ambient.now().text(self._trains())
+        return self.modes.text() + Ambient.now().text(self._trains(self._trainable()))
 
-    def _trains(self) -> bool:
-        return self.is_trained if self.modes.adapters else self.trains_besides
+    def _trainable(self) -> list[bool]:
+        """Which parameters train now."""
+        return [p.requires_grad for p in self.parameters.values()]
+
+    def _trains(self, trainable: list[bool]) -> bool:
+        """Whether anything does, on whatever rank, with the adapters on or off as they are."""
+        here = zip(self.parameters, trainable)
+        return any(t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere))
 
 
 def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:

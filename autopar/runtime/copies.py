@@ -19,7 +19,6 @@ from .modes import Modes
 from .parameters import taken_over
 from .random_state import RandomState
 
-
 AS_THEY_ARE = (
     "capture_limit", "plan", "layouts", "stage_mesh", "adapter_names", "quantized_names", "elsewhere", "_places",
     "_observers_are_frozen",
