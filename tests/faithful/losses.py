@@ -147,3 +147,37 @@ def token_losses_weighted():
         run(2)
 
     return PerToken(), lambda seed: (ids(seed, 13, 3, 5),), script
+
+
+@losses()
+def loss_and_logits_of_other_sizes():
+    """A scalar of loss and logits, in batches of other sizes than the planned one."""
+
+    def script(run):
+        run(1)
+        for seed, size in enumerate((5, 9, 2)):
+            run.call(randn(seed, size, 6), ids(seed, 5, size))
+
+    return Classifier(), _labelled, script
+
+
+@losses()
+def loss_and_logits_of_a_counter():
+    """The same of sequences through a layer that divides by a count of its calls."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.head = nn.Linear(6, 5)
+
+        def forward(self, x, labels):
+            self.calls += 1
+            logits = self.head(x / self.calls.clone())
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def script(run):
+        for seed, size in enumerate((4, 7, 3)):
+            run.call(randn(seed, size, 3, 6), ids(seed, 5, size, 3))
+
+    return Counting(), lambda seed: (randn(seed, 4, 3, 6), ids(seed, 5, 4, 3)), script

@@ -25,7 +25,7 @@ from tests.staged import Case
 from .compare import difference
 from .program import Program, ids, randn
 from .random_models import VOCAB, WIDTHS, RandomModel
-from .runner import AT_COMPILE, DIFFERENT, EQUAL, Outcome, judge, play, seed_all
+from .runner import AT_COMPILE, BARE, DIFFERENT, EQUAL, FAULTS, Outcome, judge, play, seed_all
 
 KINDS = ("simulated", "1", "2", "4")  # and on so many processes
 STRATEGIES = (None, None, "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp")
@@ -160,7 +160,8 @@ def simulated(seed: int) -> Outcome:
     try:
         reason = _simulated(seed, d, mesh, make, options, rng.random() < 0.3)
     except AutoparError as error:
-        return Outcome(AT_COMPILE, f"{error}{where}", type(error).__name__)
+        kind = BARE if type(error).__name__ in FAULTS else AT_COMPILE
+        return Outcome(kind, f"{error}{where}", type(error).__name__)
     return Outcome(EQUAL) if reason is None else Outcome(DIFFERENT, reason + where)
 
 

@@ -31,6 +31,7 @@ from .script import Run
 
 EQUAL, AT_COMPILE, AT_CALL = "equal", "refused at compile", "refused at a call"
 DIFFERENT, BARE, HANG = "DIFFERENT", "BARE", "HANG"
+FAULTS = ("RankFailure", "CollectiveTimeout", "DesyncError", "VerifyError")  # say that something broke, not what to do
 BROKEN = (DIFFERENT, BARE, HANG)  # what no program may come to
 SECONDS = 120  # of wall time, for a program
 
@@ -140,7 +141,7 @@ def compared(program: Program, eager: Played, mine: Played, tolerance: float) ->
         found = difference(eager.run.records, mine.run.records, tolerance, elsewhere)
         if found is not None:
             return Outcome(DIFFERENT, found + (f" (then {kind}: {error})" if error is not None else ""))
-    if isinstance(error, AutoparError):
+    if isinstance(error, AutoparError) and kind not in FAULTS:
         expected = eager.error is not None and len(eager.run.records) == (len(mine.run.records) if mine.run else 1)
         at = AT_COMPILE if mine.stage == "compile" else AT_CALL
         return Outcome(EQUAL, "both raise") if expected else Outcome(at, str(error), kind)
@@ -150,6 +151,7 @@ def compared(program: Program, eager: Played, mine: Played, tolerance: float) ->
         if isinstance(error, type(eager.error)) or isinstance(eager.error, type(error)):
             return Outcome(EQUAL, "both raise")
     if error is not None:
+        error = error.__cause__ if kind in FAULTS and error.__cause__ is not None else error
         where = traceback.extract_tb(error.__traceback__)[-1]
         return Outcome(BARE, f"{_line(error)} ({where.filename.rpartition('/')[2]}:{where.lineno}, at {mine.stage})", kind)
     if len(eager.run.records) != len(mine.run.records):
