@@ -338,11 +338,12 @@ class _Compiler:
         whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
         return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
 
-    def trace_again(self, traced: Traced, adapters: bool = True) -> Traced:
+    def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         signature = traced.captured.signature
         form = zip(signature.shapes, signature.dtypes, signature.differentiated)
         whole = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
-        return self._agreed(lambda: (signature.rebuild(whole), traced.fixed), self.forms, adapters, False)
+        forms = self.forms.training(trains or {})
+        return self._agreed(lambda: (signature.rebuild(whole), traced.fixed), forms, adapters, False)
 
     def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool,
                 with_gradients: bool = True) -> Traced:  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from .capture import Captured
 from .errors import AutoparError, InputError
+from .fake_state import buffers_of
 from .graph import is_tensor, output_node, tensor_arguments, values_of
 from .layout import Layout, local_part
 from .oracle import (
@@ -130,7 +131,7 @@ def verify_plan(
     values = global_values(captured, model, example_inputs)
     if missing := [name for name, value in values.items() if value.is_meta]:
         raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
-    buffers = {name: buffer.detach() for name, buffer in model.named_buffers()} | written_parameters(captured, model)
+    buffers = {name: buffer.detach() for name, buffer in buffers_of(model).items()} | written_parameters(captured, model)
     report("running the unsharded model")
     if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
         reference = one_device_step(captured, values)

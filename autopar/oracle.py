@@ -67,7 +67,7 @@ def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable |
     returns = Returns()
     call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision), tangents == [captured.returns.loss])
     written = {output_name(r) for r in output_node(captured.graph).meta["roles"] if "mutation" in r.kind}
-    state = {n: p for n, p in model.named_parameters() if n in written} | dict(model.named_buffers())
+    state = {n: p for n, p in model.named_parameters() if n in written} | buffers_of(model)
     old = {name: tensor.detach().clone() for name, tensor in state.items()}
     try:
         outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
@@ -87,6 +87,12 @@ def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable |
 def output_name(role: OutputRole) -> str:
     """The name of what a gradient or a new value belongs to."""
     return f"input {role.name}" if role.kind.startswith("input_") else role.name
+
+
+def written_parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that a call writes to, by name."""
+    written = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "mutation"}
+    return {name: p.detach() for name, p in model.named_parameters() if name in written}
 
 
 def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevice:

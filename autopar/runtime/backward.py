@@ -14,7 +14,7 @@ from .. import _torch
 from ..capture import Captured
 from ..errors import InputError
 from ..graph import output_node
-from ..layout import local_shape
+from ..layout import local_part, local_shape
 from ..lower import DeferredProgram
 from ..plan import Plan
 from .accumulation import Accumulation, is_unreduced
@@ -129,6 +129,8 @@ class Backward:
             return torch.zeros(shape, dtype=like.dtype, device=self.device)
         if isinstance(tangent, DTensor):
             tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
+        elif not layout.is_replicated:  # of an output that another program of the call gave whole
+            tangent = local_part(tangent, layout, self.mesh, self.mesh.coordinate(self.groups.rank))
         return tangent.contiguous()
 
 

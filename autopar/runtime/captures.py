@@ -83,7 +83,7 @@ class Compiler(Protocol):
     def trace(self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """`trains`: of parameters by name, if not as it was when the model was taken over."""
 
-    def trace_again(self, traced: Traced, adapters: bool = True) -> Traced:
+    def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """The same call with tangents for all outputs that require a gradient."""
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
@@ -217,8 +217,7 @@ class Captures:
                     "capture_limit",
             )  # fmt: skip
         start = time.perf_counter()
-        trains = None if self.stage.line is not None else {n: p.requires_grad for n, p in self.parameters.items()}
-        traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters, trains)
+        traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters, self._by_name(self._trainable()))
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
         if same is not None:
             capture = self._add(traced, same.plan, same.step, gradients, Ambient.now(), changed)
@@ -244,7 +243,7 @@ class Captures:
         self.meetings += 1
         start = time.perf_counter()
         with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
-            traced = self.compiler.trace_again(capture.traced, capture.flags[-1])
+            traced = self.compiler.trace_again(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
         whole = self._step(traced, plan, lower_together(traced, plan))
@@ -308,6 +307,10 @@ class Captures:
     def _trainable(self) -> list[bool]:
         """Which parameters train now."""
         return [p.requires_grad for p in self.parameters.values()]
+
+    def _by_name(self, trainable: list[bool]) -> dict[str, bool] | None:
+        """Which parameters train, by name; None under a pipeline, where a rank knows of some."""
+        return dict(zip(self.parameters, trainable)) if self.stage.line is None else None
 
     def _trains(self, trainable: list[bool]) -> bool:
         """Whether anything does, on whatever rank, with the adapters on or off as they are."""

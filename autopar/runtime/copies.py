@@ -16,6 +16,7 @@ from ..storage.state_dict import translate_states
 from . import captures
 from .adapters import Adapters
 from .modes import Modes
+from .parameter_hooks import give_all_whole_gradients
 from .parameters import taken_over
 from .random_state import RandomState
 
@@ -37,6 +38,7 @@ def deep_copy(module, memo: dict):
         setattr(made, name, getattr(module, name))
     made.random = RandomState(module.random.seed, module.random.offset)
     made._forms = _forms(module._forms, memo)
+    give_all_whole_gradients(made, made.layouts, made.stage_mesh)
     translate_states(made, made.layouts, made.stage_mesh, made.elsewhere)
     compiler = copy.copy(old.compiler)
     compiler.model, compiler.forms = source, made._forms

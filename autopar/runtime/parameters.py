@@ -22,6 +22,7 @@ from ..layout import Layout, local_part
 from ..plan import Plan
 from ..storage.weights import Weights
 from .dtensors import as_dtensor
+from .parameter_hooks import give_whole_gradients
 from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
@@ -170,6 +171,7 @@ def take_over(
             local = computed.pop(name) if name in computed else part_of(name, parameter, layout)
             dtensor = as_dtensor(local, shapes[id(parameter)], layout, mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+            give_whole_gradients(made[id(parameter)], layout, stage)
             _torch.move_hooks(parameter, made[id(parameter)])
             _empty(parameter)
         table[leaf] = made[id(parameter)]

@@ -179,8 +179,9 @@ class Step:
         owners = list(leaves)
         for at, parameter in zip(self.parameters_at, parameters):
             owners[at] = parameter
+        written = {i for _, i in self.written_inputs}
         for at, i in zip(self.inputs_at, self.read):
-            if isinstance(call.tensors[i], DTensor):
+            if isinstance(call.tensors[i], DTensor) or i not in written:
                 owners[at] = call.tensors[i]
         values = list(leaves) if self.without_tangent else None
         for at in self.overwritten:

@@ -164,3 +164,39 @@ def test_a_model_in_a_loop_of_outputs(alone):
         torch.nn.functional.mse_loss(m(batch(1)), target).backward()
     assert_same_gradients(model, reference)
     assert autopar.__name__ == "autopar"
+
+
+def _hooks(rank: int, mesh: str, strategy: str | None) -> None:
+    """Hooks of parameters, registered before and after compiling, that return, write in place, and look."""
+    mask = torch.arange(60.0).view(10, 6) % 2
+    seen: list[float] = []
+
+    def doubled(gradient):
+        gradient.mul_(2)
+
+    def before(model):
+        model.layers[0].weight.register_hook(lambda g: g * mask)
+
+    def after(model):
+        model.layers[0].bias.register_hook(doubled)
+        model.layers[3].weight.register_hook(lambda g: g / g.norm())
+        model.layers[3].bias.register_hook(lambda g: seen.append(float(g.sum())))
+
+    source, reference = Stateful(), Stateful()
+    reference.load_state_dict(source.state_dict())
+    before(source), before(reference)
+    model = autopar.compile(source, device_mesh(mesh), (batch(0),), strategy=strategy)
+    after(model), after(reference)
+    for m in (model, reference):
+        _call(m, 1)
+    assert_same_gradients(model, reference)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+
+
+def test_hooks_of_parameters(alone):
+    _hooks(0, "dp=1,tp=1", None)
+
+
+@pytest.mark.gloo
+def test_hooks_of_parameters_on_processes():
+    gloo.run(2, _hooks, "dp=2", "fsdp", seconds=120)
