@@ -38,5 +38,4 @@ class Ambient(NamedTuple):
         """`, no_grad, autocast cpu bfloat16`, or nothing; without gradients of a model that trains."""
         words = ["no_grad"] if trains and not self.gradients else []
         words += [f"autocast {device} {str(dtype).removeprefix('torch.')}" for device, dtype in self.casts]
-        words += [f"default {str(self.dtype).removeprefix('torch.')}"] if self.dtype != torch.float32 else []
         return "".join(f", {word}" for word in words)

@@ -180,6 +180,11 @@ class Captures:
         ranks; DesyncError if this rank alone makes a call for the first time."""
         self.structure.check()
         flags, hooks, ambient = self.modes.now(), self.hooks.now(), Ambient.now()
+        if ambient.dtype != self.table[0].ambient.dtype:
+            raise InputError(
+                f"torch's default type is {ambient.dtype}, and was {self.table[0].ambient.dtype} when the model was compiled",
+                fix="call torch.set_default_dtype before autopar.compile",
+            )
         trainable = self._trainable()
         gradients = ambient.gradients and self._trains(trainable)
         tensors = None

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "eager refuses a backward that the compiled model runs": (
-        "gradients/input_changed_between_forward_and_backward", "grad_modes/region_inference_mode",
-    ),
-    "parameters and their gradients are DTensors, which do not mix with plain tensors": (
-        "hooks/parameter_hook_mask", "containers/weight_used_outside", "containers/all_weights_regularized",
+    "eager refuses a backward that the compiled model runs": ("grad_modes/region_inference_mode",),
+    "parameters are DTensors, which do not mix with plain tensors": (
+        "containers/weight_used_outside", "containers/all_weights_regularized",
     ),
     "torch.manual_seed between calls": ("randomness/seeded_by_the_user",),
-    "whether an output has a gradient after a part of the parameters was frozen": (
-        "training/output_of_a_layer_that_is_frozen_later",
-    ),
-    "outputs that only a later call asks for": ("huggingface/hidden_states_asked_for",),
     "caches among the outputs": ("huggingface/cache_returned",),
     "refused: state with a graph of an earlier call": ("memories/recurrent_state_attached",),
     "refused: a value of a tensor kept as a Python number": ("attributes/float_from_item",),
@@ -28,9 +22,9 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "hooks/full_backward_pre_before_compile_inner", "hooks/full_backward_pre_after_compile_inner",
         "hooks/tensor_hook_in_the_forward", "hooks/retain_grad_in_the_forward",
     ),
-    "refused: parameters and layers that are thawed or replaced after compile": (
-        "training/thawing_what_was_frozen", "training/parameter_replaced_between_calls", "training/layer_replaced_between_calls",
-        "training/frozen_bias_thawed", "training/frozen_bias_thawed_with_a_counter", "containers/depth_changed_between_calls",
+    "refused: parameters and layers that are replaced after compile": (
+        "training/parameter_replaced_between_calls", "training/layer_replaced_between_calls",
+        "containers/depth_changed_between_calls",
     ),
     "refused: methods that need no parameters": (
         "containers/method_without_parameters", "huggingface/checkpointing_enabled_between",
