@@ -68,6 +68,13 @@ class Refill:
         self.owner.update(made) if isinstance(self.owner, dict) else self.owner.extend(made)
 
 
+def has_tensor(value: object) -> bool:
+    """Whether an attribute's new value has tensors in it."""
+    if isinstance(value, dict):
+        return any(map(has_tensor, value.values()))
+    return any(map(has_tensor, value)) if type(value) in (list, tuple) else isinstance(value, Slot)
+
+
 def _filled(value: object, outputs: list) -> object:
     if isinstance(value, Slot):
         tensor = outputs[value.position]

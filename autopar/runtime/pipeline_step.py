@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import _torch
 from ..capture import Captured
 from ..errors import InputError, StageError
+from ..frontend.effects import has_tensor
 from ..graph import output_node
 from ..layout import Layout, local_part, local_shape
 from ..micro_batches import join, parts_of
@@ -54,6 +55,12 @@ class PipelineStep:
             raise StageError(
                 "a pipeline trains with a scalar loss of the model's own, and this call returns none",
                 fix="return a loss from the model (output.loss), or pass loss_fn= to autopar.compile",
+            )
+        left = [effect.path for effect in captured.returns.effects if has_tensor(effect.value)]
+        if left and not everywhere and len(stage.ranks) > 1:
+            raise StageError(
+                f"the forward leaves a tensor in {left[0]}, which the ranks of one stage alone would have",
+                fix='pass outputs="everywhere" to autopar.compile, or return it',
             )
         self.device = torch.device(stage.device_mesh.device_type)
         self._bind(program, module)

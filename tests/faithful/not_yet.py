@@ -31,6 +31,4 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 NOT_YET = {name: reason for reason, names in _BY_REASON.items() for name in names}
-NOT_YET_ON_SEVERAL = {  # but on one process
-    "losses/loss_and_logits_of_a_counter": "a batch of another size, cut unevenly, in the program of a loss and other outputs",
-}
+NOT_YET_ON_SEVERAL: dict[str, str] = {}  # but on one process

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import autopar
-from autopar.errors import InputError
+from autopar.errors import InputError, StageError
 from tests import gloo
 
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, pair
@@ -200,3 +200,24 @@ def test_hooks_of_parameters(alone):
 @pytest.mark.gloo
 def test_hooks_of_parameters_on_processes():
     gloo.run(2, _hooks, "dp=2", "fsdp", seconds=120)
+
+
+def _staged(rank: int) -> None:
+    """Under a pipeline a tensor that the forward leaves in an attribute is on all ranks, or there is an error."""
+    mesh = device_mesh("pp=2")
+    source = Stateful()
+    source.cache = torch.full((4,), 0.5)
+    with pytest.raises(StageError, match="leaves a tensor in model.penalty"):
+        autopar.compile(copy.deepcopy(source), mesh, (batch(0),), micro_batches=1)
+    model, reference = pair(source, mesh, (batch(0),), outputs="everywhere", micro_batches=1)
+    for seed in (1, 2):
+        mine, whole = model(batch(seed)), reference(batch(seed))
+        assert_close(mine["loss"], whole["loss"])
+        assert_close(model.penalty, reference.penalty)
+        assert model.steps == reference.steps
+    mine["loss"].backward(), whole["loss"].backward()
+
+
+@pytest.mark.gloo
+def test_state_of_stages():
+    gloo.run(2, _staged, seconds=120)
