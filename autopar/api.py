@@ -15,31 +15,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from . import autocast, capture, debug, pipeline_meshes
+from . import capture, debug, pipeline_meshes
 from .accumulate import of_samples, samples_of
 from .adapt import order
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .axes import check_axes
 from .capture import Captured
-from .collector import paused_collector
 from .constants import text_of
-from .errors import CaptureError, InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
+from .errors import InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
 from .explain_pipeline import PipelineExplanation, explain_pipeline
 from .fake_state import Form, forms_of
 from .hardware import Hardware
 from .layout import Layout
 from .mesh import Mesh
-from .output_gradients import differentiable_outputs
-from .passes.autocast_kernels import traced_as
-from .passes.canonicalize import canonicalize
-from .passes.clean import clean
-from .passes.explicit_casts import explicit_casts
-from .passes.fake_quant import fake_quant
-from .passes.grad_regions import grad_regions
-from .passes.lora import check_gradients, lora
-from .passes.quantize import quantize
-from .passes.widen import widen
 from .pipeline_plan import axis_of, inside
 from .plan import Plan, fingerprint
 from .plan_arguments import options_of
@@ -60,56 +49,7 @@ from .runtime.parameters import check_model, check_source
 from .runtime.same_values import share_values
 from .same_stages import plan_same_stages, with_owners
 from .storage.weights import Weights, shapes_of
-from .unroll import tower_of, unroll
-
-ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  # by the name of an adaptation
-
-@paused_collector()
-def trace(
-    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
-) -> Captured:  # fmt: skip
-    """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
-    their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py);
-    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable; `with_gradients`:
-    whether the call is made where gradients are recorded. Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
-    around = autocast.ambient()
-    device = autocast.device_of(model, around)
-    with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        with traced_as(device, around):
-            exported = debug.run_pass(
-                "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone,
-                with_gradients,
-            )
-        debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
-        debug.run_pass("grad_regions", grad_regions, exported.graph_module)
-        debug.run_pass("canonicalize", canonicalize, exported.graph_module)
-        for adaptation in adapt:
-            debug.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
-        if adapt:
-            returns = exported.returns
-            loss = returns.loss if returns.loss_alone else None
-            returns.differentiable = differentiable_outputs(exported.graph_module, exported.inputs, loss)[: returns.count]
-        captured = debug.run_pass("differentiate", capture.differentiate, exported)
-        if any(isinstance(a, LoRA) for a in adapt):
-            check_gradients(captured)
-        if compute_dtype(precision) is not None:
-            debug.run_pass("widen", widen, captured.graph_module)
-        debug.run_pass("clean", clean, captured.graph_module)
-    return captured
-
-
-def trace_to_plan(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32",
-    adapt: Sequence[Adaptation] = (),
-) -> Captured:  # fmt: skip
-    """The same graph as `trace` gives, in less time where the model has many equal blocks (see autopar/unroll.py)."""
-    if tower := tower_of(model):
-        with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
-            with tower.shortened():
-                short = trace(model, example_inputs, loss_fn, forms, precision, adapt)
-            return debug.run_pass("unroll", unroll, short, tower, capture.tie_map(model))
-    return trace(model, example_inputs, loss_fn, forms, precision, adapt)
+from .tracing import trace, trace_to_plan
 
 
 def plan(

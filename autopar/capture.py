@@ -20,7 +20,6 @@ from . import _torch, refusals
 from ._torch.regions import plain_regions
 from .calls import CallSignature, Returns, split_example
 from .compact import Compact
-from .dtypes import check_types
 from .errors import AutoparError, CaptureError, InputError
 from .experts import in_order
 from .fake_state import DEVICE, Form, Forms, fake, fake_state, forms_of
@@ -97,8 +96,8 @@ def export(
         ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)
-    except AutoparError:
-        raise
+    except AutoparError as error:
+        raise refusals.explained(error, entered) or error from None
     except Exception as error:
         raise refusals.explained(error, entered) or CaptureError(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
@@ -110,7 +109,6 @@ def export(
     with quiet():
         graph_module = program.module(check_guards=False)
     refusals.refuse(graph_module.graph, entered, source_line)
-    check_types(graph_module.graph, source_line)
     graph_module.meta["entered"] = entered
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):

@@ -90,7 +90,7 @@ def test_returns_are_rebuilt(output, names, loss):
     returns = Returns()
     tensors = returns.take_apart(output)
     assert returns.names == names and returns.loss == loss and returns.count == len(tensors)
-    assert str(returns.rebuild(tensors)) == str(output if not isinstance(output, OrderedDict) else dict(output))
+    assert str(returns.rebuild(tensors)) == str(output)
 
 
 def test_returns_refuse_what_they_cannot_see_into():

@@ -49,4 +49,4 @@ def test_the_truth_of_tensors_is_torchs_own_afterwards():
     assert (torch.Tensor.__dict__.get("__bool__"), torch.SymBool.__dict__.get("__bool__")) == before
     assert bool(torch.tensor(True)) and not torch.zeros(1)
     with pytest.raises(ValueError, match="scale"):
-        torch.distributions.Normal(0.0, torch.tensor(-1.0))
+        torch.distributions.Normal(0.0, torch.tensor(-1.0), validate_args=True)

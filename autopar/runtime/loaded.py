@@ -26,7 +26,7 @@ class LoadedGraph:
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         self.module = boxed(bind_groups(module, groups.bind(group_names(module)))).to(device)
         self.phase = phase
-        self.run = watch.guarded(self.module, phase, _without_autocast(self.module.forward))
+        self.run = _without_autocast(watch.guarded(self.module, phase, self.module.forward))
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run through torch.compile, with these options of it, from the next call on, which compiles."""

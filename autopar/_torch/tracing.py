@@ -1,0 +1,85 @@
+"""Torch's private interfaces to what a trace must see or leave alone: its flag, its prints, transforms, checkpoints and hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+
+@contextlib.contextmanager
+def as_if_eager(active: bool = True):
+    """Inside, if `active`, `torch.compiler.is_compiling()` is False even while exporting."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = before and not active
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def without_prints():
+    """Inside, torch.export does not print the graph that it had when it failed."""
+    import torch.export._trace as trace
+
+    trace.print = lambda *args, **kwargs: None  # hides the builtin from this module alone
+    try:
+        yield
+    finally:
+        trace.__dict__.pop("print", None)
+
+
+@contextlib.contextmanager
+def transforms(entered: Callable[[str], object]):
+    """Inside, `entered` is told the name of every transform of torch.func that begins: "torch.vmap", "torch.func.grad" (and
+    vjp, jacrev) or "torch.func.jvp" (jacfwd too)."""
+    from torch._functorch import eager_transforms, vmap
+
+    places = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting", "torch.func.grad"),
+              (eager_transforms, "jvp_increment_nesting", "torch.func.jvp"))  # fmt: skip
+    before = [getattr(module, function) for module, function, _ in places]
+
+    def noting(plain: Callable, name: str) -> Callable:
+        return lambda *args, **kwargs: (entered(name), plain(*args, **kwargs))[1]
+
+    try:
+        for (module, function, name), plain in zip(places, before):
+            setattr(module, function, noting(plain, name))
+        yield
+    finally:
+        for (module, function, _), plain in zip(places, before):
+            setattr(module, function, plain)
+
+
+@contextlib.contextmanager
+def plain_checkpoints():
+    """Inside, `torch.utils.checkpoint.checkpoint(function, ...)` just calls the function."""
+    from torch.utils import checkpoint
+
+    def nothing(*args, **kwargs):
+        yield
+
+    before = checkpoint._checkpoint_without_reentrant_generator
+    checkpoint._checkpoint_without_reentrant_generator = nothing
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = before
+
+
+def hooks_of_all_modules() -> list[dict]:
+    """The tables of hooks that run for every module."""
+    from torch.nn.modules import module
+
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return [getattr(module, name) for name in names]
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Register the hooks of one parameter with another one."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
