@@ -99,9 +99,10 @@ def export(
     except AutoparError as error:
         raise refusals.explained(error, entered) or error from None
     except Exception as error:
-        raise refusals.explained(error, entered) or CaptureError(
+        source = _source_of_exception(error)
+        raise refusals.explained(error, entered, of_user=source) or CaptureError(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
-            source=_source_of_exception(error),
+            source=source,
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error

@@ -39,11 +39,7 @@ def refuse(graph: fx.Graph, entered: Noted, source_line) -> None:
         raise of_transform(name, entered[name])
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.__name__ in BRANCHES:
-            raise CaptureError(
-                f"torch.{node.target.__name__} runs one of several graphs, as the values of a tensor say: they are not planned",
-                node=node.name, source=source_line(node) or None,
-                fix="compute both branches and choose with torch.where; write a loop with a number of steps that is known",
-            )  # fmt: skip
+            raise _of_branches(node.target.__name__, node.name, source_line(node) or None)
         if node.target in SPARSE and _argument(node, SPARSE[node.target]):
             raise CaptureError(
                 "an embedding with sparse=True has a sparse gradient, and parameters of a compiled model have dense ones",
@@ -52,11 +48,23 @@ def refuse(graph: fx.Graph, entered: Noted, source_line) -> None:
             )  # fmt: skip
 
 
-def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, source_line=None) -> CaptureError | None:
-    """The reason behind an error of torch's own tracing, if it is known; `graph`: the forward's, if there is one already."""
+def _of_branches(name: str, node: str | None = None, source: str | None = None) -> CaptureError:
+    return CaptureError(
+        f"torch.{name} runs one of several graphs, as the values of a tensor say: they are not planned",
+        node=node, source=source,
+        fix="compute both branches and choose with torch.where; write a loop with a number of steps that is known",
+    )  # fmt: skip
+
+
+def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, source_line=None,
+              of_user: str | None = None) -> CaptureError | None:  # fmt: skip
+    """The reason behind an error of torch's own tracing, if it is known; `graph`: the forward's, if there is one already;
+    `of_user`: the user's line that it came from."""
     if entered:
         name = min(entered, key=lambda name: name not in DERIVATIVES)
         return of_transform(name, entered[name])
+    if _torch.is_of_higher_order_op(error):
+        return _of_branches("cond", source=of_user)
     masked = [n for n in graph.nodes if _writes_by_mask(n)] if graph is not None and _torch.is_data_dependent(error) else []
     if not masked:
         return None

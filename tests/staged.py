@@ -141,9 +141,10 @@ def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[st
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for number, of_batch in enumerate(parts_of(micro, values)):
-        parts = each[micro.is_smaller(number)]
+        is_smaller = micro.is_smaller(number)
+        parts, own = each[is_smaller], (stages, smaller)[is_smaller]  # what is smallest to send may differ
         given, passing, saved = {**values, **of_batch}, {}, []
-        for stage, part in zip(stages, parts):
+        for stage, part in zip(own, parts):
             assert set(passing) == set(stage.received)
             results = dict(_run(part.forward, [], given | passing))
             saved.append([value for role, value in results.items() if isinstance(role, int)])
@@ -154,7 +155,7 @@ def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[st
                 elif _kind(role) == "mutation":
                     buffers[role.name] = value
         assert not passing
-        for stage, part, kept in reversed(list(zip(stages, parts, saved))):
+        for stage, part, kept in reversed(list(zip(own, parts, saved))):
             assert set(passing) == set(stage.arriving)
             results = dict(_run(part.backward, kept, given | passing)) if part.backward is not None else {}
             passing = {role.name: value for role, value in results.items() if role.kind == "returned"}

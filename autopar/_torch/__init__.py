@@ -75,6 +75,11 @@ def is_data_dependent(error: BaseException) -> bool:
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
 
 
+def is_of_higher_order_op(error: BaseException) -> bool:
+    """Whether tracing failed at an op that has graphs of its own, such as torch.cond."""
+    return type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
 def has_unknown_number(value: object) -> bool:
     """Whether a traced value is a number, or has a size, that is known only when the graph runs."""
     if isinstance(value, (tuple, list)):

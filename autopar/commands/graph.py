@@ -9,11 +9,11 @@ from ..errors import AutoparError
 from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
-GLOBAL = ("export", "canonicalize", "differentiate", "clean")  # before there is a plan
+GLOBAL = ("export", "explicit_casts", "grad_regions", "canonicalize", "differentiate", "clean")  # before there is a plan
 ADAPT = ("lora", "quantize", "fake_quant")  # between canonicalize and differentiate, if the command line asks for them
 LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "overlap", "partition")
 PIPELINE = ("micro_batch", "cut")  # on a mesh with pp, before the steps of each of a rank's stages
-STAGES = (*GLOBAL[:2], *ADAPT, *GLOBAL[2:], "plan", *PIPELINE, *LOCAL)
+STAGES = (*GLOBAL[:4], *ADAPT, *GLOBAL[4:], "plan", *PIPELINE, *LOCAL)
 
 
 def add(subparsers) -> None:

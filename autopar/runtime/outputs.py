@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from .._torch import tree_map
+from .._torch import tree_flatten, tree_map
 
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
 _AS_IT_IS = frozenset(
@@ -32,10 +32,15 @@ class GlobalTensor(DTensor):
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__"):
             name = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
-        if name in _AS_IT_IS or torch.compiler.is_compiling():
+        if name in _AS_IT_IS or torch.compiler.is_compiling() or _is_with_dtensors(args, kwargs):
             with _torch.without_torch_function():
                 return function(*args, **kwargs)
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+
+def _is_with_dtensors(args: tuple, kwargs: dict) -> bool:
+    """Whether a user's own DTensors, or parameters, are among the arguments: then it is one of them."""
+    return any(isinstance(a, DTensor) and not isinstance(a, GlobalTensor) for a in tree_flatten((args, kwargs))[0])
 
 
 def plain(value: object) -> object:
