@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api, models
+from autopar import api, models, tracing
 from autopar.fake_state import forms_of
 from autopar.graph import output_node
 from autopar.plan import fingerprint
@@ -60,7 +60,7 @@ def test_unrolled_is_whole(name, monkeypatch):
         traced.append(len(list(model.parameters())))
         return trace(*arguments)
 
-    monkeypatch.setattr(api, "trace", counting)
+    monkeypatch.setattr(tracing, "trace", counting)
     unrolled = api.trace_to_plan(model, inputs, None, forms_of(model))
     assert len(traced) == 1 and traced[0] < len(list(model.parameters())) and list(model.state_dict()) == before
     assert fingerprint(unrolled.graph) == fingerprint(whole.graph) and unrolled.ties == whole.ties
