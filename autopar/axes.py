@@ -1,4 +1,4 @@
-"""What each axis of a plan's mesh carries, whatever its name says.
+"""Find what each axis of a plan's mesh carries, whatever its name says.
 
 Without a strategy a name decides nothing: the planner puts on every axis what is fastest, and where nothing gains by it an axis may
 carry nothing, so that its devices all do the same. The plan's text says so, and `strict=True` refuses it.
@@ -15,7 +15,7 @@ PROMISES = {"ep": "experts", "cp": "the sequence", "sp": "the sequence"}  # by t
 
 
 def carried(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """By axis of more than one device, the kinds of tensors that it cuts; the axis of a pipeline carries its stages."""
+    """Return, for each axis of more than one device, the kinds of tensors that it cuts; a pipeline's axis carries its stages."""
     mesh, layouts = plan.sharding.mesh, plan.sharding.leaves.items()
     inputs = [layout for name, layout in layouts if name.startswith("x_")]
     parameters = [layout for name, layout in layouts if name.startswith("p_")]

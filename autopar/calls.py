@@ -175,7 +175,7 @@ class Returns:
 
     @property
     def outputs(self) -> tuple[int, int | None, list[bool]]:
-        """What a program knows of its outputs."""
+        """Return what a program knows of its outputs: how many there are, which is the loss, which require a gradient."""
         return self.count, self.loss, self.differentiable
 
     def take_apart(self, output) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def _key(node: fx.Node) -> tuple:
 
 
 def _refusal(node: fx.Node, values: dict[str, object]) -> str | None:
-    """What torch says of the types, None if they are right or cannot be judged."""
+    """Return what torch says of the types, None if they are right or cannot be judged."""
     said = _said(node, values, lambda name, dtype: dtype)
     if said is None or "not implemented for" in said:  # another device may have the kernel that this one lacks
         return None

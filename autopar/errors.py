@@ -175,7 +175,7 @@ class SourceMethodError(AutoparError, AttributeError):
 
 
 def not_compared(error: Exception) -> AutoparError:
-    """What a row says of a comparison that could not be made: nobody asked for it, so it never takes the place of a plan."""
+    """Return what a row says of a comparison that could not be made: nobody asked for it, so it never takes the place of a plan."""
     return error if isinstance(error, AutoparError) else StrategyError(f"could not be compared: {type(error).__name__}: {error}")
 
 

@@ -23,7 +23,7 @@ DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Form:
-    """What tracing needs to know of a parameter or buffer."""
+    """Hold what tracing needs to know of a parameter or buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,8 +32,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Tables:
-    """Where the tensors of one module belong: first qualified names by the names that the module itself has for them, None for a
-    parameter or buffer that is None."""
+    """Say where the tensors of one module belong: the first qualified name of each, by the name that the module itself has for it;
+    None for a parameter or buffer that is None."""
 
     module: nn.Module
     parameters: dict[str, str | None]

@@ -1,4 +1,4 @@
-"""What a few methods of tensors mean in eager torch, said in a way that a trace keeps.
+"""Give a few methods of tensors their eager meaning, in a way that a trace keeps.
 
 `parameter.requires_grad_(False)` keeps gradients from what is computed with it afterwards, which a trace forgets, since it is no
 op. Hooks of tensors, backwards inside of a forward and generators of its own would serve once, while tracing, and are refused.
