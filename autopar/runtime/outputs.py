@@ -30,8 +30,8 @@ class GlobalTensor(DTensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
+        if name == "__get__":  # of an attribute
+            name = getattr(function.__self__, "__name__", "")
         if name in _AS_IT_IS or torch.compiler.is_compiling() or _is_with_dtensors(args, kwargs):
             with _torch.without_torch_function():
                 return function(*args, **kwargs)
