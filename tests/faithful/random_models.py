@@ -18,10 +18,10 @@ VOCAB = 11
 class RandomModel(nn.Module):
     """(x (B, S, W)[, ids (B, S)]) -> outputs in a random form. `state`: whether it may keep Python state and buffers of its own;
     `random`: whether it may drop. `staged`: it has a loss and enough layers for a pipeline, and nothing that mixes samples.
-    The ops are a list of (name, positions of arguments, layer), values are (B, S, width)."""
+    `smooth`: little comes of what is rounded, as bf16 does. The ops are a list of (name, positions of arguments, layer), values are (B, S, width)."""
 
     def __init__(self, rng: Random, width: int, takes_ids: bool, state: bool = True, random: bool = False,
-                 staged: bool = False):  # fmt: skip
+                 staged: bool = False, smooth: bool = False):  # fmt: skip
         super().__init__()
         self.takes_ids, self.factor = takes_ids, 1.0
         self.counts, self.calls = state and rng.random() < 0.15, 0
@@ -30,18 +30,19 @@ class RandomModel(nn.Module):
             self.embed = nn.Embedding(VOCAB, width)
         widths = [width]
         kinds = [*SINGLE, *(STATE if state else ()), *(("dropout",) if random else ())]
-        kinds = [k for k in kinds if not (staged and k in MIXING)] + ["linear"] * 4 * staged
+        kinds = [k for k in kinds if not (staged and k in MIXING) and not (smooth and k in JUMPING)] + ["linear"] * 4 * staged
+        doubles = [k for k in DOUBLE if not (smooth and k in JUMPING)]
         for _ in range(rng.randint(9, 12) if staged else rng.randint(3, 9)):
             pairs = [(i, j) for i in range(len(widths)) for j in range(i) if widths[i] == widths[j]]
             if pairs and rng.random() < 0.25:
-                self.ops.append((rng.choice(list(DOUBLE)), rng.choice(pairs), None))
+                self.ops.append((rng.choice(doubles), rng.choice(pairs), None))
                 widths.append(widths[self.ops[-1][1][0]])
                 continue
             kind, at = rng.choice(kinds), rng.choice([len(widths) - 1, rng.randrange(len(widths))])
             layer, out = self._layer(kind, widths[at], rng)
             self.ops.append((kind, (at,), layer))
             widths.append(out)
-        self.form = rng.choice([form for form in FORMS if not staged or "loss" in form])
+        self.form = rng.choice([form for form in FORMS if (not staged or "loss" in form) and not (smooth and form in JUMPING)])
         self.picked = rng.randrange(len(widths))
         self.head = nn.Linear(widths[-1], VOCAB)
         if rng.random() < 0.2:
@@ -144,6 +145,7 @@ SINGLE = {  # of one value
 }
 STATE = {"batch_norm": _batch_norm, "average": _average, "count": _count}
 MIXING = ("batch_norm", "average", "count", "of_the_batch")  # samples of a batch
+JUMPING = ("largest", "where", "nested", "product")  # where a rounding decides, or grows
 DOUBLE = {  # of two values of one width
     "add": lambda m, layer, a, b: a + b,
     "gate": lambda m, layer, a, b: a * b.sigmoid(),

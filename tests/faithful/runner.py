@@ -25,7 +25,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 
-from .compare import difference
+from .compare import COARSE, difference
 from .program import Program
 from .script import Run
 
@@ -184,7 +184,7 @@ def device_mesh(text: str):
 
 def _tolerance(program: Program, options: dict) -> float:
     precision = (program.options | options).get("precision", "fp32")
-    return program.tolerance if precision == "fp32" else max(program.tolerance, 0.1)
+    return program.tolerance if precision == "fp32" else max(program.tolerance, COARSE)
 
 
 def _line(error: BaseException) -> str:
