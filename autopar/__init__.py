@@ -18,8 +18,8 @@ from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, 
 from .storage.quantized_folder import load_quantized
 
 __all__ = [
-    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA", "Mesh",
-    "Plan", "QLoRA", "compile", "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint", "load_quantized",
-    "plan", "save_checkpoint",
+    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA",
+    "Mesh", "Plan", "QLoRA", "compile", "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint",
+    "load_quantized", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """How a global batch becomes micro-batches: what a user says of it, and the fewest passes that need no recomputation.
 
-A step of K passes holds the activations of one pass alone. K is a number, follows from the samples that a data-parallel replica
-computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is looked for.
+A step of K passes holds the activations of one pass alone. K is a number, follows from the samples that a data-parallel
+replica computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is looked for.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ MOST_CAPTURES = 3  # of a model at different batches, when the number of passes 
 
 
 def data_ways(mesh: Mesh, strategy: str | None) -> int:
-    """Over how many replicas the batch is spread: the axes that the strategy gives the batch; without one all but those that are
-    named for something else."""
+    """Over how many replicas the batch is spread: the axes that the strategy gives the batch; without one all but those
+    that are named for something else."""
     roles = Restriction.of(strategy, mesh).roles
     named = DATA in roles.values() or strategy not in (None, AUTO)
     return math.prod(mesh.size(a) for a, role in roles.items() if (role == DATA if named else a not in NOT_DATA))
 
 
-def passes_of(batch: int, mesh: Mesh | None, strategy: str | None, micro_batches: int | None, micro_batch: int | None) -> int:
+def passes_of(
+    batch: int, mesh: Mesh | None, strategy: str | None, micro_batches: int | None, micro_batch: int | None
+) -> int:
     """K, from either of the two. Raises InputError if it does not divide the batch."""
     if micro_batches is not None and micro_batch is not None:
         raise InputError("micro-batches are given both as a number and by their size", fix="leave one out")
@@ -40,18 +42,22 @@ def passes_of(batch: int, mesh: Mesh | None, strategy: str | None, micro_batches
             raise InputError(f"a batch of {batch} cannot be cut into {passes} equal micro-batches", fix=f"use {near}")
         return passes
     if mesh is None:
-        raise InputError("the samples of a replica say nothing before the mesh is known", fix="give the number of micro-batches")
+        raise InputError(
+            "the samples of a replica say nothing before the mesh is known", fix="give the number of micro-batches"
+        )
     ways = data_ways(mesh, strategy)
     if batch % (micro_batch * ways):
         fitting = [b for b in _divisors(batch) if batch % (b * ways) == 0]
-        fix = f"use a micro-batch of {_nearest(micro_batch, fitting)}" if fitting else f"use a batch that {ways} divides"
+        fix = (
+            f"use a micro-batch of {_nearest(micro_batch, fitting)}" if fitting else f"use a batch that {ways} divides"
+        )
         raise InputError(f"a batch of {batch} is no multiple of {micro_batch} samples on {ways} replicas", fix=fix)
     return batch // (micro_batch * ways)
 
 
 def of_samples(signature: CallSignature, samples: int) -> tuple[tuple, dict]:
-    """`(args, kwargs)` of a call like another one, without values, with so many samples: every tensor whose dim 0 is as long as
-    that of the first one has them there."""
+    """`(args, kwargs)` of a call like another one, without values, with so many samples: every tensor whose dim 0 is as
+    long as that of the first one has them there."""
     shapes = [shape for shape in signature.shapes if shape is not None]
     batch = samples_of(signature)
     dtypes = [dtype for dtype in signature.dtypes if dtype is not None]
@@ -65,9 +71,10 @@ def samples_of(signature: CallSignature) -> int:
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
-    """The plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell; `search(K)` plans
-    with K passes. How many are needed is estimated from the activations of the plan before, which shrink with K. Micro-batches are
-    multiples of `ways`, if the batch is. If none does, what the last search gave or raised (MemoryInfeasibleError)."""
+    """The plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell;
+    `search(K)` plans with K passes. How many are needed is estimated from the activations of the plan before, which
+    shrink with K. Micro-batches are multiples of `ways`, if the batch is. If none does, what the last search gave or
+    raised (MemoryInfeasibleError)."""
     choices = [k for k in _divisors(batch) if batch % ways or batch // k % ways == 0]
     without: Planned | None = None
     last: Planned | MemoryInfeasibleError | None = None

@@ -4,9 +4,10 @@
         ...
     seen.peak_bytes, seen.at_peak          # {"parameters": 4096, "values between ops": 512}
 
-What is seen is what ops take and return, on this thread and in the backward that it runs. What a kernel allocates for itself and
-frees before it returns is not, nor what a communication library keeps. Tensors that are there before are told by `hold`, or met
-when an op first reads them. A kind may be given to a storage after it was freed, by a mark that was set while it lived.
+What is seen is what ops take and return, on this thread and in the backward that it runs. What a kernel allocates for
+itself and frees before it returns is not, nor what a communication library keeps. Tensors that are there before are
+told by `hold`, or met when an op first reads them. A kind may be given to a storage after it was freed, by a mark that
+was set while it lived.
 """
 
 from __future__ import annotations

@@ -79,41 +79,46 @@ def plan(
 ) -> Plan:
     """Plan a model for a mesh without running anything: `model` and `example_inputs` may be on the meta device.
 
-    `mesh`: text ("dp=8,tp=8"), autopar.Mesh, a DeviceMesh, or a number of devices: then meshes are tried. `hardware`: a profile's
-    name, a device's own name, a TOML file (default h100, or the DeviceMesh's own device). `memory`: bytes or text such as "40GiB"
-    (default the hardware's). `pin`: glob of a parameter's name -> layout, "tp:S(0)" or "R"; `forbid`: glob -> a layout that it may
-    not take, or several. `strategy`: a recipe, or two for two axes, "megatron_sp+zero1". `precision`: "fp32", the model in its own
-    types, or "bf16", mixed precision as autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with
-    the rest. `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
-    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a mesh with
-    an axis pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a `schedule` of
-    autopar/schedule/catalogue.py ("auto": the best) with so many stages a rank. For a number of devices the plan may have stages or
-    not; it has some if a schedule is asked for. `recompute`:
-    "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
-    their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). Raises subclasses of
-    AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes
-    several searches."""
+    `mesh`: text ("dp=8,tp=8"), autopar.Mesh, a DeviceMesh, or a number of devices: then meshes are tried. `hardware`: a
+    profile's name, a device's own name, a TOML file (default h100, or the DeviceMesh's own device). `memory`: bytes or
+    text such as "40GiB" (default the hardware's). `pin`: glob of a parameter's name -> layout, "tp:S(0)" or "R";
+    `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
+    "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16", mixed precision as
+    autopar/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `baselines=False`
+    leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs` one of them, and
+    gradients are added up; the plan says whether they are reduced once a step or in every call. On a mesh with an axis
+    pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a `schedule` of
+    autopar/schedule/catalogue.py ("auto": the best) with so many stages a rank. For a number of devices the plan may
+    have stages or not; it has some if a schedule is asked for. `recompute`:
+    "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the
+    host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them).
+    Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False`
+    leaves that out: it takes several searches."""
     return search(
-        model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy,
-        pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
-        schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes, name=name,
-        report=report,
+        model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
+        strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines,
+        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
+        offload=offload, fixes=fixes, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
-    model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None,
-    pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=None, schedule="auto",
-    stages_per_rank=None, recompute="auto", refuses=True, offload="none", fixes=True, name=None, report=lambda text: None,
+    model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32",
+    strategy=None, pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=None,
+    schedule="auto", stages_per_rank=None, recompute="auto", refuses=True, offload="none", fixes=True, name=None,
+    report=lambda text: None,
 ) -> Planned | PipelinePlanned:  # fmt: skip
-    """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the same.
+    """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the
+    same.
     `stages_per_rank`: of a pipeline (None: as many as are best)."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
     has_stages = devices is None and axis_of(checked) is not None
     passes_ = 1 if has_stages or micro_batches is None else micro_batches
-    options = options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_)
+    options = options_of(
+        mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_
+    )
     options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model))
     if devices is None:
         options.check(inside(checked) if has_stages else checked)
@@ -144,8 +149,8 @@ def search(
 
 def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanOptions, adapt: Sequence[Adaptation],
                 traced: Callable[..., Captured], report=lambda text: None) -> MemoryInfeasibleError:  # fmt: skip
-    """The refusal of a captured graph with what would fit instead; `traced(example, more)` traces another call of the model, or
-    the same with more adaptations."""
+    """The refusal of a captured graph with what would fit instead; `traced(example, more)` traces another call of the
+    model, or the same with more adaptations."""
 
     def retrace(samples: int, more: Sequence[Adaptation]) -> Captured:
         return traced(of_samples(captured.signature, samples), more)
@@ -156,16 +161,20 @@ def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanO
 
 def explain(model: nn.Module | Planned | PipelinePlanned, pattern: str | None = None, mesh=None, example_inputs=None, *,
             alternatives: int = 6, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
-    """Why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob `pattern` matches, and
-    what up to `alternatives` others would cost each; `print` it. `mesh`, `example_inputs` and `planning` as in `autopar.plan`;
-    a finished search (`autopar.api.search`) needs none of them. On a mesh with an axis pp also why the pipeline is as it is, or
-    that alone without a pattern. Raises subclasses of AutoparError."""
+    """Why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob `pattern`
+    matches, and what up to `alternatives` others would cost each; `print` it. `mesh`, `example_inputs` and `planning`
+    as in `autopar.plan`; a finished search (`autopar.api.search`) needs none of them. On a mesh with an axis pp also
+    why the pipeline is as it is, or that alone without a pattern. Raises subclasses of AutoparError."""
     found = (Planned, PipelinePlanned)
-    planned = model if isinstance(model, found) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
+    planned = (
+        model if isinstance(model, found) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
+    )
     if isinstance(planned, PipelinePlanned):
         return explain_pipeline(planned, pattern, alternatives)
     if pattern is None:
-        raise StrategyError("without a pipeline there is nothing to explain but what a pattern names", fix='such as "*.weight"')
+        raise StrategyError(
+            "without a pipeline there is nothing to explain but what a pattern names", fix='such as "*.weight"'
+        )
     return explain_plan(planned, pattern, alternatives)
 
 
@@ -192,25 +201,27 @@ def compile(
     schedule: str = "auto",
     stages_per_rank: int | None = None,
 ) -> nn.Module:
-    """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global batch.
+    """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global
+    batch.
 
-    `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs too).
-    `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each rank reads
-    its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's parameters are
-    taken over; where ranks built it with different values, rank 0's count (runtime/same_values.py). Without
-    example_inputs the model is compiled at its first call.
+    `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs
+    too).
+    `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each
+    rank reads its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's
+    parameters are taken over; where ranks built it with different values, rank 0's count (runtime/same_values.py).
+    Without example_inputs the model is compiled at its first call.
 
-    With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K times a
-    step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of `model.no_sync()`. Any
-    other number of calls gives right gradients too: K only decides what is fastest.
+    With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K
+    times a step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of
+    `model.no_sync()`. Any other number of calls gives right gradients too: K only decides what is fastest.
 
-    An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it into
-    `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a name of
-    autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes the gradients at once,
-    `loss.backward()` hands them out. The loss is known on every rank; other outputs (`outputs="stage"`) where their stage is, None
-    elsewhere, or ("everywhere") on all ranks, of which each gets its shard of them. Each rank has the parameters of its stages.
-    With inputs="local" the ranks along pp pass the same part, as those along tp do.
-    Raises subclasses of AutoparError, the same one on every rank."""
+    An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it
+    into `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a
+    name of autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes
+    the gradients at once, `loss.backward()` hands them out. The loss is known on every rank; other outputs
+    (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
+    shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
+    part, as those along tp do. Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
     if outputs not in ("stage", "everywhere"):
@@ -223,8 +234,8 @@ def compile(
             fix='torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))',
         )
     arguments = dict(
-        inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
+        inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
+        precision=precision, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
         adapt=adaptations, micro_batches=micro_batches, offload=offload, schedule=schedule,
         stages_per_rank=stages_per_rank,
     )  # fmt: skip
@@ -250,7 +261,9 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
-        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere")
+        module = ParallelModule(
+            model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere"
+        )
         optimizers.follow(module)
         return module
     except BaseException:
@@ -265,15 +278,17 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
 class _Compiler:
     """Traces and plans calls of one model, on all ranks together (see runtime/captures.py)."""
 
-    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn, options: dict,
-                 adapt: Sequence[Adaptation] = ()):  # fmt: skip
+    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn,
+                 options: dict, adapt: Sequence[Adaptation] = ()):  # fmt: skip
         self.adapt = adapt
         self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
         self.axis = axis_of(self.mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
 
-    def trace(self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+    def trace(
+        self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
+    ) -> Traced:
         forms = self.forms.training(trains or {}) if gradients else self.forms.without_gradients()
         whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
         return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
@@ -287,7 +302,8 @@ class _Compiler:
 
     def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool,
                 with_gradients: bool = True) -> Traced:  # fmt: skip
-        """The same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's tensors fix."""
+        """The same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's
+        tensors fix."""
         adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
 
         def traced():
@@ -306,12 +322,16 @@ class _Compiler:
     def _traced_to_plan(self, example, more: Sequence[Adaptation]) -> Captured:
         adapt = (*self.adapt, *more)
         with order.attached(self.model, more):
-            return trace_to_plan(self.model, example, self.loss_fn, forms_of(self.model), self.options["precision"], adapt)
+            return trace_to_plan(
+                self.model, example, self.loss_fn, forms_of(self.model), self.options["precision"], adapt
+            )
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         graph = traced.captured.graph
         leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
-        inputs = traced.fixed if self.axis is None else {}  # a pipeline has the whole batch on every rank, whatever is passed
+        inputs = (
+            traced.fixed if self.axis is None else {}
+        )  # a pipeline has the whole batch on every rank, whatever is passed
         known = {"input": inputs, "parameter": layouts or {}}
         fixed = {name: known[r.kind][r.name] for r, name in leaves.items() if r.name in known.get(r.kind, ())}
 
@@ -328,7 +348,9 @@ class _Compiler:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
             micro_batches = options.pop("micro_batches")
-            staged = {name: options.pop(name) for name in ("schedule", "stages_per_rank")} | {"micro_batches": micro_batches}
+            staged = {name: options.pop(name) for name in ("schedule", "stages_per_rank")} | {
+                "micro_batches": micro_batches
+            }
             count = 1 if self.axis is not None or micro_batches is None else micro_batches
             options = options_of(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
             options = replace(options, styles=styles_of(self.model))

@@ -1,9 +1,9 @@
 """Asynchronous pipelines: `autopar.AsynchronousPipeline`, which trains with weights that are some updates old.
 
-NOT equal to synchronous training. PipeDream and PipeDream-2BW never flush the pipeline, so a gradient is one of older weights than
-those that it updates (which ones: autopar/schedule/asynchronous.py); losses and weights differ from those of `autopar.compile`.
-Nothing uses this unless it is asked for. What holds is that a micro-batch's forward and backward read one version of the weights,
-and that a run gives the same numbers again.
+NOT equal to synchronous training. PipeDream and PipeDream-2BW never flush the pipeline, so a gradient is one of older
+weights than those that it updates (which ones: autopar/schedule/asynchronous.py); losses and weights differ from those
+of `autopar.compile`. Nothing uses this unless it is asked for. What holds is that a micro-batch's forward and backward
+read one version of the weights, and that a run gives the same numbers again.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ BALANCED = 4  # micro-batches a stage for which the stages of a pipeline without
 class AsynchronousPipeline:
     """Trains a model on a mesh with an axis pp, without a flush and NOT as synchronous training does: see the module.
 
-    `schedule`: "pipedream" (weight stashing), "pipedream_vertical_sync", or "pipedream_2bw". A batch of the first two is one
-    micro-batch and one update; one of 2BW is cut into `micro_batches` (at least as many as stages, and as many unless given), and
-    its mean loss makes one update. `optimizer` makes the optimizer of the parameters of this rank's stage; what looks at all
-    parameters together, like clipping by their norm, sees those of the stage alone. Other arguments as in `autopar.compile`,
-    which takes the model over; a given `plan` must have one stage a rank. All ranks call it together. Raises subclasses of
-    AutoparError.
+    `schedule`: "pipedream" (weight stashing), "pipedream_vertical_sync", or "pipedream_2bw". A batch of the first two
+    is one micro-batch and one update; one of 2BW is cut into `micro_batches` (at least as many as stages, and as many
+    unless given), and its mean loss makes one update. `optimizer` makes the optimizer of the parameters of this rank's
+    stage; what looks at all parameters together, like clipping by their norm, sees those of the stage alone. Other
+    arguments as in `autopar.compile`, which takes the model over; a given `plan` must have one stage a rank. All ranks
+    call it together. Raises subclasses of AutoparError.
 
-        pipeline = autopar.AsynchronousPipeline(model, mesh, batch, "pipedream", optimizer=lambda p: torch.optim.SGD(p, 0.1))
-        losses = pipeline.run(batches)
+        pipeline = autopar.AsynchronousPipeline(model, mesh, batch, "pipedream", optimizer=lambda p: torch.optim.SGD(p,
+        0.1)) losses = pipeline.run(batches)
         pipeline.module.save_pretrained("trained")
 
-    `module` is what `autopar.compile` returns, with the newest weights, to evaluate and to save. The memory of its plan is that of
-    synchronous training: older versions (`schedule.versions_held(stage)` less one) are not in it."""
+    `module` is what `autopar.compile` returns, with the newest weights, to evaluate and to save. The memory of its plan
+    is that of synchronous training: older versions (`schedule.versions_held(stage)` less one) are not in it."""
 
     def __init__(self, model: nn.Module, mesh, example_inputs, schedule: str = STASHING, *,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], micro_batches: int | None = None,
-                 plan: Plan | None = None, hardware=None, memory=None, precision: str = "fp32", strategy: str | None = None,
-                 pin: Mapping[str, str] | None = None, loss_fn: Callable | None = None, weights=None):  # fmt: skip
+                 plan: Plan | None = None, hardware=None, memory=None, precision: str = "fp32",
+                 strategy: str | None = None, pin: Mapping[str, str] | None = None, loss_fn: Callable | None = None,
+                 weights=None):  # fmt: skip
         axis = axis_of(Mesh.of(mesh))
         if axis is None or not hasattr(mesh, "get_group"):
             raise MeshError(f"a pipeline needs a DeviceMesh with an axis pp of several devices, not {mesh}")
@@ -63,11 +64,17 @@ class AsynchronousPipeline:
         if plan is None:
             process_groups.check_world(Mesh.of(mesh), mesh)
             watch.start()
-            options = dict(hardware=hardware, memory=memory, precision=precision, strategy=strategy, pin=pin, loss_fn=loss_fn)
-            made = agree.from_rank_zero(lambda: _planned(model, mesh, example_inputs, self.schedule, **options).to_json())
+            options = dict(
+                hardware=hardware, memory=memory, precision=precision, strategy=strategy, pin=pin, loss_fn=loss_fn
+            )
+            made = agree.from_rank_zero(
+                lambda: _planned(model, mesh, example_inputs, self.schedule, **options).to_json()
+            )
             plan = Plan.from_json(made)
         _check(plan, self.schedule)
-        options = dict(hardware=hardware, memory=memory, precision=precision, strategy=strategy, loss_fn=loss_fn, weights=weights)
+        options = dict(
+            hardware=hardware, memory=memory, precision=precision, strategy=strategy, loss_fn=loss_fn, weights=weights
+        )
         self.module = api.compile(model, mesh, example_inputs, plan=plan, **options)
         self.plan = self.module.plan
         self._load(optimizer)
@@ -98,7 +105,9 @@ class AsynchronousPipeline:
         fixed = {name: buffer.clone() for name, buffer in self._buffers.items()}
         rank = agree.everywhere(lambda: rank_of(mine, self._on.coordinate, fixed, parameters, optimizer))
         self.optimizer = rank.optimizer
-        self.stage = AsynchronousStage([rank], self._on.mesh, self.schedule, lambda what, i: [graphs[what].run(i[0])], self._device)
+        self.stage = AsynchronousStage(
+            [rank], self._on.mesh, self.schedule, lambda what, i: [graphs[what].run(i[0])], self._device
+        )
         self._links = StageLinks(self.plan, captures.groups, mine, self._device)
 
     @property
@@ -112,10 +121,10 @@ class AsynchronousPipeline:
         return self.stage.ranks[0].versions.most
 
     def run(self, batches: Iterable, on_update: Callable[[int], None] = lambda version: None) -> list[float]:
-        """Train on batches, each given as to the model (a dict of keyword arguments, or a tuple), and return their losses, on all
-        ranks. Every rank passes the same ones, taken as they are needed. `on_update(version)` is called on each rank after each
-        update of its stage: the place to step a learning rate schedule. At the end the pipeline runs empty, so the first batches
-        of another run meet newer weights than in one long run."""
+        """Train on batches, each given as to the model (a dict of keyword arguments, or a tuple), and return their
+        losses, on all ranks. Every rank passes the same ones, taken as they are needed. `on_update(version)` is called
+        on each rank after each update of its stage: the place to step a learning rate schedule. At the end the pipeline
+        runs empty, so the first batches of another run meet newer weights than in one long run."""
         stream, stage, links, last = _Stream(self, iter(batches)), self.stage, self._links, self.schedule.stages - 1
         losses: list[list[Tensor]] = []
         stage.begin()
@@ -200,15 +209,18 @@ def _check(plan: Plan, schedule: Asynchronous) -> None:
     found = plan.pipeline
     p, m = schedule.stages, schedule.group
     if found is None or (found.ranks, found.stages_per_rank, found.micro_batches) != (p, 1, m):
-        raise StageError(f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given one is not",
+        raise StageError(f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given "
+                         f"one is not",
                          fix=f'plan with schedule="1f1b" and micro_batches={m}, or leave plan= out')  # fmt: skip
     if found.samples:
-        raise StageError(f"{schedule.name} runs equal micro-batches, and a batch of {found.samples} samples cannot be cut into {m}",
+        raise StageError(f"{schedule.name} runs equal micro-batches, and a batch of {found.samples} samples cannot be "
+                         f"cut into {m}",
                          fix=f"pass batches of {found.samples - found.samples % m or m} samples")  # fmt: skip
 
 
 def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **options) -> Plan:
-    """The plan of a batch, with the stages that a long run of micro-batches is fastest with. Raises as `autopar.plan` does."""
+    """The plan of a batch, with the stages that a long run of micro-batches is fastest with. Raises as `autopar.plan`
+    does."""
     if options["hardware"] is None:
         options["hardware"] = "cpu-gloo" if mesh.device_type == "cpu" else torch.cuda.get_device_name()
     options |= dict(baselines=False, fixes=False)
@@ -223,14 +235,16 @@ def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **o
     many = BALANCED * schedule.stages
     try:
         first = over_stages(of_samples(signature, many * samples_of(signature)), many)
-    except MicroBatchError:  # such a batch cannot be cut; of one alone, which meets the stages one by one, no cut is the fastest
+    except (
+        MicroBatchError
+    ):  # such a batch cannot be cut; of one alone, which meets the stages one by one, no cut is the fastest
         return over_stages(example_inputs, 1)
     found = api.search(model, inside(first.mesh, first.pipeline.axis), example_inputs, refuses=False, **options)
     cuts = cuts_of(found.captured.graph, first.pipeline.owners)
     pipeline = Pipeline(first.pipeline.axis, first.pipeline.ranks, "1f1b", 1, 1, cuts, first.pipeline.costs)
     plan = replace(
-        found.plan, mesh=first.mesh, pipeline=pipeline, fingerprint=fingerprint(found.captured.graph), peak_bytes=first.peak_bytes,
-        memory=first.memory, at_peak=first.at_peak, step_seconds=first.step_seconds / many,
+        found.plan, mesh=first.mesh, pipeline=pipeline, fingerprint=fingerprint(found.captured.graph),
+        peak_bytes=first.peak_bytes, memory=first.memory, at_peak=first.at_peak, step_seconds=first.step_seconds / many,
         simulated_seconds=first.simulated_seconds / many, bound=first.bound / many, gap=first.gap, alternatives=(),
     )  # fmt: skip
     return with_owners(found.captured, plan)

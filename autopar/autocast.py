@@ -1,7 +1,8 @@
 """Autocast around a call: its state, as a plain value, and tracing under it.
 
-A graph is traced on CPU tensors and has every cast of autocast as a node (passes/explicit_casts.py), so autocast is off while the
-graph is differentiated and while it runs. What was on when a model was called belongs to the form of the call, as the shapes do.
+A graph is traced on CPU tensors and has every cast of autocast as a node (passes/explicit_casts.py), so autocast is off
+while the graph is differentiated and while it runs. What was on when a model was called belongs to the form of the
+call, as the shapes do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def ambient() -> State:
 
 
 def device_of(model: nn.Module, around: State) -> str:
-    """The type of device whose autocast a model runs under: CUDA's if it is on around the call, or if a parameter is there."""
+    """The type of device whose autocast a model runs under: CUDA's if it is on around the call, or if a parameter is
+    there."""
     is_cuda = any(device == "cuda" for device, _ in around) or any(p.is_cuda for p in model.parameters())
     return "cuda" if is_cuda else "cpu"
 

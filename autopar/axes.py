@@ -1,7 +1,7 @@
 """Find what each axis of a plan's mesh carries, whatever its name says.
 
-Without a strategy a name decides nothing: the planner puts on every axis what is fastest, and where nothing gains by it an axis may
-carry nothing, so that its devices all do the same. The plan's text says so, and `strict=True` refuses it.
+Without a strategy a name decides nothing: the planner puts on every axis what is fastest, and where nothing gains by it
+an axis may carry nothing, so that its devices all do the same. The plan's text says so, and `strict=True` refuses it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from .layout import Layout
 from .plan import Plan
 
 BATCH, INPUTS, PARAMETERS, VALUES = "the batch", "another dim of the inputs", "parameters", "values between ops"
-PROMISES = {"ep": "experts", "cp": "the sequence", "sp": "the sequence"}  # by the names of axes, what nothing gives them
+PROMISES = {
+    "ep": "experts",
+    "cp": "the sequence",
+    "sp": "the sequence",
+}  # by the names of axes, what nothing gives them
 
 
 def carried(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Return, for each axis of more than one device, the kinds of tensors that it cuts; a pipeline's axis carries its stages."""
+    """Return, for each axis of more than one device, the kinds of tensors that it cuts; a pipeline's axis carries its
+    stages."""
     mesh, layouts = plan.sharding.mesh, plan.sharding.leaves.items()
     inputs = [layout for name, layout in layouts if name.startswith("x_")]
     parameters = [layout for name, layout in layouts if name.startswith("p_")]
@@ -23,8 +28,10 @@ def carried(plan: Plan) -> dict[str, tuple[str, ...]]:
     found = {}
     for axis in (axis for axis in mesh.names if mesh.size(axis) > 1):
         kinds = {
-            BATCH: any(x.dims and axis in x.dims[0] for x in inputs), INPUTS: any((x.dim_of(axis) or 0) > 0 for x in inputs),
-            PARAMETERS: any(x.dim_of(axis) is not None for x in parameters), VALUES: any(_cuts(x, axis) for x in values),
+            BATCH: any(x.dims and axis in x.dims[0] for x in inputs),
+            INPUTS: any((x.dim_of(axis) or 0) > 0 for x in inputs),
+            PARAMETERS: any(x.dim_of(axis) is not None for x in parameters),
+            VALUES: any(_cuts(x, axis) for x in values),
         }  # fmt: skip
         found[axis] = tuple(kind for kind, is_cut in kinds.items() if is_cut)
     return found
@@ -51,6 +58,7 @@ def check_axes(plan: Plan, strict: bool) -> None:
     if idle:
         others = ",".join(f"{name}={size}" for name, size in plan.mesh.axis_sizes.items() if name not in idle)
         raise StrategyError(
-            f"axis {' and axis '.join(idle)} would carry nothing: {plan.model} is neither faster nor smaller if it is cut over it",
+            f"axis {' and axis '.join(idle)} would carry nothing: {plan.model} is neither faster nor smaller if it is "
+            f"cut over it",
             mesh=plan.mesh, fix=f"use mesh {others}" if others else "use one device, or a larger batch",
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """How a module is called and what it returns, as flat lists of tensors.
 
-A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and tells whether a later
-call has the same form; `Returns` puts outputs back into the object that the model returns (a dataclass, a
+A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and tells whether a
+later call has the same form; `Returns` puts outputs back into the object that the model returns (a dataclass, a
 transformers ModelOutput, nested containers), the loss first if there is one.
 """
 
@@ -23,7 +23,18 @@ from .constants import text_of, value_of
 from .errors import CaptureError, InputError
 from .frontend.effects import Effect, Refill
 
-_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)  # constants of an output
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)  # constants of an output
 
 
 def split_example(example_inputs) -> tuple[tuple, dict]:
@@ -98,8 +109,8 @@ class CallSignature:
         return tree_unflatten([next(it) if c is ... else c for c in self.constants], self.spec)
 
     def match(self, args: tuple, kwargs: dict, parts: tuple | None = None) -> list[torch.Tensor] | None:
-        """Tensors of another call if it has this form, None if not. `parts` are the shapes of tensors that are not DTensors, if
-        not the global ones (local inputs)."""
+        """Tensors of another call if it has this form, None if not. `parts` are the shapes of tensors that are not
+        DTensors, if not the global ones (local inputs)."""
         if list(kwargs) != self.keywords and kwargs.keys() == set(self.keywords):
             kwargs = {name: kwargs[name] for name in self.keywords}  # in the order they were compiled in
         leaves, spec = tree_flatten((args, kwargs))
@@ -107,7 +118,14 @@ class CallSignature:
             return None
         tensors = []
         for name, leaf, constant, value, whole, part, dtype, differentiated in zip(
-            self.names, leaves, self.constants, self.values, self.shapes, parts or self.shapes, self.dtypes, self.differentiated
+            self.names,
+            leaves,
+            self.constants,
+            self.values,
+            self.shapes,
+            parts or self.shapes,
+            self.dtypes,
+            self.differentiated,
         ):
             if constant is ...:
                 if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype or needs_gradient(leaf) != differentiated:
@@ -120,20 +138,21 @@ class CallSignature:
         return tensors
 
     def check_dtypes(self, args: tuple, kwargs: dict) -> None:
-        """Raises InputError if a tensor of another call has another dtype than the one of that name has here: tracing would take
-        it, and the model's ops would not."""
+        """Raises InputError if a tensor of another call has another dtype than the one of that name has here: tracing
+        would take it, and the model's ops would not."""
         other, _ = CallSignature.of(args, kwargs)
         known = dict(zip(self.names, self.dtypes))
         for name, dtype in zip(other.names, other.dtypes):
             if dtype and known.get(name, dtype) not in (dtype, None):
                 raise InputError(
-                    f"{name} has dtype {dtype}, the model was compiled for {known[name]}", fix=f"cast it to {known[name]}"
+                    f"{name} has dtype {dtype}, the model was compiled for {known[name]}",
+                    fix=f"cast it to {known[name]}",
                 )
 
 
 def describe_call(args: tuple, kwargs: dict) -> str:
-    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers, and
-    `with gradient` if the call computes one."""
+    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers,
+    and `with gradient` if the call computes one."""
     words = []
     for name, leaf in sorted(zip(_leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
         if isinstance(leaf, torch.Tensor):
@@ -160,8 +179,9 @@ def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
 
 @dataclass
 class Returns:
-    """Form of a model's output. `position` of a tensor is its place among the flat outputs of the graph. `effects`: what a call
-    leaves in attributes of the model (see autopar/frontend/effects.py), from outputs behind those of the model."""
+    """Form of a model's output. `position` of a tensor is its place among the flat outputs of the graph. `effects`:
+    what a call leaves in attributes of the model (see autopar/frontend/effects.py), from outputs behind those of the
+    model."""
 
     template: object = None  # the output with _Slot(position) in place of tensors
     count: int = 0
@@ -175,7 +195,8 @@ class Returns:
 
     @property
     def outputs(self) -> tuple[int, int | None, list[bool]]:
-        """Return what a program knows of its outputs: how many there are, which is the loss, which require a gradient."""
+        """Return what a program knows of its outputs: how many there are, which is the loss, which require a
+        gradient."""
         return self.count, self.loss, self.differentiable
 
     def take_apart(self, output) -> list[torch.Tensor]:
@@ -193,14 +214,17 @@ class Returns:
                 return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in fields.items()})
             if isinstance(value, Mapping):
                 items = {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
-                return items if type(value) is dict or not hasattr(value, "clear") else _Refilled(_emptied(value), items)
+                return (
+                    items if type(value) is dict or not hasattr(value, "clear") else _Refilled(_emptied(value), items)
+                )
             if isinstance(value, tuple) and hasattr(value, "_fields"):
                 return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
             if isinstance(value, (tuple, list)):
                 return type(value)(walk(v, f"{name}[{i}]") for i, v in enumerate(value))
             if value is not None and not isinstance(value, _PLAIN):
                 raise CaptureError(
-                    f"the model returns a {type(value).__name__}{f' as {name}' if name else ''}, which may hold tensors",
+                    f"the model returns a {type(value).__name__}{f' as {name}' if name else ''}, which may hold "
+                    f"tensors",
                     fix="return tensors in a dict, tuple, list or dataclass",
                 )
             return value
@@ -226,13 +250,16 @@ class Returns:
         for effect in self.effects:
             effect.apply(tensors)
         if self.own_buffers:
-            own = {at: getattr(module, leaf) for at, (module, leaf) in self.own_buffers.items() if hasattr(module, leaf)}
+            own = {
+                at: getattr(module, leaf) for at, (module, leaf) in self.own_buffers.items() if hasattr(module, leaf)
+            }
             tensors = [own.get(at, tensor) for at, tensor in enumerate(tensors)]
         return _filled(self.template, tensors)
 
 
 def _filled(value, tensors):
-    """A template with the tensors in its slots. A nested function that calls itself would keep them until garbage is collected."""
+    """A template with the tensors in its slots. A nested function that calls itself would keep them until garbage is
+    collected."""
     if isinstance(value, _Slot):
         return tensors[value.position]
     if isinstance(value, _Built):

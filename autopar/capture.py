@@ -1,8 +1,9 @@
 """From a module and an example call to a joint graph: `export` the forward, then (after the passes that rewrite it)
 `differentiate`.
 
-The exported forward graph reads parameters and buffers by `get_attr` under their own qualified names and takes the tensors of
-the call as placeholders. The joint graph has one placeholder for each of them and is annotated as autopar/graph.py says.
+The exported forward graph reads parameters and buffers by `get_attr` under their own qualified names and takes the
+tensors of the call as placeholders. The joint graph has one placeholder for each of them and is annotated as
+autopar/graph.py says.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from .zero_tangents import drop_tangents
 
 @dataclass
 class Exported:
-    """The forward graph of a call. `ties` maps every name of a shared parameter to its first name; `forms`: of all parameters of
-    the model under their first names, those that the call does not read included; `guards`: the Python state that it holds for."""
+    """The forward graph of a call. `ties` maps every name of a shared parameter to its first name; `forms`: of all
+    parameters of the model under their first names, those that the call does not read included; `guards`: the Python
+    state that it holds for."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -51,8 +53,8 @@ class Exported:
 
 @dataclass
 class Captured:
-    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it. `guards`: the Python state that it holds
-    for; `compact`: the same with few of many equal blocks, if it was captured so."""
+    """The joint graph of a call, annotated (see autopar/graph.py), and how to call it. `guards`: the Python state that
+    it holds for; `compact`: the same with few of many equal blocks, if it was captured so."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -70,9 +72,9 @@ def export(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
     dtype: torch.dtype | None = None, loss_alone: bool = True, with_gradients: bool = True,
 ) -> Exported:  # fmt: skip
-    """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on any
-    device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in; `loss_alone`: of
-    the outputs, differentiate the loss if there is one (see FlatCall).
+    """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on
+    any device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in;
+    `loss_alone`: of the outputs, differentiate the loss if there is one (see FlatCall).
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
@@ -82,7 +84,8 @@ def export(
     mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_places(model, forms)
     differentiated = {*signature.differentiated_names}
     inputs = [  # one each, also for a tensor that is passed twice
-        fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated) for name, x in zip(signature.tensor_names, inputs)
+        fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated)
+        for name, x in zip(signature.tensor_names, inputs)
     ]
     returns = Returns()
     refuse_backward_hooks(model)
@@ -116,7 +119,8 @@ def export(
             name = node.target[len(ROOT) + 1 :]
             if name in with_gradient and node.users:
                 raise CaptureError(
-                    f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get none",
+                    f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get "
+                    f"none",
                     source=source_line(next(iter(node.users))) or None,
                     fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
                 )
@@ -131,14 +135,15 @@ def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
 
 
 FIX_VALUES = (
-    "this line reads the values of a tensor, which are known only when the model runs: compute with torch.where, a mask or "
+    "this line reads the values of a tensor, which are known only when the model runs: compute with torch.where, a "
+    "mask or "
     "torch.topk, whose shapes do not depend on values"
 )
 
 
 def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
-    """The exported program. Some models take another way when they are compiled than in eager mode (they leave out masks, or
-    loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
+    """The exported program. Some models take another way when they are compiled than in eager mode (they leave out
+    masks, or loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
     try:
         return torch.export.export(wrapper, tuple(inputs), strict=False)
     except AutoparError:
@@ -162,7 +167,8 @@ def tie_map(model: nn.Module) -> dict[str, str]:
 
 
 def differentiate(exported: Exported) -> Captured:
-    """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without one."""
+    """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without
+    one."""
     _refuse_sizes_from_values(exported.graph_module.graph)
     try:
         with quiet():
@@ -215,7 +221,9 @@ def differentiate(exported: Exported) -> Captured:
     _merge_shared_placeholders(graph)
     registered = getattr(exported.forms, "buffers", {})
     for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
-        if node.meta["role"].kind == "buffer" and node.meta["role"].name not in registered:  # an attribute that nobody reads
+        if (
+            node.meta["role"].kind == "buffer" and node.meta["role"].name not in registered
+        ):  # an attribute that nobody reads
             graph.erase_node(node)
     _refuse_fake_constants(graph_module)
     for node in graph.nodes:
@@ -242,8 +250,8 @@ def _refuse_sizes_from_values(graph: fx.Graph) -> None:
 
 
 def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
-    """Raises CaptureError for a tensor of the tracing itself among the constants: its values, and the gradient through it, are
-    lost."""
+    """Raises CaptureError for a tensor of the tracing itself among the constants: its values, and the gradient through
+    it, are lost."""
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and _torch.is_fake(getattr(graph_module, node.target, None)):
             user = next(iter(node.users), node)

@@ -1,6 +1,7 @@
 """`autopar`: plan, train, verify and look at models from the command line. Each command is a file in autopar/commands/.
 
-Bad input is one line on stderr, what is wrong and how to fix it, and exit code 2. After a plan that does not fit the memory come
+Bad input is one line on stderr, what is wrong and how to fix it, and exit code 2. After a plan that does not fit the
+memory come
 tables: what the smallest one holds, and what would fit.
 """
 
@@ -34,7 +35,9 @@ class _Version(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    result = _Parser(prog="autopar", description="Plans how a PyTorch model runs on many devices, and compiles it to do so.")
+    result = _Parser(
+        prog="autopar", description="Plans how a PyTorch model runs on many devices, and compiles it to do so."
+    )
     result.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = result.add_subparsers(metavar="COMMAND", required=True)
     for command in (plan, estimate, explain, report, trace, schedule, compare, diff, train, verify, graph, calibrate):

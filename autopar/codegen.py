@@ -45,8 +45,8 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphMod
 
 
 class BoxedCodeGen(fx.graph.CodeGen):
-    """`forward(values)` takes the arguments as one list and empties it, so that a value is freed after its last use: the caller
-    of a function of many arguments keeps all of them alive until it returns."""
+    """`forward(values)` takes the arguments as one list and empties it, so that a value is freed after its last use:
+    the caller of a function of many arguments keeps all of them alive until it returns."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Inside, no cycles are looked for. A traced graph is millions of objects that all live on; walking them again and again
-    takes a tenth of the time of capture and planning, and frees next to nothing."""
+    """Inside, no cycles are looked for. A traced graph is millions of objects that all live on; walking them again and
+    again takes a tenth of the time of capture and planning, and frees next to nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

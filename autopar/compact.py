@@ -1,11 +1,12 @@
-"""A deep model's joint graph with few of its equal blocks, which is what the planner works on: its time does not grow with depth.
+"""A deep model's joint graph with few of its equal blocks, which is what the planner works on: its time does not grow
+with depth.
 
 Of eight blocks two stand for many. Numbered from 0, with `first` copies of block 2 and `last` of block 5:
 
     0  1  2 x first  3  4  5 x last  6  7        first + last = count - 6
 
-Blocks 1 to 3 decide alike, and so do 4 to 6; where both decide alike the split is of no consequence, and where they do not, the
-border between 3 and 4 is counted once. Costs are counted by copies, so they are those of the whole graph.
+Blocks 1 to 3 decide alike, and so do 4 to 6; where both decide alike the split is of no consequence, and where they do
+not, the border between 3 and 4 is counted once. Costs are counted by copies, so they are those of the whole graph.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ FIRST, LAST = 2, 5  # blocks that stand for many
 
 @dataclass(frozen=True)
 class Compact:
-    """`count` blocks of the list `tower` in eight. `home`: by node of the small graph, its origin and the number of its block (0 or
-    7 for what lies before or after the blocks). `whole`: the node of the whole graph by origin and number of its block there."""
+    """`count` blocks of the list `tower` in eight. `home`: by node of the small graph, its origin and the number of its
+    block (0 or 7 for what lies before or after the blocks). `whole`: the node of the whole graph by origin and number
+    of its block there."""
 
     graph_module: fx.GraphModule
     tower: str
@@ -49,7 +51,13 @@ class Compact:
             return range(FIRST, FIRST + first)
         if block == LAST:
             return range(FIRST + first + 2, self.count - 2)
-        number = block if block < FIRST else block - FIRST - 1 + FIRST + first if block < LAST else block - BLOCKS + self.count
+        number = (
+            block
+            if block < FIRST
+            else block - FIRST - 1 + FIRST + first
+            if block < LAST
+            else block - BLOCKS + self.count
+        )
         return range(number, number + 1)
 
     def nodes(self, node: fx.Node, first: int) -> list[fx.Node]:

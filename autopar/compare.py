@@ -55,16 +55,17 @@ class Divergence:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A simulated step against the unsharded model in the same precision. `loss_error` is relative (of all outputs if there is no
-    loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight") and inputs ("input x"),
-    `buffer_errors` that of buffers and of parameters and inputs that the forward writes to; bytes are what a rank sends in a step,
-    under a pipeline what one rank of every stage sends inside of it. `sends`: between stages, how many values, forward and
-    backward.
+    """A simulated step against the unsharded model in the same precision. `loss_error` is relative (of all outputs if
+    there is no loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight") and
+    inputs ("input x"), `buffer_errors` that of buffers and of parameters and inputs that the forward writes to; bytes
+    are what a rank sends in a step, under a pipeline what one rank of every stage sends inside of it. `sends`: between
+    stages, how many values, forward and backward.
 
-    Rounding may hide a mistake or look like one: mixed precision rounds by more than most mistakes are large, and what cancels
-    out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake can be seen (`wide`;
-    in fp32 only if the step misses the tolerance), and in its own precision it may be as far from one device as that is from the
-    wider type (`rounding`, by the names of the errors and "loss"), times `ROUNDING_FACTOR`."""
+    Rounding may hide a mistake or look like one: mixed precision rounds by more than most mistakes are large, and what
+    cancels out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake
+    can be seen (`wide`; in fp32 only if the step misses the tolerance), and in its own precision it may be as far from
+    one device as that is from the wider type (`rounding`, by the names of the errors and "loss"), times
+    `ROUNDING_FACTOR`."""
 
     plan: Plan
     precision: str
@@ -110,9 +111,9 @@ def verify_model(
     report: Callable[[str], None] = lambda text: None,
     **options,
 ) -> VerifyReport:
-    """Plan a model, simulate one step of all ranks, and compare it with the model itself, which has real weights and is left
-    as it is. Without a loss the gradients are those of the sum of all outputs. `options` (strategy, pin, ...) are those of
-    `autopar.plan`. Raises subclasses of AutoparError."""
+    """Plan a model, simulate one step of all ranks, and compare it with the model itself, which has real weights and is
+    left as it is. Without a loss the gradients are those of the sum of all outputs. `options` (strategy, pin, ...) are
+    those of `autopar.plan`. Raises subclasses of AutoparError."""
     plan, captured = plan_and_capture(
         model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
     )
@@ -131,7 +132,9 @@ def verify_plan(
     values = global_values(captured, model, example_inputs)
     if missing := [name for name, value in values.items() if value.is_meta]:
         raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
-    buffers = {name: buffer.detach() for name, buffer in buffers_of(model).items()} | written_parameters(captured, model)
+    buffers = {name: buffer.detach() for name, buffer in buffers_of(model).items()} | written_parameters(
+        captured, model
+    )
     report("running the unsharded model")
     if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
         reference = one_device_step(captured, values)
@@ -151,11 +154,15 @@ def verify_plan(
 
 def _precision_of(captured: Captured, plan: Plan) -> str:
     """The plan's precision, or what the model's own autocast computes in."""
-    is_low = any(v.dtype is torch.bfloat16 for n in captured.graph.nodes if n.op == "call_function" for v in values_of(n))
+    is_low = any(
+        v.dtype is torch.bfloat16 for n in captured.graph.nodes if n.op == "call_function" for v in values_of(n)
+    )
     return "bf16" if is_low else plan.precision
 
 
-def _with_rounding(result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers) -> VerifyReport:
+def _with_rounding(
+    result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers
+) -> VerifyReport:
     """The report with what one device loses by rounding, and the step in the wider type."""
     narrow, precision = NARROW[result.precision], WIDE[result.precision]
     wide, values = widened_capture(captured, narrow), {n: widened_value(v, narrow) for n, v in values.items()}
@@ -184,7 +191,9 @@ def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, prec
     return report, step.programs
 
 
-def _compared_pipeline(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers) -> VerifyReport:
+def _compared_pipeline(
+    captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers
+) -> VerifyReport:
     step = simulate_pipeline(captured, plan, values)
     outputs = tuple(step.outputs[name] for name in sorted(step.outputs, key=int))
     mine = OneDevice(outputs, step.gradients, buffers | step.buffers)
@@ -194,8 +203,8 @@ def _compared_pipeline(captured: Captured, plan: Plan, values, reference: OneDev
         sends[phase] += count
     return VerifyReport(
         plan, precision, None if loss is None else outputs[loss].item(), *_errors(captured, reference, mine, precision),
-        sum(c.wire_bytes for c in plan.collectives), tuple(map(sum, zip(*step.bytes_sent))), sum(step.collectives, Counter()),
-        sends=sends,
+        sum(c.wire_bytes for c in plan.collectives), tuple(map(sum, zip(*step.bytes_sent))),
+        sum(step.collectives, Counter()), sends=sends,
     )  # fmt: skip
 
 
@@ -213,8 +222,9 @@ def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision
 def first_divergence(
     captured: Captured, programs, values: Mapping[str, Tensor], tolerance: float = TOLERANCE["fp32"]
 ) -> Divergence | None:
-    """The first node in graph order whose assembled local values are not the global value. Local nodes keep the names of the
-    global nodes that they are parts of, so every node of the joint graph that is left after lowering is compared."""
+    """The first node in graph order whose assembled local values are not the global value. Local nodes keep the names
+    of the global nodes that they are parts of, so every node of the joint graph that is left after lowering is
+    compared."""
     reference = interpret(captured.graph_module, values)
     graphs = [_returning_everything(p.local, reference) for p in programs]
     mesh = programs[0].local.meta["mesh"]
@@ -245,7 +255,9 @@ def _returning_everything(local: fx.GraphModule, names: Mapping[str, object]) ->
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(local.graph, copies)
-    wanted = [n for n in local.graph.nodes if n.name in names and is_tensor(n) and isinstance(n.meta.get("layout"), Layout)]
+    wanted = [
+        n for n in local.graph.nodes if n.name in names and is_tensor(n) and isinstance(n.meta.get("layout"), Layout)
+    ]
     for node in wanted:
         copies[node].name = node.name
     graph.output(tuple(copies[n] for n in wanted))

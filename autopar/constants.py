@@ -1,8 +1,8 @@
 """Arguments of a call that are no tensors, as values that can be compared with those of a later call.
 
-A graph is traced with such an argument as it is at that time. A later call may pass an equal one that was made anew, or the same
-object with other values in it: what counts is the value. So an object is taken apart into what pickle would write of it, and a
-function into its code and what it closes over.
+A graph is traced with such an argument as it is at that time. A later call may pass an equal one that was made anew, or
+the same object with other values in it: what counts is the value. So an object is taken apart into what pickle would
+write of it, and a function into its code and what it closes over.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import torch
 
 from .errors import InputError
 
-PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, type, types.ModuleType,
-         types.BuiltinFunctionType, enum.Enum, range, slice)  # fmt: skip
+PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, type,
+         types.ModuleType, types.BuiltinFunctionType, enum.Enum, range, slice)  # fmt: skip
 DEEPEST = 20
 FIX = "pass what it holds as arguments of their own, or register its class with torch.utils._pytree.register_dataclass"
 
 
 def value_of(value: object, name: str, depth: int = 0) -> object:
-    """Something that is equal for equal arguments. `name`: of the argument, for errors. Raises InputError for one that holds
-    tensors, which would be constants of the graph, or that has no value at all."""
+    """Something that is equal for equal arguments. `name`: of the argument, for errors. Raises InputError for one that
+    holds tensors, which would be constants of the graph, or that has no value at all."""
     if isinstance(value, torch.Tensor):
-        raise InputError(f"{name} is a tensor inside of an object, and would be a constant of the compiled graph", fix=FIX)
+        raise InputError(
+            f"{name} is a tensor inside of an object, and would be a constant of the compiled graph", fix=FIX
+        )
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, (float, complex)):
@@ -45,7 +47,12 @@ def value_of(value: object, name: str, depth: int = 0) -> object:
         return type(value), frozenset(inner(v, "item") for v in value)
     if isinstance(value, types.FunctionType):
         cells = [inner(cell.cell_contents, "closure") for cell in value.__closure__ or ()]
-        return value.__code__, tuple(cells), inner(value.__defaults__, "defaults"), inner(value.__kwdefaults__, "defaults")
+        return (
+            value.__code__,
+            tuple(cells),
+            inner(value.__defaults__, "defaults"),
+            inner(value.__kwdefaults__, "defaults"),
+        )
     if isinstance(value, types.MethodType):
         return inner(value.__func__, "function"), inner(value.__self__, "self")
     if isinstance(value, torch.nn.Module):
@@ -72,7 +79,8 @@ def _parts(value: object, name: str, inner) -> object:
     try:
         made = value.__reduce_ex__(4)
     except Exception as error:
-        raise InputError(f"{name} is a {type(value).__name__}, whose value cannot be told: every call would be compiled anew",
+        raise InputError(f"{name} is a {type(value).__name__}, whose value cannot be told: every call would be "
+                         f"compiled anew",
                          fix=FIX) from error  # fmt: skip
     if isinstance(made, str):
         return made

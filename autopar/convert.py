@@ -1,4 +1,5 @@
-"""`autopar.convert`: a compiled model that was trained with fake quantization -> a plain module of really quantized layers."""
+"""`autopar.convert`: a compiled model that was trained with fake quantization -> a plain module of really quantized
+layers."""
 
 from __future__ import annotations
 
@@ -21,18 +22,22 @@ from .storage.quantized_folder import save_quantized
 
 
 def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Module:
-    """The model on one device, in eval mode, with integers for weights (see autopar/quantized.py). It runs with torch alone; its
-    outputs are those of the fake-quantized model in eval mode but for rounding. All ranks call this and each gets it whole; a
-    quantized weight is gathered, rounded and let go before the next one. With `folder` rank 0 also writes it there, for
-    `load_quantized`. The compiled model stays as it is.
+    """The model on one device, in eval mode, with integers for weights (see autopar/quantized.py). It runs with torch
+    alone; its outputs are those of the fake-quantized model in eval mode but for rounding. All ranks call this and each
+    gets it whole; a quantized weight is gathered, rounded and let go before the next one. With `folder` rank 0 also
+    writes it there, for `load_quantized`. The compiled model stays as it is.
 
-    Raises AdaptError for a model compiled without FakeQuant, one whose LoRA adapters are not merged, and one with a layer that
-    cannot be replaced or whose inputs no observer has seen."""
+    Raises AdaptError for a model compiled without FakeQuant, one whose LoRA adapters are not merged, and one with a
+    layer that cannot be replaced or whose inputs no observer has seen."""
     sites = {path: site for path, _, site in sites_of(model._source)} if isinstance(model, ParallelModule) else {}
     if not sites:
-        raise AdaptError("the model was compiled without FakeQuant", fix='compile it with adapt=[autopar.FakeQuant("int8")]')
+        raise AdaptError(
+            "the model was compiled without FakeQuant", fix='compile it with adapt=[autopar.FakeQuant("int8")]'
+        )
     if model._adapters is not None and not model._adapters.merged:
-        raise AdaptError("the model has LoRA adapters beside its layers", fix="merge_adapter() first: the sum is quantized")
+        raise AdaptError(
+            "the model has LoRA adapters beside its layers", fix="merge_adapter() first: the sum is quantized"
+        )
     buffers = _buffers(model)
     for path, site in sites.items():
         _check(path, model._source.get_submodule(path), site, buffers)
@@ -43,7 +48,8 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
 
 
 def _buffers(model: ParallelModule) -> dict[str, Tensor]:
-    """Those of all stages. One that is not saved with the model is what it was in the source where another stage has it."""
+    """Those of all stages. One that is not saved with the model is what it was in the source where another stage has
+    it."""
     forms, here = model._forms, dict(model.named_buffers())
     saved = forms.saved_buffers
     return {n: gathered(model, n) if n in saved else here[n] if n in here else forms.left[n] for n in forms.buffers}
@@ -59,7 +65,9 @@ def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, T
         raise AdaptError(f"the inputs of {path} were never observed", fix="call the model in train mode first")
 
 
-def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite], buffers: Mapping[str, Tensor]) -> nn.Module:
+def _without_adaptations(
+    model: ParallelModule, sites: Mapping[str, QuantSite], buffers: Mapping[str, Tensor]
+) -> nn.Module:
     """A copy of the source with the compiled model's values, in which quantized layers stand for those of `sites`."""
     forms, made, values = model._forms, {}, {}
     names: dict[str, list[str]] = {}
@@ -91,7 +99,9 @@ def _without_adaptations(model: ParallelModule, sites: Mapping[str, QuantSite], 
     return plain.eval()
 
 
-def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor, buffers: Mapping[str, Tensor]) -> QuantizedWeight:
+def _quantized(
+    model: ParallelModule, path: str, site: QuantSite, weight: Tensor, buffers: Mapping[str, Tensor]
+) -> QuantizedWeight:
     config = site.config
     arguments = (site.shape, config.weight_grid, weight.dtype)
     if site.kind == "embedding":
@@ -107,7 +117,8 @@ def _quantized(model: ParallelModule, path: str, site: QuantSite, weight: Tensor
 
 
 def _drop(module: nn.Module, name: str) -> None:
-    """Remove a parameter or buffer that was added, if it is still there, and the modules made for it that are empty then."""
+    """Remove a parameter or buffer that was added, if it is still there, and the modules made for it that are empty
+    then."""
     head, _, rest = name.partition(".")
     if not rest:
         module._parameters.pop(head, None)

@@ -1,7 +1,7 @@
 """What the compiler does, pass by pass, for whoever watches.
 
-AUTOPAR_DEBUG=1 prints the plan that `compile` made, 2 also one line a pass, 3 also the graph after every pass; all of it goes to
-stderr, of the first rank only. `observe` gives the same stages to a function.
+AUTOPAR_DEBUG=1 prints the plan that `compile` made, 2 also one line a pass, 3 also the graph after every pass; all of
+it goes to stderr, of the first rank only. `observe` gives the same stages to a function.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .codegen import emit_text, is_collective
 
 @dataclass(frozen=True)
 class Stage:
-    """A pass that has run. `before` and `after` count nodes ("nodes") and collectives by kind; `before` is None at the start.
-    `result` is what the pass returned and may be changed in place by the next one: read it at once."""
+    """A pass that has run. `before` and `after` count nodes ("nodes") and collectives by kind; `before` is None at the
+    start. `result` is what the pass returned and may be changed in place by the next one: read it at once."""
 
     name: str
     result: object
@@ -98,8 +98,8 @@ def kind_of(op: str) -> str:
 
 
 def graphs_of(subject) -> dict[str, fx.GraphModule]:
-    """Graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, or the stages of a
-    pipeline."""
+    """Graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, or the
+    stages of a pipeline."""
     if isinstance(subject, list):
         return {f"stage_{stage.index}": stage.joint for stage in subject}
     subject = getattr(subject, "captured", subject)

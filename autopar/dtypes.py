@@ -1,8 +1,8 @@
 """Whether a traced forward computes with types that its ops take.
 
-torch's shape functions are more lenient than its kernels: a linear layer of fp64 inputs and fp32 weights can be traced but not run.
-So every kind of op for which the two differ is run once on two elements a dim of the types in the graph, and once of the types that
-it is made for: if only the second works, the types are wrong, and torch's own words say how.
+torch's shape functions are more lenient than its kernels: a linear layer of fp64 inputs and fp32 weights can be traced
+but not run. So every kind of op for which the two differ is run once on two elements a dim of the types in the graph,
+and once of the types that it is made for: if only the second works, the types are wrong, and torch's own words say how.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def check_types(graph: fx.Graph, source_line: Callable[[fx.Node], str]) -> None:
                                   if isinstance(value, torch.Tensor))  # fmt: skip
                 raise CaptureError(
                     f"the model itself cannot run on these types: {known[key]} ({types})", node=node.name,
-                    source=source_line(node) or None, fix="pass inputs of the types that model(**example_inputs) runs on",
+                    source=source_line(node) or None,
+                    fix="pass inputs of the types that model(**example_inputs) runs on",
                 )  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def _refusal(node: fx.Node, values: dict[str, object]) -> str | None:
 
 def _said(node: fx.Node, values: dict[str, object], type_of: Callable[[str, torch.dtype], torch.dtype]) -> str | None:
     """torch's words if an op cannot run on small tensors of some types."""
-    small = {name: torch.ones((2,) * v.dim(), dtype=type_of(name, v.dtype), device="cpu") if isinstance(v, torch.Tensor) else v
+    small = {name: torch.ones((2,) * v.dim(), dtype=type_of(name, v.dtype),
+                              device="cpu") if isinstance(v, torch.Tensor) else v
              for name, v in values.items()}  # fmt: skip
     for name, value in STRICT[node.target].items():
         if name in small:

@@ -58,7 +58,8 @@ class StrategyError(AutoparError):
 
 
 class MicroBatchError(AutoparError):
-    """A model that cannot run on one part of its batch after the other, as a pipeline does, with the numbers of the whole batch."""
+    """A model that cannot run on one part of its batch after the other, as a pipeline does, with the numbers of the
+    whole batch."""
 
 
 class StageError(AutoparError):
@@ -74,11 +75,13 @@ class OptimizerError(AutoparError):
 
 
 class AdaptError(AutoparError):
-    """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not its own."""
+    """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not
+    its own."""
 
 
 class MemoryInfeasibleError(AutoparError):
-    """No plan fits the memory limit. Carries `missing_bytes`, a `breakdown` of the smallest need (bytes of a device by kind), and
+    """No plan fits the memory limit. Carries `missing_bytes`, a `breakdown` of the smallest need (bytes of a device by
+    kind), and
     `fixes`: what was planned instead, cheapest first (autopar/planner/fixes.py)."""
 
     def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None,
@@ -137,8 +140,8 @@ class CompilerError(AutoparError):
 
 
 class RankFailure(AutoparError):
-    """Another process died or failed. `rank`: the first one (None if unknown); `step`: the one this rank was in, counted from
-    1, 0 before the first; `collective`: what it was waiting for."""
+    """Another process died or failed. `rank`: the first one (None if unknown); `step`: the one this rank was in,
+    counted from 1, 0 before the first; `collective`: what it was waiting for."""
 
     def __init__(self, message: str, *, rank: int | None = None, step: int = 0, collective: str = "", **fields):
         self.rank, self.step, self.collective = rank, step, collective
@@ -146,7 +149,8 @@ class RankFailure(AutoparError):
 
 
 class CollectiveTimeout(AutoparError):
-    """Other processes did not arrive at a collective in time. `ranks`: those; `step` and `collective` as in RankFailure."""
+    """Other processes did not arrive at a collective in time. `ranks`: those; `step` and `collective` as in
+    RankFailure."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int = 0, collective: str = "", **fields):
         self.ranks, self.step, self.collective = tuple(ranks), step, collective
@@ -154,8 +158,8 @@ class CollectiveTimeout(AutoparError):
 
 
 class ScheduleError(AutoparError):
-    """A pipeline schedule that cannot run: ranks that wait for each other, an action that is missing or there twice, or a file
-    that holds no schedule. `stuck`: the action at which each rank stands, as text, where there is a deadlock."""
+    """A pipeline schedule that cannot run: ranks that wait for each other, an action that is missing or there twice, or
+    a file that holds no schedule. `stuck`: the action at which each rank stands, as text, where there is a deadlock."""
 
     def __init__(self, message: str, *, stuck: dict[int, str] | None = None, **fields):
         self.stuck = dict(stuck or {})
@@ -175,8 +179,13 @@ class SourceMethodError(AutoparError, AttributeError):
 
 
 def not_compared(error: Exception) -> AutoparError:
-    """Return what a row says of a comparison that could not be made: nobody asked for it, so it never takes the place of a plan."""
-    return error if isinstance(error, AutoparError) else StrategyError(f"could not be compared: {type(error).__name__}: {error}")
+    """Return what a row says of a comparison that could not be made: nobody asked for it, so it never takes the place
+    of a plan."""
+    return (
+        error
+        if isinstance(error, AutoparError)
+        else StrategyError(f"could not be compared: {type(error).__name__}: {error}")
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

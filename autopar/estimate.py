@@ -1,14 +1,16 @@
-"""What a configuration that somebody else chose would cost: seconds, FLOPs per second and memory, whether it fits or not.
+"""What a configuration that somebody else chose would cost: seconds, FLOPs per second and memory, whether it fits or
+not.
 
-Model FLOPs are those of the model's mathematics, whatever is computed again: three times the forward's products, attention
-counted without its causal mask and without the scores that its backward makes again. For a GPT of L layers, hidden size h and
-vocabulary V on B sequences of length s these are the terms of Narayanan et al., arXiv 2104.04473, section 5.1, without
-recomputation:
+Model FLOPs are those of the model's mathematics, whatever is computed again: three times the forward's products,
+attention counted without its causal mask and without the scores that its backward makes again. For a GPT of L layers,
+hidden size h and vocabulary V on B sequences of length s these are the terms of Narayanan et al., arXiv 2104.04473,
+section 5.1, without recomputation:
 
     72 B s L h^2 (1 + s / (6 h) + V / (12 L h))
 
 Hardware FLOPs add the products that are computed again. With all blocks these are those of the paper's F,
-96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not read.
+96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not
+read.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from .planner.problem import Problem
 
 @dataclass(frozen=True)
 class Estimate:
-    """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are those of
-    `step_seconds`, the objective of the search; played through stream by stream a step takes `simulated_seconds`. `dtype`: what
-    most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
+    """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are
+    those of `step_seconds`, the objective of the search; played through stream by stream a step takes
+    `simulated_seconds`. `dtype`: what most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
 
     plan: Plan
     recompute: str
@@ -74,9 +76,10 @@ class Estimate:
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
             "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),
             "simulated_tflops_per_device": self.tflops_per_device(self.model_flops, p.simulated_seconds),
-            "dtype": self.dtype, "peak_tflops_per_device": self.peaks[self.dtype] / 1e12, "utilization": self.utilization,
-            "peak_bytes": p.peak_bytes, "memory": dict(p.at_peak), "memory_limit_bytes": p.memory_limit_bytes,
-            "fits": self.fits, "missing_bytes": self.missing_bytes, "parameter_elements": p.parameter_elements,
+            "dtype": self.dtype, "peak_tflops_per_device": self.peaks[self.dtype] / 1e12,
+            "utilization": self.utilization, "peak_bytes": p.peak_bytes, "memory": dict(p.at_peak),
+            "memory_limit_bytes": p.memory_limit_bytes, "fits": self.fits, "missing_bytes": self.missing_bytes,
+            "parameter_elements": p.parameter_elements,
             "collectives": [asdict(c) | {"axes": list(c.axes)} for c in p.collectives],
         }  # fmt: skip
 
@@ -91,12 +94,13 @@ def estimate(
     micro_batches: int | None = None, schedule: str = "auto", stages_per_rank: int | None = None,
     report: Callable[[str], None] = lambda text: None, **planning,
 ) -> Estimate:  # fmt: skip
-    """The cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis pp, by a schedule with
-    so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is chosen as a plan would be. Raises
-    subclasses of AutoparError, but none for memory."""
+    """The cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis pp, by a
+    schedule with so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is chosen as a
+    plan would be. Raises subclasses of AutoparError, but none for memory."""
     found = api.search(
-        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches, schedule=schedule,
-        stages_per_rank=stages_per_rank, refuses=False, report=report, **{"baselines": False} | planning,
+        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches,
+        schedule=schedule, stages_per_rank=stages_per_rank, refuses=False, report=report,
+        **{"baselines": False} | planning,
     )  # fmt: skip
     return of_pipeline(found) if isinstance(found, PipelinePlanned) else of_search(found)
 

@@ -30,8 +30,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Priced:
-    """A pipeline and what it is here: `text`. Seconds are of a step, those but the step's of the mean rank. `note` says why there
-    are none."""
+    """A pipeline and what it is here: `text`. Seconds are of a step, those but the step's of the mean rank. `note` says
+    why there are none."""
 
     text: str
     step_seconds: float = 0.0
@@ -76,14 +76,14 @@ class PipelineExplanation:
 
 def explain_pipeline(planned: PipelinePlanned, pattern: str | None = None, alternatives: int = 6,
                      report: Report = lambda text: None) -> PipelineExplanation:  # fmt: skip
-    """Explains the pipeline, and with a glob `pattern` also what it matches inside of the stages (planner/explain.py). Raises
-    StrategyError if it matches nothing."""
+    """Explains the pipeline, and with a glob `pattern` also what it matches inside of the stages (planner/explain.py).
+    Raises StrategyError if it matches nothing."""
     inside = explain_plan(planned.inner, pattern, alternatives, report=report) if pattern else None
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
     return PipelineExplanation(
-        planned.plan, tuple(ranks_of(planned.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()), tuple(cuts),
-        left_out, inside,
+        planned.plan, tuple(ranks_of(planned.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
+        tuple(cuts), left_out, inside,
     )  # fmt: skip
 
 
@@ -94,8 +94,8 @@ def ranks_of(judged: Judged) -> Iterator[RankCost]:
         for action, start, end in zip(order, played.starts[rank], played.ends[rank]):
             seconds[action.kind == "F"] += end - start
         once = judged.once_seconds[rank]
-        yield RankCost(judged.pipeline.stages_of(rank), seconds[True], seconds[False], once, step - sum(seconds.values()) - once,
-                       sum(judged.memory[rank].values()))  # fmt: skip
+        yield RankCost(judged.pipeline.stages_of(rank), seconds[True], seconds[False], once,
+                       step - sum(seconds.values()) - once, sum(judged.memory[rank].values()))  # fmt: skip
 
 
 class _Pricing:
@@ -110,7 +110,9 @@ class _Pricing:
     def priced(self, text: str, judged: Judged) -> Priced:
         ranks, step = judged.pipeline.ranks, judged.step_seconds
         works, reduces = sum(judged.played.busy) / ranks, sum(judged.once_seconds) / ranks
-        return Priced(text, step, works, reduces, step - works - reduces, judged.peak_bytes, judged.peak_bytes <= self.limit)
+        return Priced(
+            text, step, works, reduces, step - works - reduces, judged.peak_bytes, judged.peak_bytes <= self.limit
+        )
 
     def itself(self, text: str) -> Priced:
         return replace(self.priced(text, self.planned.judged), chosen=True)
@@ -135,8 +137,8 @@ class _Pricing:
         self.report(text)
         try:
             again = plan_pipeline(self.planned.captured, self.planned.plan.mesh, self.options, self.planned.plan.model,
-                                  schedule=self.chosen.schedule, micro_batches=m, stages_per_rank=self.chosen.stages_per_rank,
-                                  report=self.report)  # fmt: skip
+                                  schedule=self.chosen.schedule, micro_batches=m,
+                                  stages_per_rank=self.chosen.stages_per_rank, report=self.report)  # fmt: skip
         except AutoparError as error:
             return Priced(text, note=error.message)
         return self.priced(text, again.judged)
@@ -174,7 +176,9 @@ class _Pricing:
         return found, max(0, len(borders) - MOST_BORDERS)
 
     def _send(self, bytes_: float) -> float:
-        return CollectiveCost(self.options.hardware, self.planned.plan.mesh).seconds("send", (self.chosen.axis,), bytes_)
+        return CollectiveCost(self.options.hardware, self.planned.plan.mesh).seconds(
+            "send", (self.chosen.axis,), bytes_
+        )
 
     def _cut(self, cuts: Sequence[str]) -> Judged:
         p, (problem, e), inner = self.chosen, self.planned.inner.whole, self.planned.inner

@@ -1,9 +1,9 @@
 """A module with fake parameters for as long as it is traced.
 
-Tracing reads shapes only. With fake tensors on one device in place of its parameters, a model gives the same graph whether its
-own are on the meta device, on a GPU or already taken over; nothing of the graph holds on to their memory; and a precision can
-be tried without casting a weight. Where parameters and buffers belong is recorded before a model is taken over, so that a rank
-that keeps only some of them can still trace all.
+Tracing reads shapes only. With fake tensors on one device in place of its parameters, a model gives the same graph
+whether its own are on the meta device, on a GPU or already taken over; nothing of the graph holds on to their memory;
+and a precision can be tried without casting a weight. Where parameters and buffers belong is recorded before a model is
+taken over, so that a rank that keeps only some of them can still trace all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Tables:
-    """Say where the tensors of one module belong: the first qualified name of each, by the name that the module itself has for it;
-    None for a parameter or buffer that is None."""
+    """Say where the tensors of one module belong: the first qualified name of each, by the name that the module itself
+    has for it; None for a parameter or buffer that is None."""
 
     module: nn.Module
     parameters: dict[str, str | None]
@@ -42,8 +42,8 @@ class Tables:
 
 @dataclass(frozen=True)
 class Held:
-    """A place in a list or dict of a module that holds one of its parameters or buffers beside the table, as torch's recurrent
-    layers do: `container[key]` is what `owner` has as `leaf`."""
+    """A place in a list or dict of a module that holds one of its parameters or buffers beside the table, as torch's
+    recurrent layers do: `container[key]` is what `owner` has as `leaf`."""
 
     container: list | dict
     key: object
@@ -56,12 +56,14 @@ class Held:
 
 
 class Forms(dict[str, Form]):
-    """The form of every parameter under its first name. `buffers`: the same of buffers; `tables`: where all of them belong;
-    `held`: where else they are; `left`: values of buffers that this rank does not keep and no state dict has; `all_names`: of
-    parameters, each with its first name."""
+    """The form of every parameter under its first name. `buffers`: the same of buffers; `tables`: where all of them
+    belong;
+    `held`: where else they are; `left`: values of buffers that this rank does not keep and no state dict has;
+    `all_names`: of parameters, each with its first name."""
 
     def __init__(
-        self, parameters: Mapping[str, Form], buffers: Mapping[str, Form], tables: tuple[Tables, ...], held: tuple[Held, ...]
+        self, parameters: Mapping[str, Form], buffers: Mapping[str, Form], tables: tuple[Tables, ...],
+        held: tuple[Held, ...]
     ):  # fmt: skip
         super().__init__(parameters)
         self.buffers, self.tables, self.held = dict(buffers), tables, held
@@ -86,7 +88,8 @@ class Forms(dict[str, Form]):
         return forms
 
     def copy_of(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """Return a copy of `model`, whose forms these are, that has these tensors by first name; they are not copied."""
+        """Return a copy of `model`, whose forms these are, that has these tensors by first name; they are not
+        copied."""
         with self.installed(tensors), refreshed(self.held):
             plain = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors.values()})
         for module in plain.modules():
@@ -105,7 +108,9 @@ class Forms(dict[str, Form]):
             for table, names in places:
                 present = dict(table)
                 table.clear()
-                table.update({leaf: present.get(leaf) if name is None else tensors[name] for leaf, name in names.items()})
+                table.update(
+                    {leaf: present.get(leaf) if name is None else tensors[name] for leaf, name in names.items()}
+                )
                 table.update({leaf: value for leaf, value in present.items() if leaf not in names})
             yield
         finally:
@@ -155,7 +160,10 @@ def forms_of(model: nn.Module) -> Forms:
     buffers = {name: Form(tuple(b.shape), b.dtype, False) for name, b in model.named_buffers()}
     first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     tables = tuple(
-        Tables(module, *({leaf: first.get(id(x)) for leaf, x in table.items()} for table in (module._parameters, module._buffers)))
+        Tables(
+            module,
+            *({leaf: first.get(id(x)) for leaf, x in table.items()} for table in (module._parameters, module._buffers)),
+        )
         for module in model.modules()
     )
     forms = Forms(parameters, buffers, tables, _held_by(model))
@@ -186,8 +194,8 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tensor]) -> Iterator[set[str]]:
-    """Inside, tensors that are plain attributes are in the tables of the modules, on the CPU. Gives the names of those that require
-    a gradient."""
+    """Inside, tensors that are plain attributes are in the tables of the modules, on the CPU. Gives the names of those
+    that require a gradient."""
     moved: list[tuple[nn.Module, dict[str, Tensor]]] = []
     made: dict[int, Tensor] = {}
     with_gradient: set[str] = set()
@@ -221,9 +229,9 @@ def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tens
 
 @contextmanager
 def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[set[str]]:
-    """Inside, the parameters of `model` are fake tensors of these forms, and its buffers are on the CPU (fake if they are
-    meta or not on this rank), as are tensors that are plain attributes. Shared ones stay shared. Gives the names of buffers
-    and attributes that require a gradient. Afterwards everything is as it was."""
+    """Inside, the parameters of `model` are fake tensors of these forms, and its buffers are on the CPU (fake if they
+    are meta or not on this rank), as are tensors that are plain attributes. Shared ones stay shared. Gives the names of
+    buffers and attributes that require a gradient. Afterwards everything is as it was."""
     where = forms if isinstance(forms, Forms) else forms_of(model)
     tensors: dict[str, Tensor] = {}
     for name in where:

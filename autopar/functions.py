@@ -1,8 +1,8 @@
 """User-defined autograd functions in a traced model.
 
-`torch.export` follows a `torch.autograd.Function` through its forward and forgets its backward. Inside `kept_backwards` every
-call of one becomes an op of its own instead, whose gradient is the function's backward, traced on the function's forward made
-again; when the model is differentiated, `inline` gives the forward's own ops in the place of such an op.
+`torch.export` follows a `torch.autograd.Function` through its forward and forgets its backward. Inside `kept_backwards`
+every call of one becomes an op of its own instead, whose gradient is the function's backward, traced on the function's
+forward made again; when the model is differentiated, `inline` gives the forward's own ops in the place of such an op.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the graph's nodes say about themselves: roles, phases and tensors of a captured joint graph.
 
-A joint graph is a `torch.fx.Graph` that computes outputs and gradients of a model from its parameters, buffers, inputs and
-tangents. Its metadata, set by the capture and read by everything after it:
+A joint graph is a `torch.fx.Graph` that computes outputs and gradients of a model from its parameters, buffers, inputs
+and tangents. Its metadata, set by the capture and read by everything after it:
 
     node.meta["val"]      the global value: a fake tensor, or a tuple of them
     node.meta["role"]     on placeholders and constants: a Role
@@ -28,10 +28,10 @@ RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes th
 @dataclass(frozen=True)
 class Role:
     """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
-    (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see autopar/ops_random.py) or "total"
-    (a sum over the whole batch that a micro-batch needs, see passes/micro_batch.py). In a stage of a pipeline (passes/stages.py)
-    also "activation", "copy" (see passes/compute_once.py) and "arriving", a gradient of the backward, by the name of the node that
-    makes it."""
+    (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see
+    autopar/ops_random.py) or "total" (a sum over the whole batch that a micro-batch needs, see passes/micro_batch.py).
+    In a stage of a pipeline (passes/stages.py) also "activation", "copy" (see passes/compute_once.py) and "arriving", a
+    gradient of the backward, by the name of the node that makes it."""
 
     kind: str
     name: str
@@ -46,16 +46,17 @@ class Role:
 FORWARD_OUTPUTS = ("output", "mutation", "input_mutation", "activation")
 # the kinds of leaf that an output belongs to, and whose layout it therefore has, by the kind of the output
 PARTNERS = {
-    "gradient": ("parameter",), "input_gradient": ("input",), "mutation": ("buffer", "parameter"), "input_mutation": ("input",),
-    "output": ("tangent",),
+    "gradient": ("parameter",), "input_gradient": ("input",), "mutation": ("buffer", "parameter"),
+    "input_mutation": ("input",), "output": ("tangent",),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class OutputRole:
-    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient" (of the input),
-    "mutation" (name of the parameter or buffer that takes the value), or "input_mutation" (of the input). In a stage of a pipeline
-    also "activation", which goes to the next stage, and "returned", a gradient that goes to the one before (name: of the node)."""
+    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient" (of
+    the input), "mutation" (name of the parameter or buffer that takes the value), or "input_mutation" (of the input).
+    In a stage of a pipeline also "activation", which goes to the next stage, and "returned", a gradient that goes to
+    the one before (name: of the node)."""
 
     kind: str
     name: str

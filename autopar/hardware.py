@@ -46,7 +46,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"
 
 
 def load(name: str | Path | Hardware) -> Hardware:
-    """A profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML or JSON file.
+    """A profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML or JSON
+    file.
 
     A device whose name states less memory than the profile ("A100-SXM4-40GB") keeps its own. Raises HardwareError with
     the nearest names, or with what is wrong in the file.
@@ -65,7 +66,8 @@ def load(name: str | Path | Hardware) -> Hardware:
     close = difflib.get_close_matches(text, patterns, 1, 0.5)
     raise HardwareError(
         f"there is no hardware profile for {text!r}",
-        fix=f"use {nearest(text, patterns if close else names())}, or a TOML file that `autopar calibrate` wrote on such devices",
+        fix=f"use {nearest(text, patterns if close else names())}, or a TOML file that `autopar calibrate` wrote on "
+        f"such devices",
     )
 
 
@@ -92,7 +94,9 @@ def _parse(file: Path) -> dict:
         raise HardwareError(f"cannot read {file}: {error.strerror}", fix=f"use {', '.join(names())}") from error
     except ValueError as error:
         written = file.suffix[1:].upper()
-        raise HardwareError(f"{file} is not {written}: {error}", fix=f"start from a copy of {PROFILES / 'h100.toml'}") from error
+        raise HardwareError(
+            f"{file} is not {written}: {error}", fix=f"start from a copy of {PROFILES / 'h100.toml'}"
+        ) from error
     if not isinstance(table, dict):
         raise HardwareError(f"{file} is not a table", fix=f"start from a copy of {PROFILES / 'h100.toml'}")
     return table
@@ -121,9 +125,17 @@ def _read(file: Path) -> Hardware:
         )
     lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
     host, kernels, nccl, measured, fingerprint = (
-        table.inner(key) if key in table.entries else None for key in ("host", "kernels", "nccl", "measured", "fingerprint")
+        table.inner(key) if key in table.entries else None
+        for key in ("host", "kernels", "nccl", "measured", "fingerprint")
     )
-    groups = {"compute": compute, "memory": memory, "host": host, "collectives": collectives, "kernels": kernels, "nccl": nccl}
+    groups = {
+        "compute": compute,
+        "memory": memory,
+        "host": host,
+        "collectives": collectives,
+        "kernels": kernels,
+        "nccl": nccl,
+    }
     groups |= {"measured": measured} | {f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))}
     sources = {name: group.text("source") for name, group in groups.items() if group}
     return Hardware(
@@ -138,7 +150,9 @@ def _read(file: Path) -> Hardware:
         launch_seconds=compute.positive("launch_seconds"),
         links=tiers,
         reduce_scatter_lowering=lowering,
-        overlap_slowdown=collectives.at_least_one("overlap_slowdown") if "overlap_slowdown" in collectives.entries else 2.0,
+        overlap_slowdown=collectives.at_least_one("overlap_slowdown")
+        if "overlap_slowdown" in collectives.entries
+        else 2.0,
         kernels=_kernels(kernels) if kernels else Kernels(),
         nccl=_nccl(nccl) if nccl else None,
         curves=tuple(_curve(row) for row in measured.rows("curves")) if measured else (),
@@ -234,14 +248,18 @@ class _Table:
             right = len(values) == (length or len(values) or 1)
             return positive and right and (not rising or all(a < b for a, b in zip(values, values[1:])))
 
-        wanted = f"a list of {length or ''} positive numbers".replace("  ", " ") + (", each larger than the last" if rising else "")
+        wanted = f"a list of {length or ''} positive numbers".replace("  ", " ") + (
+            ", each larger than the last" if rising else ""
+        )
         return tuple(float(v) for v in self._get(key, list, wanted, fits))
 
     def share(self, key: str) -> float:
         return float(self._get(key, (int, float), "a share above 0 and up to 1", fits=lambda value: 0 < value <= 1))
 
     def whole(self, key: str) -> int:
-        return int(self._get(key, (int, float), "a whole number above 0", fits=lambda v: 1 <= v < math.inf and v == int(v)))
+        return int(
+            self._get(key, (int, float), "a whole number above 0", fits=lambda v: 1 <= v < math.inf and v == int(v))
+        )
 
     def inner(self, key: str) -> _Table:
         return _Table(self.file, self._get(key, dict, "a table", fits=len), f"{self.path}{key}.")
@@ -249,4 +267,3 @@ class _Table:
     def rows(self, key: str) -> list[_Table]:
         rows = self._get(key, list, "a list of tables", fits=lambda v: v and all(isinstance(row, dict) for row in v))
         return [_Table(self.file, row, f"{self.path}{key}[{i}].") for i, row in enumerate(rows)]
-

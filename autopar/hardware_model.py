@@ -47,11 +47,11 @@ class Tier:
 class Kernels:
     """How well matrix products and attention fill one device (autopar/cost/efficiency.py says how these are used).
 
-    `multiprocessors` work on tiles of `tile` rows and columns; 0 where work is not handed out in waves (a CPU). A product
-    of few rows, columns or little depth reaches half of its speed at `half_rows`, `half_columns`, `half_depth`.
-    `attention` and `attention_backward`: shares of the peak, None for those of a large product. `functions_per_second`: values of
-    gelu (by tanh) that are computed in a second, 0 where memory is slower. `fuses`: whether pointwise ops that follow each other
-    run as one kernel.
+    `multiprocessors` work on tiles of `tile` rows and columns; 0 where work is not handed out in waves (a CPU). A
+    product of few rows, columns or little depth reaches half of its speed at `half_rows`, `half_columns`, `half_depth`.
+    `attention` and `attention_backward`: shares of the peak, None for those of a large product. `functions_per_second`:
+    values of gelu (by tanh) that are computed in a second, 0 where memory is slower. `fuses`: whether pointwise ops
+    that follow each other run as one kernel.
     """
 
     multiprocessors: int = 0
@@ -70,9 +70,10 @@ class Nccl:
     """What NCCL's own time model needs to know of a node, which is the closest tier (autopar/cost/nccl.py).
 
     `generation`: a key of autopar/cost/nccl_constants.py. `intra`: "nvlink" or "pci". `channels` of
-    `channel_bytes_per_second` each are what its search finds. `nvls`: whether the switch reduces. `copy_engine_bytes_per_second`:
-    what copy engines send in an all-to-all, 0 where NCCL does not use them. `reached`: by kind, pairs of a number of
-    devices in one node and the bytes per second that each sends there in a large collective, measured.
+    `channel_bytes_per_second` each are what its search finds. `nvls`: whether the switch reduces.
+    `copy_engine_bytes_per_second`: what copy engines send in an all-to-all, 0 where NCCL does not use them. `reached`:
+    by kind, pairs of a number of devices in one node and the bytes per second that each sends there in a large
+    collective, measured.
     """
 
     generation: str
@@ -104,8 +105,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Host:
-    """What the host gives each of its devices while all of them use it: bytes per second that a copy between host and device
-    reaches, in one direction at a time, and the device's share of the host's memory and of its speed."""
+    """What the host gives each of its devices while all of them use it: bytes per second that a copy between host and
+    device reaches, in one direction at a time, and the device's share of the host's memory and of its speed."""
 
     link_bytes_per_second: float
     memory_bytes_per_second: float
@@ -117,15 +118,16 @@ class Hardware:
     """One kind of device and its links, closest tier first.
 
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
-    which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of kernels.
-    `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the device's context, to the
-    buffers of the communication library and to the rounding of the caching allocator. `host`: the host's memory behind a device,
-    None where nothing can be kept there.
+    which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of
+    kernels.
+    `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the device's
+    context, to the buffers of the communication library and to the rounding of the caching allocator. `host`: the
+    host's memory behind a device, None where nothing can be kept there.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
-    `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other; 2 if
-    nothing is gained by it.
-    `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %). `fingerprint`: where they were measured,
-    empty for a profile made from datasheets.
+    `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
+    2 if nothing is gained by it.
+    `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %). `fingerprint`: where they were
+    measured, empty for a profile made from datasheets.
     """
 
     name: str
@@ -156,7 +158,8 @@ class Hardware:
         return self.flops_per_second[dtype]
 
     def reached_flops_per_second(self, dtype: str) -> float:
-        """Peak times efficiency: of a large matrix product. Raises HardwareError for a dtype that the profile does not list."""
+        """Peak times efficiency: of a large matrix product. Raises HardwareError for a dtype that the profile does not
+        list."""
         return self.peak_flops_per_second(dtype) * self.flops_efficiency
 
     @property
@@ -165,7 +168,8 @@ class Hardware:
 
     @property
     def overlap_gain(self) -> float:
-        """Share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute waits for it."""
+        """Share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute waits for
+        it."""
         return max(0.0, 2.0 - self.overlap_slowdown) if self.nccl else 0.0
 
     def tiers_for(self, mesh: Mesh) -> dict[str, Tier]:

@@ -31,7 +31,8 @@ def traced_idioms() -> Iterator[None]:
 
 
 class _Idioms(TorchFunctionMode):
-    """Reads and writes of the attribute `data`, and gradients that are switched on inside of an inference mode, which stay off."""
+    """Reads and writes of the attribute `data`, and gradients that are switched on inside of an inference mode, which
+    stay off."""
 
     def __init__(self):
         super().__init__()

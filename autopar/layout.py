@@ -112,8 +112,8 @@ class Layout:
 
 
 def chunk(size: int, count: int, index: int | range) -> tuple[int, int]:
-    """(start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count); of a range of blocks, from the
-    first to the last."""
+    """(start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count); of a range of
+    blocks, from the first to the last."""
     block = -(-size // count)
     first, last = (index.start, index.stop) if isinstance(index, range) else (index, index + 1)
     return min(first * block, size), min(last * block, size)
@@ -133,7 +133,8 @@ def dim_ranges(
 def local_ranges(
     shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
 ) -> list[list[tuple[int, int]]]:
-    """For each dim the global (start, stop) ranges that the device at `coordinate` holds of a tensor of global `shape`."""
+    """For each dim the global (start, stop) ranges that the device at `coordinate` holds of a tensor of global
+    `shape`."""
     return [
         dim_ranges(size, axes, parts, mesh, coordinate) if axes else [(0, size)]
         for size, axes, parts in zip(shape, layout.dims, layout.parts)

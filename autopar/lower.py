@@ -37,8 +37,8 @@ class RankProgram:
     parts: Parts
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(group, what, shape) a collective in the order of the calls: "dp", "forward all_reduce(sum) float32 over dp: mm_1",
-        (8, 4). All ranks have the same groups and texts, and the ranks of one group the same shapes too."""
+        """(group, what, shape) a collective in the order of the calls: "dp", "forward all_reduce(sum) float32 over dp:
+        mm_1", (8, 4). All ranks have the same groups and texts, and the ranks of one group the same shapes too."""
         return collectives_of(("forward", self.parts.forward), ("backward", self.parts.backward))
 
 
@@ -81,9 +81,9 @@ def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) 
 
 @dataclass(frozen=True)
 class DeferredProgram:
-    """One rank's graphs for gradients that are added up before they are reduced: `backward` takes what the backward of the
-    RankProgram takes and leaves the gradients of the parameters `layouts` in these layouts; `reduce` takes those, in this order,
-    and gives them as the RankProgram would."""
+    """One rank's graphs for gradients that are added up before they are reduced: `backward` takes what the backward of
+    the RankProgram takes and leaves the gradients of the parameters `layouts` in these layouts; `reduce` takes those,
+    in this order, and gives them as the RankProgram would."""
 
     backward: fx.GraphModule
     reduce: fx.GraphModule
@@ -95,14 +95,16 @@ class DeferredProgram:
 
 
 def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, ...]) -> DeferredProgram:
-    """A rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises VerifyError if they
-    need others."""
+    """A rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises VerifyError if
+    they need others."""
     graph, whole = captured.graph, captured.graph_module
     for name, run in passes_of(replace(plan, sharding=defer.without_reductions(graph, plan.sharding)), rank):
         whole = debug.run_pass(f"deferred {name}", run, whole)
     parts = partition(whole)
     if parts.saved != saved:
-        raise VerifyError("a backward without reductions needs other saved values than the one with them", mesh=plan.mesh)
+        raise VerifyError(
+            "a backward without reductions needs other saved values than the one with them", mesh=plan.mesh
+        )
     reduce, sharding = defer.reductions(graph, plan.sharding)
     for name, run in passes_of(replace(plan, sharding=sharding), rank):
         reduce = debug.run_pass(f"reductions {name}", run, reduce)

@@ -14,7 +14,13 @@ from functools import cached_property
 
 from .errors import MeshError
 
-NOT_DATA = ("tp", "cp", "sp", "ep", "pp")  # names of axes that do not carry the batch, where no strategy gives them roles
+NOT_DATA = (
+    "tp",
+    "cp",
+    "sp",
+    "ep",
+    "pp",
+)  # names of axes that do not carry the batch, where no strategy gives them roles
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class Mesh:
     def __post_init__(self):
         if not self.names or len(self.names) != len(self.sizes):
             raise MeshError(
-                f"a mesh needs one size per axis, got names {self.names} and sizes {self.sizes}", fix="write dp=2,tp=2 or the like"
+                f"a mesh needs one size per axis, got names {self.names} and sizes {self.sizes}",
+                fix="write dp=2,tp=2 or the like",
             )
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"axis names must differ, got {self.names}", fix="name each axis once, such as dp=2,tp=2")

@@ -12,7 +12,8 @@ from .passes.micro_batch import SAME, SUM, MicroBatched
 
 
 def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """For each micro-batch what it is given by placeholder name: global inputs, sums over the whole batch, its random state."""
+    """For each micro-batch what it is given by placeholder name: global inputs, sums over the whole batch, its random
+    state."""
     leaves = {kind: {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
                      if n.op == "placeholder" and n.meta["role"].kind == kind} for kind in ("input", "random")}  # fmt: skip
     named = {name: values[leaf] for name, leaf in leaves["input"].items()}

@@ -1,9 +1,10 @@
 """The canonical ops `autopar::*`: one node each in the graph and the plan, with the forms that sharding needs.
 
 The canonicalize pass writes them into the exported forward graph; autograd then derives a backward of one node for each
-gradient. Vocabulary-sharded ops take `offset`, the global index of their first local row: an index outside the local rows
-contributes nothing, so the results of all shards add up to the whole (a masked lookup, as Megatron-LM's vocabulary-parallel
-embedding and cross-entropy, arXiv 1909.08053). Implementations run below autograd: they call kernels and formulas only.
+gradient. Vocabulary-sharded ops take `offset`, the global index of their first local row: an index outside the local
+rows contributes nothing, so the results of all shards add up to the whole (a masked lookup, as Megatron-LM's
+vocabulary-parallel embedding and cross-entropy, arXiv 1909.08053). Implementations run below autograd: they call
+kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
 quantization, quantized weights, random numbers and CTC have files of their own: autopar/ops_matmul.py,
@@ -22,7 +23,8 @@ from .attention_forms import additive, by_formula, by_formula_backward, by_kerne
 aten = torch.ops.aten
 
 
-# linear ----------------------------------------------------------------------------------------------------------------
+# linear
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @custom_op("autopar::linear", mutates_args=())
@@ -58,7 +60,8 @@ def _linear_backward(ctx, grad):
 linear.register_autograd(_linear_backward, setup_context=ops_matmul.save_factors)
 
 
-# attention -------------------------------------------------------------------------------------------------------------
+# attention
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _repeat_heads(q: Tensor, kv: Tensor) -> Tensor:
@@ -85,9 +88,9 @@ def _seq_major(x: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention. q (b, h, s, d), k (b, h_kv, t, d), v (b, h_kv, t, d_v) with h a multiple of h_kv (grouped
-    queries), mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d_v) and the log-sum-exp
-    (b, h, s): 0 and -inf for a query that may attend to no key."""
+    """Scaled dot-product attention. q (b, h, s, d), k (b, h_kv, t, d), v (b, h_kv, t, d_v) with h a multiple of h_kv
+    (grouped queries), mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d_v) and the
+    log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
     q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
     out, lse = (by_formula if q.is_cuda else by_kernel)(q, k, v, mask, causal, scale)
     return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
@@ -136,7 +139,8 @@ def _attention_backward(ctx, grad, _):
 attention.register_autograd(_attention_backward, setup_context=_attention_setup)
 
 
-# embedding -------------------------------------------------------------------------------------------------------------
+# embedding
+# -------------------------------------------------------------------------------------------------------------
 
 
 @custom_op("autopar::embedding", mutates_args=())
@@ -149,7 +153,8 @@ def embedding(weight: Tensor, index: Tensor, padding_idx: int, offset: int) -> T
 
 @custom_op("autopar::embedding_dw", mutates_args=())
 def embedding_dw(grad: Tensor, index: Tensor, padding_idx: int, offset: int, rows: int) -> Tensor:
-    """Gradient of `rows` rows of the weight from `offset` on: (..., h), (...) -> (rows, h). Rows at `padding_idx` get none."""
+    """Gradient of `rows` rows of the weight from `offset` on: (..., h), (...) -> (rows, h). Rows at `padding_idx` get
+    none."""
     row = (index - offset).reshape(-1)
     inside = (row >= 0) & (row < rows) & (index.reshape(-1) != padding_idx)
     update = grad.reshape(-1, grad.shape[-1]) * inside.unsqueeze(-1)
@@ -173,13 +178,14 @@ def _embedding_backward(ctx, grad):
 embedding.register_autograd(_embedding_backward, setup_context=_embedding_setup)
 
 
-# cross-entropy ---------------------------------------------------------------------------------------------------------
+# cross-entropy
+# ---------------------------------------------------------------------------------------------------------
 
 
 @custom_op("autopar::vocab_loss", mutates_args=())
 def vocab_loss(logits: Tensor, target: Tensor, row_max: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """The two sums a cross-entropy needs over the vocabulary: of exp(logits - row_max), and of logits where the column plus
-    `offset` is `target`. (..., v), (...), (...) -> (...), (...), both in at least fp32."""
+    """The two sums a cross-entropy needs over the vocabulary: of exp(logits - row_max), and of logits where the column
+    plus `offset` is `target`. (..., v), (...), (...) -> (...), (...), both in at least fp32."""
     shifted = logits.to(row_max.dtype) - row_max.unsqueeze(-1)
     column = target - offset
     inside = (column >= 0) & (column < logits.shape[-1])

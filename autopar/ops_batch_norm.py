@@ -1,7 +1,7 @@
 """Batch normalization in ops whose batch may be sharded: statistics are sums over the whole batch, as on one device.
 
-Every op reads images (n, c, ...) and one number a channel (c); sums over n and the dims after c are Partial where those are
-sharded. The gradient through the statistics is that of Ioffe & Szegedy, arXiv 1502.03167, section 3:
+Every op reads images (n, c, ...) and one number a channel (c); sums over n and the dims after c are Partial where those
+are sharded. The gradient through the statistics is that of Ioffe & Szegedy, arXiv 1502.03167, section 3:
 
     dx = weight * rstd * (grad - sum(grad) / count - xhat * sum(grad * xhat) / count),    xhat = (x - mean) * rstd
 """
@@ -35,8 +35,8 @@ def square_deviation(x: Tensor, mean: Tensor) -> Tensor:
 
 @custom_op("autopar::batch_norm", mutates_args=())
 def batch_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, count: int) -> Tensor:
-    """x normalized by the statistics of its own batch of `count` elements a channel: (n, c, ...) -> (n, c, ...). The gradient
-    goes through the statistics too, so `mean` and `rstd` get none."""
+    """x normalized by the statistics of its own batch of `count` elements a channel: (n, c, ...) -> (n, c, ...). The
+    gradient goes through the statistics too, so `mean` and `rstd` get none."""
     y = _normalized(x, mean, rstd)
     y = y if weight is None else y * _over_channels(weight, x)
     return (y if bias is None else y + _over_channels(bias, x)).to(x.dtype)

@@ -1,9 +1,10 @@
 """The canonical products of several matrices at once.
 
-Stacks of matrices, whose leading dims stay dims: ATen flattens them into one (`bmm`), and a merged dim cannot be sharded by batch
-and by heads at once. Grouped products of a mixture of experts: each row has the matrix of its group. Elsewhere the rows are sorted
-by group (`_grouped_mm`), so that only all of them together tell which rows a group has, or there is a copy of its matrix for each
-row (`bmm`). Here a row comes with its group, in any order: rows are a dim that may be sharded, and the op sorts those that it gets.
+Stacks of matrices, whose leading dims stay dims: ATen flattens them into one (`bmm`), and a merged dim cannot be
+sharded by batch and by heads at once. Grouped products of a mixture of experts: each row has the matrix of its group.
+Elsewhere the rows are sorted by group (`_grouped_mm`), so that only all of them together tell which rows a group has,
+or there is a copy of its matrix for each row (`bmm`). Here a row comes with its group, in any order: rows are a dim
+that may be sharded, and the op sorts those that it gets.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _backward(ctx, grad):
 
 
 def save_factors(ctx, inputs, output) -> None:
-    """Each of two factors only for the other one's gradient, as ATen does: a factor that no gradient needs may be written to."""
+    """Each of two factors only for the other one's gradient, as ATen does: a factor that no gradient needs may be
+    written to."""
     a, b = inputs
     ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
 
@@ -42,7 +44,8 @@ matmul.register_autograd(_backward, setup_context=save_factors)
 
 @custom_op("autopar::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
-    """(r, k), (g, k, n), (r) -> (r, n): each row of x times the matrix of its group; zero where there is no such group."""
+    """(r, k), (g, k, n), (r) -> (r, n): each row of x times the matrix of its group; zero where there is no such
+    group."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
     for i, rows in _rows_of(group, weight.shape[0]):
         y[rows] = x[rows] @ weight[i]
@@ -78,4 +81,6 @@ def _grouped_backward(ctx, grad):
     return dx, dw, None
 
 
-grouped_mm.register_autograd(_grouped_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+grouped_mm.register_autograd(
+    _grouped_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)

@@ -1,14 +1,14 @@
 """Weights in 4 or 8 bits with a scale a block, and the op that gives them back: `autopar::dequantize`.
 
-QLoRA (Dettmers et al., arXiv 2305.14314, section 3) divides every block of a weight by its largest absolute value and rounds to
-the 16 numbers of a code book: NF4 has quantiles of the normal distribution, FP4 the values of bitsandbytes' e2m1 floats. Two codes
-share a byte, the first in its upper half (as bitsandbytes and torchao pack them); "int8" rounds to 127 steps on either side of
-zero. Double quantization keeps the blocks' scales in 8 bits as well: less their mean, in steps of 1/128 of the largest of 256 of
-them (torchao's linear steps; bitsandbytes has a code book there).
+QLoRA (Dettmers et al., arXiv 2305.14314, section 3) divides every block of a weight by its largest absolute value and
+rounds to the 16 numbers of a code book: NF4 has quantiles of the normal distribution, FP4 the values of bitsandbytes'
+e2m1 floats. Two codes share a byte, the first in its upper half (as bitsandbytes and torchao pack them); "int8" rounds
+to 127 steps on either side of zero. Double quantization keeps the blocks' scales in 8 bits as well: less their mean, in
+steps of 1/128 of the largest of 256 of them (torchao's linear steps; bitsandbytes has a code book there).
 
-Blocks run along the last dim, and the scales that share a step are a tile of neighbours in both dims, so a weight can be cut in
-rows or in columns: what holds some whole tiles of all four tensors dequantizes to its part of the weight. Of a weight (..., o, i)
-with blocks of b and tiles of R rows and C blocks (`tile_of`) they are
+Blocks run along the last dim, and the scales that share a step are a tile of neighbours in both dims, so a weight can
+be cut in rows or in columns: what holds some whole tiles of all four tensors dequantizes to its part of the weight. Of
+a weight (..., o, i) with blocks of b and tiles of R rows and C blocks (`tile_of`) they are
 
     packed  (..., o, i / 2) uint8, or (..., o, i) int8      codes
     absmax  (..., o, i / b) int8, float32 if not doubly     scales
@@ -30,9 +30,9 @@ from torch.library import custom_op
 
 CODES = {
     "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
     "fp4": tuple(x / 12 for x in (0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3)),
 }  # fmt: skip
@@ -46,7 +46,8 @@ CHUNK = 2**22  # elements that are rounded at once
 def dequantize(
     packed: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None, quant_type: str, dtype: torch.dtype
 ) -> Tensor:
-    """The weight (..., o, i) in `dtype` of the tensors said above; without double quantization there is no scale and offset."""
+    """The weight (..., o, i) in `dtype` of the tensors said above; without double quantization there is no scale and
+    offset."""
     if scale is not None:
         absmax = absmax * _spread(scale, absmax.shape) + offset
     if quant_type == "int8":
@@ -78,7 +79,8 @@ def _spread(scale: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def tile_of(rows: int, blocks: int) -> tuple[int, int]:
-    """Rows and blocks of a tile: at most 64 x 4, less where a matrix has no multiple of them, with more rows for few blocks."""
+    """Rows and blocks of a tile: at most 64 x 4, less where a matrix has no multiple of them, with more rows for few
+    blocks."""
     across = math.gcd(blocks, TILE_BLOCKS)
     return math.gcd(rows, max(TILE_ROWS, FEWEST // across)), across
 
@@ -89,7 +91,9 @@ def forms_of_parts(
     """Shape and dtype of each of the tensors that a weight of this shape becomes."""
     *stack, rows, columns = shape
     blocks = columns // block_size
-    codes = ((*stack, rows, columns), torch.int8) if quant_type == "int8" else ((*stack, rows, columns // 2), torch.uint8)
+    codes = (
+        ((*stack, rows, columns), torch.int8) if quant_type == "int8" else ((*stack, rows, columns // 2), torch.uint8)
+    )
     forms = {"packed": codes, "absmax": ((*stack, rows, blocks), torch.int8 if double_quant else torch.float32)}
     if double_quant:
         down, across = tile_of(rows, blocks)

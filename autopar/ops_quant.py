@@ -2,13 +2,15 @@
 
     q = clamp(round(x / scale) + zero_point, qmin, qmax),    y = (q - zero_point) * scale
 
-The gradient of x is that of y where q was in the range without clamping, and zero elsewhere: the straight-through estimator of
-torch.fake_quantize_per_channel_affine. A scale that is learned has the gradient of LSQ (arXiv 1902.08153, equation 3),
+The gradient of x is that of y where q was in the range without clamping, and zero elsewhere: the straight-through
+estimator of torch.fake_quantize_per_channel_affine. A scale that is learned has the gradient of LSQ (arXiv 1902.08153,
+equation 3),
 
     dy / dscale = q - zero_point - (x / scale where q was in the range, else 0),
 
-times `grad_factor`. scale and zero_point broadcast against x: a tensor with a scale for each group of elements is reshaped to
-groups first. zero_point is None where it is 0. Computed in the wider of x's and scale's types, y is of x's type.
+times `grad_factor`. scale and zero_point broadcast against x: a tensor with a scale for each group of elements is
+reshaped to groups first. zero_point is None where it is 0. Computed in the wider of x's and scale's types, y is of x's
+type.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ aten = torch.ops.aten
 
 
 def rounded(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """round(x / scale) + zero_point, not clamped; in the wider of x's and scale's types. Multiplies by 1 / scale, as torch does."""
+    """round(x / scale) + zero_point, not clamped; in the wider of x's and scale's types. Multiplies by 1 / scale, as
+    torch does."""
     q = torch.round(_wide(x, scale) * (1 / scale))
     return q if zero_point is None else q + zero_point
 
@@ -56,18 +59,24 @@ def fake_quantize_bw(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor 
 
 
 @custom_op("autopar::fake_quantize_dscale", mutates_args=())
-def fake_quantize_dscale(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+def fake_quantize_dscale(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int
+) -> Tensor:
     """What each element of x contributes to the gradient of its scale: (...) as x, in the type of the computation."""
     q = rounded(x, scale, zero_point)
     clamped = q.clamp(qmin, qmax)
-    slope = (clamped if zero_point is None else clamped - zero_point) - torch.where(q == clamped, _wide(x, scale) * (1 / scale), 0)
+    slope = (clamped if zero_point is None else clamped - zero_point) - torch.where(
+        q == clamped, _wide(x, scale) * (1 / scale), 0
+    )
     return grad * slope
 
 
 fake_quantize.register_fake(lambda x, scale, zero_point, qmin, qmax, grad_factor=1.0: torch.empty_like(x))
 fake_quantize_bw.register_fake(lambda grad, x, scale, zero_point, qmin, qmax: torch.empty_like(grad))
 fake_quantize_dscale.register_fake(
-    lambda grad, x, scale, zero_point, qmin, qmax: torch.empty_like(grad, dtype=torch.promote_types(x.dtype, scale.dtype))
+    lambda grad, x, scale, zero_point, qmin, qmax: torch.empty_like(
+        grad, dtype=torch.promote_types(x.dtype, scale.dtype)
+    )
 )
 
 

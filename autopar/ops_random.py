@@ -1,17 +1,17 @@
 """Random numbers by counter: `autopar::dropout`, `autopar::uniform` and `autopar::normal`.
 
-A number is a function of a seed, the forward's offset, the op's stream number in the graph and the element's index in the global
-tensor, and of nothing else. So every device draws its part of what one device would draw, whatever the layout; the backward
-draws a mask again instead of reading a saved one; and a run that stops goes on from two integers.
+A number is a function of a seed, the forward's offset, the op's stream number in the graph and the element's index in
+the global tensor, and of nothing else. So every device draws its part of what one device would draw, whatever the
+layout; the backward draws a mask again instead of reading a saved one; and a run that stops goes on from two integers.
 
-Generator: Squares (Widynski, "Squares: a fast counter-based RNG", arXiv 2004.06278), counter = global index, key = a hash of
-(seed, offset, stream) by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It needs 64-bit products alone, which
-every device has as int64 (they wrap around), a fifth of the work of Philox 4x32-10.
+Generator: Squares (Widynski, "Squares: a fast counter-based RNG", arXiv 2004.06278), counter = global index, key = a
+hash of (seed, offset, stream) by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It needs 64-bit
+products alone, which every device has as int64 (they wrap around), a fifth of the work of Philox 4x32-10.
 
 `state` is int64 (2,) on the CPU, seed and offset. The element at local place (i, j, ..) has the global index
-start + i * strides[0] + j * strides[1] + ...; globally start is 0 and strides are those of a contiguous tensor. In the graph of one
-micro-batch (passes/micro_batch.py) `state` has the number of the micro-batch too, and it starts `micro_batch_step` further than the
-one before.
+start + i * strides[0] + j * strides[1] + ...; globally start is 0 and strides are those of a contiguous tensor. In the
+graph of one micro-batch (passes/micro_batch.py) `state` has the number of the micro-batch too, and it starts
+`micro_batch_step` further than the one before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**26}  # words drawn at once: the few of 8
 LOW_32 = 2**32 - 1
 
 
-# the generator ---------------------------------------------------------------------------------------------------------
+# the generator
+# ---------------------------------------------------------------------------------------------------------
 
 
 def key_of(seed: int, offset: int, stream: int) -> int:
@@ -75,8 +76,11 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int
     return dims or [(1, 1)]
 
 
-def _blocks(dims: list[tuple[int, int]], start: int, device: torch.device) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of their elements."""
+def _blocks(
+    dims: list[tuple[int, int]], start: int, device: torch.device
+) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """Pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of their
+    elements."""
     *outer, (width, step) = dims
     rows = torch.full((1,), start, device=device)
     for size, stride in outer:
@@ -91,7 +95,8 @@ def _blocks(dims: list[tuple[int, int]], start: int, device: torch.device) -> It
 
 
 def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
-    """As `_blocks`, with 16 random bits for each element as int16: the quarters of a word serve four neighbours, lowest first."""
+    """As `_blocks`, with 16 random bits for each element as int16: the quarters of a word serve four neighbours, lowest
+    first."""
     *outer, (width, step) = dims
     if step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer))):
         quarters = [*((size, stride // 4) for size, stride in outer), (width // 4, 1)]
@@ -103,7 +108,8 @@ def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torc
             yield place, (squares64(index >> 2, key) >> (index & 3) * 16).to(torch.int16)
 
 
-# the ops ---------------------------------------------------------------------------------------------------------------
+# the ops
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @custom_op("autopar::dropout", mutates_args=())
@@ -124,8 +130,15 @@ def dropout(
 
 @custom_op("autopar::uniform", mutates_args=())
 def uniform(
-    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
-    dtype: torch.dtype, device: torch.device,
+    state: Tensor,
+    size: Sequence[int],
+    stream: int,
+    start: int,
+    strides: Sequence[int],
+    micro_batch_step: int = 0,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
@@ -137,10 +150,18 @@ def uniform(
 
 @custom_op("autopar::normal", mutates_args=())
 def normal(
-    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
-    dtype: torch.dtype, device: torch.device,
+    state: Tensor,
+    size: Sequence[int],
+    stream: int,
+    start: int,
+    strides: Sequence[int],
+    micro_batch_step: int = 0,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Standard normal numbers of shape `size`: Box and Muller, Annals of Mathematical Statistics 29, 1958, each from 64 bits."""
+    """Standard normal numbers of shape `size`: Box and Muller, Annals of Mathematical Statistics 29, 1958, each from 64
+    bits."""
 
     def normal_of(word: Tensor) -> Tensor:
         radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
@@ -180,7 +201,11 @@ def _dropout_backward(ctx, grad):
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
 _autopar = torch.ops.autopar
-STREAM = {_autopar.dropout.default: 3, _autopar.uniform.default: 2, _autopar.normal.default: 2}  # its place in the arguments
+STREAM = {
+    _autopar.dropout.default: 3,
+    _autopar.uniform.default: 2,
+    _autopar.normal.default: 2,
+}  # its place in the arguments
 
 
 def of_micro_batch(state: Tensor, number: int) -> Tensor:

@@ -1,8 +1,9 @@
 """The unsharded model: what a sharded step is compared with, and how far apart the two are.
 
-`eager_step` runs the model itself in plain eager torch; `one_device_step` runs its joint graph, which draws the same random numbers
-as the ranks (torch's own generator draws others). `widened_capture` is a capture in the next wider type: what is still different
-there between a sharded and an unsharded step is a mistake, and what the narrower type is off by on one device is rounding.
+`eager_step` runs the model itself in plain eager torch; `one_device_step` runs its joint graph, which draws the same
+random numbers as the ranks (torch's own generator draws others). `widened_capture` is a capture in the next wider type:
+what is still different there between a sharded and an unsharded step is a mistake, and what the narrower type is off by
+on one device is rounding.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .runtime.random_state import RandomState
 
 
 class OneDevice(NamedTuple):
-    """What a step gives: outputs in order, gradients by name, and the values by name of buffers and of what else the forward writes
-    to; all global. Parameters and buffers have their own names, the input x is "input x"."""
+    """What a step gives: outputs in order, gradients by name, and the values by name of buffers and of what else the
+    forward writes to; all global. Parameters and buffers have their own names, the input x is "input x"."""
 
     outputs: Sequence[Tensor]
     gradients: Mapping[str, Tensor]
@@ -39,8 +40,8 @@ class OneDevice(NamedTuple):
 
 
 def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones, and the random
-    state is the first that a run from torch's present seed takes."""
+    """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones, and
+    the random state is the first that a run from torch's present seed takes."""
     args, kwargs = split_example(example_inputs)
     inputs = dict(zip(captured.signature.tensor_names, CallSignature.of(args, kwargs)[1], strict=True))
     state = dict(model.named_parameters()) | buffers_of(model)
@@ -65,16 +66,22 @@ def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable |
     inputs = {n: x.clone().requires_grad_(n in differentiated) for n, x in named.items()}
     tangents = [int(role.name) for role in roles.values() if role.kind == "tangent"]
     returns = Returns()
-    call = FlatCall(model, captured.signature, returns, loss_fn, compute_dtype(precision), tangents == [captured.returns.loss])
+    call = FlatCall(
+        model, captured.signature, returns, loss_fn, compute_dtype(precision), tangents == [captured.returns.loss]
+    )
     written = {output_name(r) for r in output_node(captured.graph).meta["roles"] if "mutation" in r.kind}
     state = {n: p for n, p in model.named_parameters() if n in written} | buffers_of(model)
     old = {name: tensor.detach().clone() for name, tensor in state.items()}
     try:
         outputs = call(*(inputs[name] for name in captured.signature.tensor_names))
     except RuntimeError as error:  # tracing looks at shapes only
-        raise InputError(f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs") from error
+        raise InputError(
+            f"the model itself fails on these inputs: {error}", fix="check that model(**inputs) runs"
+        ) from error
     sums = [outputs[at].sum() for at in tangents if outputs[at].requires_grad]
-    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {f"input {n}": inputs[n] for n in differentiated}
+    leaves = {n: p for n, p in model.named_parameters() if p.requires_grad} | {
+        f"input {n}": inputs[n] for n in differentiated
+    }
     gradients = torch.autograd.grad(sums, list(leaves.values()), allow_unused=True) if sums and leaves else ()
     new = {name: tensor.detach().clone() for name, tensor in state.items()}
     new |= {f"input {n}": x.detach() for n, x in inputs.items() if f"input {n}" in written}
@@ -172,8 +179,8 @@ def widened_value(value: object, narrow: torch.dtype):
 
 
 def group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor], share: float) -> dict[str, float]:
-    """The largest relative error of each group of tensors whose names differ only in the numbers of their modules; infinite
-    where one is missing."""
+    """The largest relative error of each group of tensors whose names differ only in the numbers of their modules;
+    infinite where one is missing."""
     floor = share * max(map(norm, reference.values()), default=0.0)
     errors: dict[str, float] = {}
     for name, value in reference.items():

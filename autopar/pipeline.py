@@ -28,9 +28,10 @@ from .plan_check import check_decisions
 
 @dataclass(frozen=True)
 class StageProgram:
-    """One rank's graphs for one stage. `copies` makes what all micro-batches compute alike (see passes/compute_once.py). `deferred`
-    has the backward that leaves gradients unreduced, and their reduction. `smaller`: the graphs for micro-batches of one sample
-    less, where a batch has some, which read the same copies and add to the same gradients."""
+    """One rank's graphs for one stage. `copies` makes what all micro-batches compute alike (see
+    passes/compute_once.py). `deferred` has the backward that leaves gradients unreduced, and their reduction.
+    `smaller`: the graphs for micro-batches of one sample less, where a batch has some, which read the same copies and
+    add to the same gradients."""
 
     stage: Stage
     captured: Captured
@@ -52,7 +53,8 @@ class StageProgram:
 
     @property
     def forward_alone(self) -> fx.GraphModule:
-        """The forward that makes all copies of parameters itself, for micro-batches that do not read the same versions of them."""
+        """The forward that makes all copies of parameters itself, for micro-batches that do not read the same versions
+        of them."""
         return self.whole.parts.forward
 
     @property
@@ -73,7 +75,8 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """One rank's part of a pipeline: the stages that it runs, by their number, and what cuts a batch into micro-batches."""
+    """One rank's part of a pipeline: the stages that it runs, by their number, and what cuts a batch into
+    micro-batches."""
 
     rank: int
     micro: MicroBatched
@@ -103,14 +106,18 @@ def smaller_stages_of(micro: MicroBatched, plan: Plan) -> list[Stage] | list[Non
     return debug.run_pass("cut", cut, micro.smaller.graph_module, plan.pipeline.cuts)
 
 
-def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False) -> PipelineProgram:
-    """What a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction too. Raises as
-    `stages_of` and `lower` do."""
+def lower_pipeline(
+    captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False
+) -> PipelineProgram:
+    """What a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction too.
+    Raises as `stages_of` and `lower` do."""
     micro, stages = stages_of(captured, plan)
     smaller = smaller_stages_of(micro, plan)
     pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
     here = rank_inside(plan.sharding.mesh, coordinate)
-    leaves = [frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)]
+    leaves = [
+        frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)
+    ]
     mine = pipeline.stages_of(coordinate[pipeline.axis])
     programs = {i: lower_stage(stages[i], micro, plan, here, check, waits, smaller[i]) for i in mine}
     return PipelineProgram(rank, micro, programs, tuple(leaves))
@@ -118,21 +125,26 @@ def lower_pipeline(captured: Captured, plan: Plan, rank: int, check: bool | None
 
 def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None,
                 waits: bool = False, smaller: Stage | None = None) -> StageProgram:  # fmt: skip
-    """One rank's graphs for one stage, with those for micro-batches of one sample less if it has `smaller`. `rank`: in the stage's
-    mesh. Raises VerifyError if the two share less than copies and gradients."""
+    """One rank's graphs for one stage, with those for micro-batches of one sample less if it has `smaller`. `rank`: in
+    the stage's mesh. Raises VerifyError if the two share less than copies and gradients."""
     program = _lowered(stage, micro, plan, rank, check, waits)
     if smaller is None:
         return program
     less = _lowered(smaller, micro, plan, rank, check, waits)
     if _shared(program) != _shared(less):
-        raise VerifyError(f"stage {stage.index} makes other copies or gradients of smaller micro-batches", mesh=plan.mesh)
+        raise VerifyError(
+            f"stage {stage.index} makes other copies or gradients of smaller micro-batches", mesh=plan.mesh
+        )
     return replace(program, smaller=replace(less, copies=None))
 
 
 def _shared(program: StageProgram) -> tuple:
-    """What micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape and layout."""
+    """What micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape and
+    layout."""
     made = output_node(program.copies.graph) if program.copies is not None else None
-    copies = [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]
+    copies = (
+        [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]
+    )
     return copies, None if program.deferred is None else program.deferred.layouts
 
 

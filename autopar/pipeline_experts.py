@@ -1,4 +1,5 @@
-"""Pipelines as experts would shard them: for the chosen micro-batches and schedule, each strategy inside of all stages."""
+"""Pipelines as experts would shard them: for the chosen micro-batches and schedule, each strategy inside of all
+stages."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ EXPERTS = ("ddp", "zero1", "fsdp", "megatron", "megatron_sp", "megatron_sp+zero1
 
 
 def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
-    """By name, what each strategy would take with the best of its cuts, or why there is none; nothing if something of the sharding
-    was asked for."""
+    """By name, what each strategy would take with the best of its cuts, or why there is none; nothing if something of
+    the sharding was asked for."""
     search, pipeline = best.search, best.judged.pipeline
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:

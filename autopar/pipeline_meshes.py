@@ -1,10 +1,10 @@
 """How many stages, which mesh inside of them and which micro-batch for so many devices; or no stages at all.
 
-Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs depends on tp,
-hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say how fast and how large all
-combinations with it are, by the formulas of schedules, with as much computed again as the fullest rank must (planner/stages.py).
-The most promising combinations are searched (autopar/pipeline_search.py), the best of them is judged, and the plan is that or, if
-it is faster, the best one without stages (planner/meshes.py).
+Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs
+depends on tp, hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say
+how fast and how large all combinations with it are, by the formulas of schedules, with as much computed again as the
+fullest rank must (planner/stages.py). The most promising combinations are searched (autopar/pipeline_search.py), the
+best of them is judged, and the plan is that or, if it is faster, the best one without stages (planner/meshes.py).
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[
 
 @dataclass(frozen=True)
 class Point:
-    """What a plan of a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved bytes of all
-    stages, and the same with all computed again; `state_bytes` of all stages. `left`: the share of a bubble that weight gradients
-    cannot fill, (F + I - W) / (F + I + W) by Qi et al., arXiv 2401.10241, with half of the backward's compute as W."""
+    """What a plan of a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved
+    bytes of all stages, and the same with all computed again; `state_bytes` of all stages. `left`: the share of a
+    bubble that weight gradients cannot fill, (F + I - W) / (F + I + W) by Qi et al., arXiv 2401.10241, with half of the
+    backward's compute as W."""
 
     seconds: float
     saved_bytes: float
@@ -80,14 +81,16 @@ class Point:
     def of(planned: Planned) -> Point:
         e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
         kinds = [v.kind for v in planned.problem.vertices]
-        kept = sum(bytes_ for (v, _, _), bytes_ in e.saved.items() if kinds[v] == "parameter")  # once for all micro-batches
+        kept = sum(
+            bytes_ for (v, _, _), bytes_ in e.saved.items() if kinds[v] == "parameter"
+        )  # once for all micro-batches
         state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + kept
         left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
         return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
 
     def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, pieces: int) -> float:
-        """Seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal pieces the slowest rank
-        has a whole number in each of its stages."""
+        """Seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal pieces the
+        slowest rank has a whole number in each of its stages."""
         p, m = one.stages, one.micro_batches
         best = math.inf
         for kind, v in kinds:
@@ -100,14 +103,17 @@ class Point:
             if excess <= freed:
                 again = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
                 seconds, share = (self.seconds + again) * one.samples, v * math.ceil(pieces / (p * v)) / pieces
-                best = min(best, timing.step_seconds([seconds * share] + [seconds * (1 - share) / (p - 1)] * (p - 1), m))
+                best = min(
+                    best, timing.step_seconds([seconds * share] + [seconds * (1 - share) / (p - 1)] * (p - 1), m)
+                )
         return best
 
 
 def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
-           stages_per_rank: int | None = None, report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
-    """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which its `meshes`
-    list. Raises what planning raises, if there is no plan for any."""
+           stages_per_rank: int | None = None,
+           report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
+    """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which
+    its `meshes` list. Raises what planning raises, if there is no plan for any."""
     asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _Tour(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
     if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
@@ -123,7 +129,9 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
         except AutoparError as error:
             refusal = error
     staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
-    if staged is None and flat is None and refusal is None and not asked:  # what was estimated does not fit when it is judged
+    if (
+        staged is None and flat is None and refusal is None and not asked
+    ):  # what was estimated does not fit when it is judged
         flat = meshes.search(captured, devices, options, name, report)
         told = flat.meshes
     tried = tuple(sorted((*told, *tour.told()), key=_order))
@@ -190,7 +198,9 @@ class _Tour:
         return [e for estimates in self.found.values() for e in estimates]
 
     def _search(self, one: Combination) -> PipelineSearch:
-        return PipelineSearch(self.captured, one.micro_batches, one.mesh, self.options, self.name, self.kinds, self.report)
+        return PipelineSearch(
+            self.captured, one.micro_batches, one.mesh, self.options, self.name, self.kinds, self.report
+        )
 
     def _guesses(self) -> Iterator[tuple[float, Combination]]:
         """Every combination with the seconds of a step that it may take."""
@@ -200,7 +210,9 @@ class _Tour:
         for own in by_tp.values():
             singles = [one for one in own if one.samples == 1]
             points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
-            yield from ((min(point.guess(one, self.kinds, self.room, self.pieces) for point in points), one) for one in own)
+            yield from (
+                (min(point.guess(one, self.kinds, self.room, self.pieces) for point in points), one) for one in own
+            )
 
 
 def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -209,7 +221,8 @@ def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
 
 
 def _pieces(captured: Captured) -> int:
-    """About as many as a model can be cut into: two of each block, or, without equal blocks, one of each op with FLOPs."""
+    """About as many as a model can be cut into: two of each block, or, without equal blocks, one of each op with
+    FLOPs."""
     if captured.compact is not None:
         return 2 * captured.compact.count
     return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))

@@ -1,6 +1,7 @@
 """What a plan says of its pipeline: where the stages begin, which schedule they follow, and what each of them costs.
 
-A stage is a program on the mesh without the pipeline's axis; the plan's sharding is over that mesh, for one micro-batch.
+A stage is a program on the mesh without the pipeline's axis; the plan's sharding is over that mesh, for one
+micro-batch.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def sizes_of(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage, of one device: seconds of a micro-batch's forward, of the gradients of its input and of its parameters, and of
-    what it sends to the next stage and back; bytes of its parameters with gradients and optimizer state, of what a micro-batch
-    saves for its backward, and at the peak of the step."""
+    """One stage, of one device: seconds of a micro-batch's forward, of the gradients of its input and of its
+    parameters, and of what it sends to the next stage and back; bytes of its parameters with gradients and optimizer
+    state, of what a micro-batch saves for its backward, and at the peak of the step."""
 
     forward_seconds: float
     input_seconds: float
@@ -47,8 +48,8 @@ class StageCost:
 @dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. By
-    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and buffers that it reads. `samples`: of the whole
-    batch, 0 where all micro-batches are taken as equal."""
+    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and buffers that it reads. `samples`: of
+    the whole batch, 0 where all micro-batches are taken as equal."""
 
     axis: str
     ranks: int
@@ -62,7 +63,9 @@ class Pipeline:
 
     def __post_init__(self):
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
-            raise StageError(f"{len(self.cuts) + 1} stages do not fill {self.ranks} ranks with {self.stages_per_rank} each")
+            raise StageError(
+                f"{len(self.cuts) + 1} stages do not fill {self.ranks} ranks with {self.stages_per_rank} each"
+            )
 
     @property
     def orders(self) -> Schedule:
@@ -99,8 +102,8 @@ def axis_of(mesh: Mesh) -> str | None:
 
 
 def inside(mesh: Mesh, axis: str = AXIS) -> Mesh:
-    """The mesh of one stage: without the pipeline's axis, or one device if there is no other. Raises MeshError if it has no such
-    axis."""
+    """The mesh of one stage: without the pipeline's axis, or one device if there is no other. Raises MeshError if it
+    has no such axis."""
     mesh.size(axis)
     left = [(n, s) for n, s in zip(mesh.names, mesh.sizes) if n != axis] or [(ALONE, 1)]
     return Mesh(*map(tuple, zip(*left)))

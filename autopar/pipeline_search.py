@@ -1,4 +1,5 @@
-"""The pipelines of one mesh and one number of micro-batches: plans of a micro-batch, and for each schedule the best cut of them.
+"""The pipelines of one mesh and one number of micro-batches: plans of a micro-batch, and for each schedule the best cut
+of them.
 
     plans of one micro-batch: the fastest; if memory is short, those that are at ever higher prices of memory     (planner/make.py)
         for some schedules                                                                     (schedule/catalogue.py)
@@ -69,7 +70,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Tried:
-    """A pipeline that was judged, the plan of a micro-batch that it was cut from, and the same with what stages compute again."""
+    """A pipeline that was judged, the plan of a micro-batch that it was cut from, and the same with what stages compute
+    again."""
 
     judged: Judged
     base: Planned
@@ -94,8 +96,8 @@ class Tried:
 
 
 class PipelineSearch:
-    """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules with their
-    stages a rank. Raises MicroBatchError if the batch cannot be cut so."""
+    """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules
+    with their stages a rank. Raises MicroBatchError if the batch cannot be cut so."""
 
     def __init__(self, captured: Captured, micro_batches: int, mesh: Mesh, options: PlanOptions, name: str,
                  kinds: Sequence[tuple[str, int]], report: Report):  # fmt: skip
@@ -106,7 +108,9 @@ class PipelineSearch:
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
-        self._known: dict[int, tuple[Planned, tuple[Planned, Chain, Again | None]]] = {}  # with what has the id, so that it stays
+        self._known: dict[
+            int, tuple[Planned, tuple[Planned, Chain, Again | None]]
+        ] = {}  # with what has the id, so that it stays
         report(f"{mesh}, {micro_batches} micro-batches")
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
@@ -125,8 +129,8 @@ class PipelineSearch:
 
     @property
     def bound(self) -> float:
-        """Seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean micro-batch takes of the
-        seconds of the largest, which was planned."""
+        """Seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean micro-batch
+        takes of the seconds of the largest, which was planned."""
         return self.share * self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
 
     @cached_property
@@ -146,7 +150,8 @@ class PipelineSearch:
         return other
 
     def estimates(self) -> list[Estimate]:
-        """For each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those are of use."""
+        """For each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those are of
+        use."""
         found: list[Estimate] = []
         for inner in self.plans():
             new = self._cuts(inner)
@@ -219,7 +224,9 @@ class PipelineSearch:
         except MemoryInfeasibleError as error:
             even = [sum(piece.levels[0].seconds for piece in pieces.pieces) / self.ranks] * self.ranks
             missing = error.missing_bytes * (v if KINDS[kind].v_shaped else 1)
-            return Estimate(self, inner, kind, v, timing.step_seconds(even, self.micro_batches) + once, self.limit + missing, False)
+            return Estimate(
+                self, inner, kind, v, timing.step_seconds(even, self.micro_batches) + once, self.limit + missing, False
+            )
         bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
         seconds = self._played(pieces, found, kind, v) + once
         return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True)
@@ -237,14 +244,19 @@ class PipelineSearch:
         firsts = sorted(works)
         sends = [max(pieces.pieces[first - 1].boundary_seconds) for first in firsts[1:]]
         pipeline = self._pipeline(kind, v, ("",) * (self.ranks * v - 1))
-        return play(pipeline.orders, *map(list, zip(*(works[first] for first in firsts))), sends, shares=pipeline.shares).seconds
+        return play(
+            pipeline.orders, *map(list, zip(*(works[first] for first in firsts))), sends, shares=pipeline.shares
+        ).seconds
 
     def _pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
         """One without costs."""
-        return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0)
+        return Pipeline(
+            self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0
+        )
 
     def _check_state(self, pieces: Chain, room: float) -> None:
-        """Raises MemoryInfeasibleError if even cuts leave no room for activations, so that no cut has to be looked for."""
+        """Raises MemoryInfeasibleError if even cuts leave no room for activations, so that no cut has to be looked
+        for."""
         state = sum(piece.state_bytes for piece in pieces.pieces) - sum(one.bytes_ for one in pieces.shared)
         if state / self.ranks > room:
             missing = state / self.ranks - room
@@ -264,14 +276,16 @@ class PipelineSearch:
         """The best cut for a schedule that the judge lets fit, else the one that holds least of those tried."""
         inner, _, _ = self.prepared(one.inner)
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
-        # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest stage
+        # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
+        # stage
         found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
         fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
         judged, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
         return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
 
     def _fitted(self, one: Estimate, is_rough: bool) -> tuple[Judged, Evaluation]:
-        """A cut, with less and less memory until the judge lets it fit; the one that holds least if that does not help."""
+        """A cut, with less and less memory until the judge lets it fit; the one that holds least if that does not
+        help."""
         inner, pieces, again = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
         best: tuple[Judged, Evaluation] | None = None
@@ -293,7 +307,8 @@ class PipelineSearch:
         return best
 
     def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Tried]:
-        """Other schedules for a plan of a micro-batch, judged; without those that need more stages than it has pieces."""
+        """Other schedules for a plan of a micro-batch, judged; without those that need more stages than it has
+        pieces."""
         _, pieces, _ = self.prepared(inner)
         possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(pieces.pieces)]
         return [self.judged(self._estimate(inner, pieces, kind, v)) for kind, v in possible]
@@ -325,7 +340,9 @@ class PipelineSearch:
         if self.few.compact is None or self.few.compact.whole:
             return inner
         if self.micro.captured.compact is None:  # its blocks are not cut alike
-            return search(self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report)
+            return search(
+                self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report
+            )
         solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
         return replace(inner, captured=self.micro.captured, solver=solver)
 

@@ -1,7 +1,8 @@
 """The plan: everything the planner decided for one model, mesh and hardware, as frozen data.
 
-`print(plan)` is stable text (autopar/view/plan_text.py), `plan.save(path)` and `Plan.load(path)` are JSON with a version, a
-content hash and the fingerprint of the graph that it was made for. `plan.sharding` is what the lowering reads.
+`print(plan)` is stable text (autopar/view/plan_text.py), `plan.save(path)` and `Plan.load(path)` are JSON with a
+version, a content hash and the fingerprint of the graph that it was made for. `plan.sharding` is what the lowering
+reads.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Region:
-    """One row of the plan's table: a module, or `copies` equal ones, with layouts and costs (of all copies together)."""
+    """One row of the plan's table: a module, or `copies` equal ones, with layouts and costs (of all copies
+    together)."""
 
     name: str
     copies: int
@@ -67,7 +69,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class MeshTried:
-    """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not searched on."""
+    """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not
+    searched on."""
 
     mesh: str
     bound: float
@@ -79,8 +82,8 @@ class MeshTried:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What a plan keeps on the host: how many parameters, bytes for each device (gradients and optimizer state included), and
-    seconds of a step for copies to the device and back and for the optimizer there."""
+    """What a plan keeps on the host: how many parameters, bytes for each device (gradients and optimizer state
+    included), and seconds of a step for copies to the device and back and for the optimizer there."""
 
     parameters: int = 0
     host_bytes: float = 0.0
@@ -94,9 +97,9 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. Seconds are of one training step without the optimizer's, but for its part on the host; bytes are a device's.
-    A step has `micro_batches` passes of `samples` each, over all devices; the model is called so often, but for the last time
-    inside of `no_sync` if the plan `reduces_once`. Collectives are those of all passes."""
+    """See the module. Seconds are of one training step without the optimizer's, but for its part on the host; bytes are
+    a device's. A step has `micro_batches` passes of `samples` each, over all devices; the model is called so often, but
+    for the last time inside of `no_sync` if the plan `reduces_once`. Collectives are those of all passes."""
 
     model: str
     mesh: Mesh
@@ -109,7 +112,9 @@ class Plan:
     compute_seconds: float
     communication_seconds: float
     recompute_seconds: float  # of compute; what is moved again for it is communication
-    simulated_seconds: float  # with communication behind compute, where step_seconds is the sum (autopar/planner/timeline.py)
+    simulated_seconds: (
+        float  # with communication behind compute, where step_seconds is the sum (autopar/planner/timeline.py)
+    )
     exposed_seconds: float  # of it, what compute waits for communication
     bound: float  # no plan in the search space takes fewer seconds
     gap: float
@@ -164,8 +169,8 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path, key: str | bytes | None = None) -> Plan:
-        """Raises PlanFormatError if the file is not a plan of this version, PlanTampered if it was changed after it was written
-        or, with a `key`, not signed by it. Nothing in the file is executed or imported."""
+        """Raises PlanFormatError if the file is not a plan of this version, PlanTampered if it was changed after it was
+        written or, with a `key`, not signed by it. Nothing in the file is executed or imported."""
         return Plan._of(plan_file.read(path, key), str(path))
 
     @staticmethod
@@ -201,8 +206,8 @@ class Plan:
         return Plan(**fields)
 
     def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:
-        """Raises PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the graph does
-        not allow."""
+        """Raises PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
+        graph does not allow."""
         if self.mesh != mesh:
             raise PlanIncompatible(
                 f"the plan was made for mesh {self.mesh}, not {mesh}", mesh=mesh, fix="plan again for this mesh"
@@ -212,8 +217,10 @@ class Plan:
             raise PlanIncompatible(
                 f"the plan was made for another model, input shape or torch version: {self.model} with graph "
                 f"{self.fingerprint[:12]}, this is {found[:12]}",
-                fix="plan again with this model and these example_inputs" if self.micro_batches == 1 else
-                f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or plan again",
+                fix="plan again with this model and these example_inputs"
+                if self.micro_batches == 1
+                else f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or "
+                f"plan again",
             )
         if self.pipeline is None:  # else they are about the graph of a micro-batch (see autopar/pipeline.py)
             check_decisions(graph, self.sharding)
@@ -238,7 +245,9 @@ def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
     if data is None:
         return None
     costs = tuple(StageCost(**c) for c in data["costs"])
-    pipeline = Pipeline(**data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))})
+    pipeline = Pipeline(
+        **data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))}
+    )
     counts = {len(costs), len(pipeline.owners)}
     if mesh.size(pipeline.axis) != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
         raise ValueError("the pipeline does not match the mesh")

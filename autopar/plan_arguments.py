@@ -1,4 +1,5 @@
-"""What a user says of planning, read into `PlanOptions`: units of bytes, pins and forbidden layouts, the hardware of a mesh."""
+"""What a user says of planning, read into `PlanOptions`: units of bytes, pins and forbidden layouts, the hardware of a
+mesh."""
 
 from __future__ import annotations
 
@@ -28,23 +29,41 @@ _UNITS = {
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
              micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
-    """The arguments of `autopar.plan` and `compile`, checked as far as they can be without a model. Raises StrategyError,
-    HardwareError."""
-    for what, value in (("optimizer", optimizer), ("precision", precision), ("strategy", "" if strategy is None else strategy)):
-        if not isinstance(value, str):
-            raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp")
-    if pin is not None and not (isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)):
-        raise StrategyError(f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}')
-    forbidden = {g: [x] if isinstance(x, str) else x for g, x in forbid.items()} if isinstance(forbid, Mapping) else forbid or {}
-    if not isinstance(forbidden, Mapping) or not all(
-        isinstance(layouts, Sequence) and all(isinstance(x, str) for x in (glob, *layouts)) for glob, layouts in forbidden.items()
+    """The arguments of `autopar.plan` and `compile`, checked as far as they can be without a model. Raises
+    StrategyError, HardwareError."""
+    for what, value in (
+        ("optimizer", optimizer),
+        ("precision", precision),
+        ("strategy", "" if strategy is None else strategy),
     ):
-        raise StrategyError(f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}')
+        if not isinstance(value, str):
+            raise StrategyError(
+                f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp"
+            )
+    if pin is not None and not (
+        isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)
+    ):
+        raise StrategyError(
+            f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}'
+        )
+    forbidden = (
+        {g: [x] if isinstance(x, str) else x for g, x in forbid.items()}
+        if isinstance(forbid, Mapping)
+        else forbid or {}
+    )
+    if not isinstance(forbidden, Mapping) or not all(
+        isinstance(layouts, Sequence) and all(isinstance(x, str) for x in (glob, *layouts))
+        for glob, layouts in forbidden.items()
+    ):
+        raise StrategyError(
+            f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}'
+        )
     return PlanOptions(
         load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
-        memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision, strategy=strategy, pin=dict(pin or {}),
-        forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
-        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload, on_host=frozenset(on_host),
+        memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision, strategy=strategy,
+        pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
+        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
+        on_host=frozenset(on_host),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Whether the decisions of a plan that comes from a file can be right for a graph.
 
-A plan's hash says that nobody changed it by accident, its fingerprint that it was made for this graph. Neither says that what it
-decides gives right numbers: so every decision is derived again from the op's rule before it is used.
+A plan's hash says that nobody changed it by accident, its fingerprint that it was made for this graph. Neither says
+that what it decides gives right numbers: so every decision is derived again from the op's rule before it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .sharding import NodeSharding, Sharding
 
 
 def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
-    """Raises PlanIncompatible naming the first node whose decision its rule does not offer, or that the graph does not have."""
+    """Raises PlanIncompatible naming the first node whose decision its rule does not offer, or that the graph does not
+    have."""
     mesh = sharding.mesh
     nodes = {n.name: n for n in graph.nodes}
     ops = {n.name for n in graph.nodes if is_op(n)}
@@ -43,7 +44,11 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
             raise _wrong(node, f"the plan gives {name} the layout {layout}, which it cannot have")
     for name, index, layout in sharding.kept:
         values = values_of(nodes[name])
-        if index >= len(values) or len(layout.dims) != values[index].dim() or not is_legal(values[index].shape, layout, mesh):
+        if (
+            index >= len(values)
+            or len(layout.dims) != values[index].dim()
+            or not is_legal(values[index].shape, layout, mesh)
+        ):
             raise _wrong(nodes[name], f"the plan keeps {name} as {layout}, which it cannot be")
     _check_outputs(graph, sharding)
 
@@ -58,7 +63,9 @@ def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
             position = index and sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:index])
             partial = made.outputs[position].partial if made else ()
             if any(term not in partial and sharding.mesh.size(term[0]) > 1 for term in wanted.partial):
-                raise _wrong(node, f"the plan passes {argument.name} to {node.name} as {wanted}, which no collective makes of it")
+                raise _wrong(
+                    node, f"the plan passes {argument.name} to {node.name} as {wanted}, which no collective makes of it"
+                )
 
 
 def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
@@ -66,7 +73,9 @@ def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
     output = output_node(graph)
     values, roles = output.args[0], output.meta["roles"]
     if len(sharding.outputs) != len(values):
-        raise PlanIncompatible(f"the plan has {len(sharding.outputs)} outputs, the graph {len(values)}", fix="plan again")
+        raise PlanIncompatible(
+            f"the plan has {len(sharding.outputs)} outputs, the graph {len(values)}", fix="plan again"
+        )
     leaves = {(n.meta["role"].kind, n.meta["role"].name): n for n in graph.nodes if n.op == "placeholder"}
     for value, role, layout in zip(values, roles, sharding.outputs):
         if not isinstance(value, fx.Node):
@@ -87,7 +96,9 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
         dims = [len(x.dims) for x in (*decision.inputs, *decision.outputs)]
         return (len(decision.inputs), dims) == (len(inputs), [len(shape) for shape in (*inputs, *outputs)])
     rule = rules.rule_of(node)
-    if node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs:  # as what it casts, in any order of axes
+    if (
+        node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs
+    ):  # as what it casts, in any order of axes
         (layout,) = decision.inputs
         sums = not layout.partial or (frozenset({0}) in rule.linear and {op for _, op in layout.partial} == {"sum"})
         return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
@@ -96,7 +107,8 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
 
 
 def _fits(layout: Layout, shape, mesh: Mesh) -> bool:
-    """Whether a tensor that enters or leaves the graph can have a layout: DTensors cut unevenly only in the mesh's order."""
+    """Whether a tensor that enters or leaves the graph can have a layout: DTensors cut unevenly only in the mesh's
+    order."""
     if layout.partial or len(layout.dims) != len(shape) or not is_legal(shape, layout, mesh):
         return False
     in_order = all(list(axes) == sorted(axes, key=mesh.names.index) for axes in layout.dims)

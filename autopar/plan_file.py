@@ -1,7 +1,8 @@
 """The file format of plans: JSON of one fixed form, with a version, a hash of the content and, with a key, a signature.
 
-A file is data from elsewhere. It is read in steps that each refuse what the next one must not see: size and depth, JSON without
-duplicate keys, infinite or huge numbers, then the schema, then the hash. Nothing in it names a path, a class or code.
+A file is data from elsewhere. It is read in steps that each refuse what the next one must not see: size and depth, JSON
+without duplicate keys, infinite or huge numbers, then the schema, then the hash. Nothing in it names a path, a class or
+code.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ def read(path: str | Path, key: str | bytes | None = None) -> dict:
             raise PlanFormatError(f"{path} is larger than any plan", fix="pass a file written by plan.save")
         data = parse(content.decode())
     except (OSError, ValueError, RecursionError) as error:
-        raise PlanFormatError(f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save") from None
+        raise PlanFormatError(
+            f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save"
+        ) from None
     check(data, str(path), key)
     return data
 
 
-# Whole strings, the last one even without an end, and brackets. Possessive: the time is linear in the length of any text, and a
-# string takes no memory.
+# Whole strings, the last one even without an end, and brackets. Possessive: the time is linear in the length of any
+# text, and a string takes no memory.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
 _DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
 
@@ -62,15 +65,22 @@ def parse(text: str) -> object:
         if depth > DEEPEST:
             raise ValueError(f"it is nested deeper than {DEEPEST}")
     return json.loads(
-        text, object_pairs_hook=_without_duplicates, parse_int=_short_integer, parse_float=_finite, parse_constant=_finite
+        text,
+        object_pairs_hook=_without_duplicates,
+        parse_int=_short_integer,
+        parse_float=_finite,
+        parse_constant=_finite,
     )
 
 
 def check(data: object, name: str, key: str | bytes | None = None) -> None:
-    """Raises PlanFormatError if `data` is not a plan of this version, PlanTampered if it was changed or not signed with `key`."""
+    """Raises PlanFormatError if `data` is not a plan of this version, PlanTampered if it was changed or not signed with
+    `key`."""
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int or version != VERSION:
-        raise PlanFormatError(f"{name} has plan version {version!r:.40}, not {VERSION}", fix="plan again with this autopar")
+        raise PlanFormatError(
+            f"{name} has plan version {version!r:.40}, not {VERSION}", fix="plan again with this autopar"
+        )
     body = {k: v for k, v in data.items() if k != "signature"}
     if wrong := _mismatch(body, SCHEMA, ""):
         raise PlanFormatError(f"{name} lacks or misstates a field: {wrong}", fix="plan again")
@@ -79,7 +89,9 @@ def check(data: object, name: str, key: str | bytes | None = None) -> None:
     if key is not None:
         signed = data.get("signature")
         if not isinstance(signed, str) or not hmac.compare_digest(signed.encode(), signature(body, key).encode()):
-            raise PlanTampered(f"{name} is not signed with this key", fix="use a plan saved with plan.save(path, key=...)")
+            raise PlanTampered(
+                f"{name} is not signed with this key", fix="use a plan saved with plan.save(path, key=...)"
+            )
 
 
 def content_hash(data: dict) -> str:
@@ -115,8 +127,8 @@ def _finite(text: str) -> float:
     return value
 
 
-# The schema: a predicate, [kind] for lists, (kind, ...) for lists of fixed length, {"field": kind} for records, Values(kind) for
-# objects with any keys, Either(kind) for what may be null. Predicates are named by their docstrings.
+# The schema: a predicate, [kind] for lists, (kind, ...) for lists of fixed length, {"field": kind} for records,
+# Values(kind) for objects with any keys, Either(kind) for what may be null. Predicates are named by their docstrings.
 
 
 class Values:
@@ -185,23 +197,25 @@ SHARDING = {
     "leaves": Values(count),
     "outputs": [Either(count)],
     "kept": [(text, count, count)],
-    "again": [text], "on_host": [text],
+    "again": [text],
+    "on_host": [text],
     "layouts": [(rank, text)],
 }
 SCHEMA = {
-    "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text, "precision": text,
-    "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount, "compute_seconds": amount,
-    "communication_seconds": amount, "recompute_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,
-    "bound": amount, "gap": number, "peak_bytes": amount, "memory": Values(amount),
-    "at_peak": Values(amount),
-    "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount, "seconds": amount}],
+    "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
+    "precision": text, "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount,
+    "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
+    "simulated_seconds": amount, "exposed_seconds": amount, "bound": amount, "gap": number, "peak_bytes": amount,
+    "memory": Values(amount), "at_peak": Values(amount),
+    "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount,
+                     "seconds": amount}],
     "regions": [{
         "name": text, "copies": count, "ops": count, "weights": text, "activations": text, "compute_seconds": amount,
         "communication_seconds": amount, "bytes_": amount, "collectives": Values(count),
     }],
     "alternatives": [{
-        "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount), "peak_bytes": Either(amount),
-        "fits": flag, "note": text,
+        "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount),
+        "peak_bytes": Either(amount), "fits": flag, "note": text,
     }],
     "recomputed": [text], "recomputed_selectively": [text], "recomputed_kinds": [text],
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
@@ -212,14 +226,14 @@ SCHEMA = {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],
         "costs": [{
             "forward_seconds": amount, "input_seconds": amount, "weight_seconds": amount, "transfer_seconds": amount,
-            "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount, "parameters": count,
-            "name": text,
+            "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount,
+            "parameters": count, "name": text,
         }],
         "owners": [[text]], "samples": count,
     }),
     "meshes": [{
-        "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount), "gap": Either(number),
-        "note": text,
+        "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
+        "gap": Either(number), "note": text,
     }],
 }  # fmt: skip
 

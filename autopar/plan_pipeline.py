@@ -1,9 +1,10 @@
-"""Plan a pipeline: how many micro-batches, how each is sharded inside a stage, where stages begin, in which order they run.
+"""Plan a pipeline: how many micro-batches, how each is sharded inside a stage, where stages begin, in which order they
+run.
 
-Every number of micro-batches is a search of its own (autopar/pipeline_search.py); the most promising pipelines are judged, and the
-fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch takes less than the search's bound,
-so no pipeline with as many of them takes less than that, divided over the ranks with nobody waiting. The gap to that bound is
-mostly the bubble; that no other combination is faster is not proven.
+Every number of micro-batches is a search of its own (autopar/pipeline_search.py); the most promising pipelines are
+judged, and the fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch takes
+less than the search's bound, so no pipeline with as many of them takes less than that, divided over the ranks with
+nobody waiting. The gap to that bound is mostly the bubble; that no other combination is faster is not proven.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from .planner.stage_judge import Judged
 from .schedule.catalogue import KINDS, canonical
 from .units import percent, size
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zbv")  # that are tried if none is asked for
+SCHEDULES = (
+    "1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "interleaved_zero_bubble",
+    "zbv",
+)  # that are tried if none is asked for
 COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
 
 Report = Callable[[str], None]
@@ -36,7 +43,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PipelinePlanned:
-    """A finished search of a captured graph: the plan, that of a micro-batch on the mesh of a stage, and all that was tried."""
+    """A finished search of a captured graph: the plan, that of a micro-batch on the mesh of a stage, and all that was
+    tried."""
 
     captured: Captured
     plan: Plan
@@ -50,9 +58,9 @@ class PipelinePlanned:
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
                   micro_batches: int | None = None, stages_per_rank: int | None = None,
                   report: Report = lambda text: None) -> PipelinePlanned:  # fmt: skip
-    """The best pipeline found for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those of the rest
-    of the mesh. None and "auto" leave a choice to the search. Raises PipelineError, MicroBatchError, StageError, StrategyError, and
-    MemoryInfeasibleError with the fullest rank of what came closest."""
+    """The best pipeline found for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
+    of the rest of the mesh. None and "auto" leave a choice to the search. Raises PipelineError, MicroBatchError,
+    StageError, StrategyError, and MemoryInfeasibleError with the fullest rank of what came closest."""
     axis = axis_of(mesh)
     if axis is None:
         raise MeshError(f"mesh {mesh} has no axis pp of more than one device", fix="name one: pp=2,dp=4")
@@ -69,14 +77,17 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     if not tried[0].fits and options.refuses:
         raise _refusal(tried[0], tried[0].limit)
     others = experts(tried[0]) if options.baselines and tried[0].fits else {}
-    others = {name: judged_if_faster(one, tried[0].judged.step_seconds) for name, one in others.items()}  # never worse than one
+    others = {
+        name: judged_if_faster(one, tried[0].judged.step_seconds) for name, one in others.items()
+    }  # never worse than one
     tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Tried))])
     return described(tried[0], tried, captured, mesh, warnings, batch, others)
 
 
 def judged(estimates: Sequence[Estimate]) -> list[Tried]:
-    """The most promising estimates, judged, the best first: those that fit by their seconds, then others by their bytes. With one
-    number of micro-batches all its schedules are; another number only if it may be faster than all of them."""
+    """The most promising estimates, judged, the best first: those that fit by their seconds, then others by their
+    bytes. With one number of micro-batches all its schedules are; another number only if it may be faster than all of
+    them."""
     best_of: dict[tuple[int, str, int], Estimate] = {}
     for one in sorted(estimates, key=promise):
         best_of.setdefault((id(one.search), one.schedule, one.stages_per_rank), one)
@@ -99,19 +110,24 @@ def promise(one: Estimate) -> tuple:
 
 
 def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]]) -> list[Judged]:
-    """Other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with its best cut.
-    Those that need more stages than there are pieces are left out."""
+    """Other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with its
+    best cut. Those that need more stages than there are pieces are left out."""
     return [tried.judged for tried in planned.best.search.with_kinds(planned.best.base, kinds)]
 
 
 def kinds_of(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
-    """Schedules to try, with their stages a rank. Raises StrategyError for one that there is not, or not with so many."""
+    """Schedules to try, with their stages a rank. Raises StrategyError for one that there is not, or not with so
+    many."""
     names = SCHEDULES if schedule in (None, AUTO) else (canonical(schedule),)
-    found = [(name, v) for name in names if (v := stages_per_rank or KINDS[name].chunks or 2) == (KINDS[name].chunks or v)]
+    found = [
+        (name, v) for name in names if (v := stages_per_rank or KINDS[name].chunks or 2) == (KINDS[name].chunks or v)
+    ]
     found = [(name, v) for name, v in found if KINDS[name].chunks is not None or v > 1 or len(names) == 1]
     if not found:
         able = [name for name, kind in KINDS.items() if kind.chunks in (None, stages_per_rank)]
-        raise StrategyError(f"{schedule} has no form with {stages_per_rank} stages a rank", fix=f"use {' or '.join(able)}")
+        raise StrategyError(
+            f"{schedule} has no form with {stages_per_rank} stages a rank", fix=f"use {' or '.join(able)}"
+        )
     return found
 
 
@@ -124,9 +140,10 @@ def _check_options(options: PlanOptions, axis: str) -> None:
 
 
 def _searches(captured: Captured, batch: int, mesh: Mesh, options: PlanOptions, micro_batches: int | None,
-              kinds: list[tuple[str, int]], name: str, report: Report) -> tuple[list[PipelineSearch], list[str]]:  # fmt: skip
-    """One for each number of micro-batches to try, and what is to be said of them. Raises PipelineError or MicroBatchError for a
-    number that was asked for and cannot be."""
+              kinds: list[tuple[str, int]], name: str,
+              report: Report) -> tuple[list[PipelineSearch], list[str]]:  # fmt: skip
+    """One for each number of micro-batches to try, and what is to be said of them. Raises PipelineError or
+    MicroBatchError for a number that was asked for and cannot be."""
 
     def search(count: int) -> PipelineSearch:
         return PipelineSearch(captured, count, mesh, options, name, kinds, report)
@@ -155,7 +172,8 @@ def _refusal(closest: Tried, limit: float) -> MemoryInfeasibleError:
     several = "s" if pipeline.stages_per_rank > 1 else ""
     label = _label(judged)
     return MemoryInfeasibleError(
-        f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with stage{several} "
+        f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with "
+        f"stage{several} "
         f"{stages} needs {size(judged.peak_bytes)}, {size(missing)} more", missing_bytes=math.ceil(missing),
         breakdown=judged.memory[rank], mesh=closest.inner.options.within,
         fix="use more ranks along pp, more devices on its other axes, or more micro-batches",
@@ -181,7 +199,8 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
     by_label = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
     alternatives = [
         Alternative(label, t.judged.step_seconds, t.judged.communication_seconds, t.judged.peak_bytes, t.fits)
-        for label, t in sorted(by_label.items(), key=lambda pair: pair[1].judged.step_seconds) if label != _label(judged)
+        for label, t in sorted(by_label.items(),
+                               key=lambda pair: pair[1].judged.step_seconds) if label != _label(judged)
     ]  # fmt: skip
     alternatives += [_told(name, one) for name, one in (others or {}).items()]
     bound = min(best.bound, step)
@@ -191,9 +210,9 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
-        communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged), peak_bytes=judged.peak_bytes,
-        memory=judged.memory[rank], at_peak=judged.memory[rank], alternatives=tuple(alternatives),
-        warnings=(*warnings, *inner.warnings),
+        communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged),
+        peak_bytes=judged.peak_bytes, memory=judged.memory[rank], at_peak=judged.memory[rank],
+        alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({id(t.inner): t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
     return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried), best)

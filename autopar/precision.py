@@ -1,13 +1,15 @@
 """What `precision="bf16"` means: the model computes in bfloat16, its parameters stay as they are.
 
-* A parameter of a wider float type is cast where the forward first reads it, so what is gathered is the narrow copy. Its gradient
+* A parameter of a wider float type is cast where the forward first reads it, so what is gathered is the narrow copy.
+Its gradient
   is cast back where it is made, before it is reduced over devices (passes/widen.py).
 * Float inputs of the model are cast; those of `loss_fn` alone are not.
 * Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32.
   What torch has no kernel for in bfloat16, on CPUs at least (decompositions of matrices, pairwise distances, some
-  pooling), computes on float32 and gives bfloat16. Other ops compute in bfloat16, those with sums inside (softmax, norms,
-  products) accumulate in float32 in torch's kernels.
-* Persistent float buffers are cast like parameters. Others (rotary frequencies, say) are constants that models treat on their
+  pooling), computes on float32 and gives bfloat16. Other ops compute in bfloat16, those with sums inside (softmax,
+  norms, products) accumulate in float32 in torch's kernels.
+* Persistent float buffers are cast like parameters. Others (rotary frequencies, say) are constants that models treat on
+their
   own, and stay. So do batch norms: their statistics would not move in steps below 2**-8 of their size.
 
 `precision="fp32"`, the default, casts nothing: a float64 or a bfloat16 model runs as it is.
@@ -50,7 +52,8 @@ WIDE_INSIDE = (
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
-    """The type that a precision computes in, None for the model's own types. Raises StrategyError for an unknown one."""
+    """The type that a precision computes in, None for the model's own types. Raises StrategyError for an unknown
+    one."""
     if precision not in COMPUTE_DTYPE:
         raise StrategyError(
             f"no precision {precision!r} is known",
@@ -84,7 +87,9 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     buffers = [b for _, table in before for b in table.values() if b is not None]
     for module, (parameters, table) in zip(changed, before):
         persistent = table.keys() - module._non_persistent_buffers_set
-        module.__dict__.update(_parameters=_Reading(parameters, parameters, narrow), _buffers=_Reading(table, persistent, narrow))
+        module.__dict__.update(
+            _parameters=_Reading(parameters, parameters, narrow), _buffers=_Reading(table, persistent, narrow)
+        )
     try:
         with _Widening():
             yield

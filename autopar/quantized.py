@@ -1,8 +1,8 @@
 """Layers that store their weight as integers, with torch alone: what `autopar.convert` makes of fake-quantized ones.
 
-A weight of at most 4 bits is stored two values a byte, the first of them in the lower half and both plus 8, rows of odd length with
-a zero behind. The forward computes in floating point with the values that the integers stand for, and rounds the inputs to their
-grid as training did; so its outputs are those of the fake-quantized layer.
+A weight of at most 4 bits is stored two values a byte, the first of them in the lower half and both plus 8, rows of odd
+length with a zero behind. The forward computes in floating point with the values that the integers stand for, and
+rounds the inputs to their grid as training did; so its outputs are those of the fake-quantized layer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 
 class QuantizedWeight(nn.Module):
-    """A weight (o, i) as buffers: `weight` of integers, int8 (o, i) or bytes (o, ceil(i / 2)); `scale` (o, groups); `zero_point`
-    (o, groups) of int8, None on a symmetric grid. `dtype`: of the values that they stand for."""
+    """A weight (o, i) as buffers: `weight` of integers, int8 (o, i) or bytes (o, ceil(i / 2)); `scale` (o, groups);
+    `zero_point` (o, groups) of int8, None on a symmetric grid. `dtype`: of the values that they stand for."""
 
     def __init__(self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, device=None):
         super().__init__()
@@ -36,7 +36,9 @@ class QuantizedWeight(nn.Module):
         self.features, self.is_packed = features, grid.bits <= 4
         width, stored = ((features + 1) // 2, torch.uint8) if self.is_packed else (features, torch.int8)
         self.register_buffer("weight", torch.zeros(rows, width, dtype=stored, device=device))
-        self.register_buffer("scale", torch.ones(rows, grid.groups(features), dtype=grid.scale_precision, device=device))
+        self.register_buffer(
+            "scale", torch.ones(rows, grid.groups(features), dtype=grid.scale_precision, device=device)
+        )
         zero_point = None if grid.is_symmetric else torch.zeros_like(self.scale, dtype=torch.int8)
         self.register_buffer("zero_point", zero_point)
 
@@ -47,7 +49,12 @@ class QuantizedWeight(nn.Module):
         self.scale.copy_(found)
         if zero_point is not None:
             self.zero_point.copy_(zero_point)
-        q = rounded(self._grouped(weight), *self._qparams()).clamp(self.grid.qmin, self.grid.qmax).view(weight.shape).to(torch.int8)
+        q = (
+            rounded(self._grouped(weight), *self._qparams())
+            .clamp(self.grid.qmin, self.grid.qmax)
+            .view(weight.shape)
+            .to(torch.int8)
+        )
         self.weight.copy_(pack(q) if self.is_packed else q)
 
     def _grouped(self, x: Tensor) -> Tensor:
@@ -56,7 +63,9 @@ class QuantizedWeight(nn.Module):
     def _qparams(self, rows: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """(scale, zero_point) of rows, in a shape that broadcasts against their groups."""
         found = (self.scale, self.zero_point if self.zero_point is None else self.zero_point.to(self.scale.dtype))
-        return tuple(p if p is None else p[rows].unsqueeze(-1) if self.grid.group_size is not None else p[rows] for p in found)
+        return tuple(
+            p if p is None else p[rows].unsqueeze(-1) if self.grid.group_size is not None else p[rows] for p in found
+        )
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
         """The values of some rows: (..., i)."""
@@ -80,12 +89,12 @@ class QuantizedEmbedding(QuantizedWeight):
 
 
 class QuantizedLinear(QuantizedWeight):
-    """(..., i) -> (..., o). `bias` (o) or None; on a static grid of the inputs also the buffers `activation_scale` () and
-    `activation_zero_point` () or None."""
+    """(..., i) -> (..., o). `bias` (o) or None; on a static grid of the inputs also the buffers `activation_scale` ()
+    and `activation_zero_point` () or None."""
 
     def __init__(
-        self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, activation_grid: Grid | None = None, bias: bool = True,
-        device=None,
+        self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, activation_grid: Grid | None = None,
+        bias: bool = True, device=None,
     ):  # fmt: skip
         super().__init__(shape, grid, dtype, device)
         self.activation_grid = activation_grid
@@ -94,7 +103,9 @@ class QuantizedLinear(QuantizedWeight):
         scale = torch.ones((), dtype=activation_grid.scale_precision, device=device) if is_static else None
         self.register_buffer("activation_scale", scale)
         has_zero = is_static and not activation_grid.is_symmetric
-        self.register_buffer("activation_zero_point", torch.zeros((), dtype=torch.int8, device=device) if has_zero else None)
+        self.register_buffer(
+            "activation_zero_point", torch.zeros((), dtype=torch.int8, device=device) if has_zero else None
+        )
 
     @torch.no_grad()
     def store_range(self, low: Tensor, high: Tensor) -> None:
@@ -110,7 +121,9 @@ class QuantizedLinear(QuantizedWeight):
             return x
         if scale is None:
             scale, zero_point = grid.qparams_of(x)
-        return fake_quantized(x, scale, zero_point if zero_point is None else zero_point.to(scale.dtype), grid.qmin, grid.qmax)
+        return fake_quantized(
+            x, scale, zero_point if zero_point is None else zero_point.to(scale.dtype), grid.qmin, grid.qmax
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(self._input(x), self.dequantize(), self.bias)

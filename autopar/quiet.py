@@ -24,8 +24,8 @@ WARNINGS = (
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, torch's loggers are disabled, its graphs are not printed and warnings about the tracing are ignored. Afterwards
-    all is as it was."""
+    """Inside, torch's loggers are disabled, its graphs are not printed and warnings about the tracing are ignored.
+    Afterwards all is as it was."""
     if os.environ.get("TORCH_LOGS"):
         yield
         return

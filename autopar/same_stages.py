@@ -1,4 +1,5 @@
-"""Plans for further calls of a model that a pipeline runs: other shapes, eval, no_grad. Parameters stay on their stages."""
+"""Plans for further calls of a model that a pipeline runs: other shapes, eval, no_grad. Parameters stay on their
+stages."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def with_owners(captured: Captured, plan: Plan) -> Plan:
 
 
 def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, model: str) -> Plan:
-    """A plan for another capture of the model of `first`, with its stages. `options` fix the parameters' layouts. Raises StageError
-    if the call reads parameters of a stage in an earlier one."""
+    """A plan for another capture of the model of `first`, with its stages. `options` fix the parameters' layouts.
+    Raises StageError if the call reads parameters of a stage in an earlier one."""
     pipeline = first.pipeline
     micro = _micro_batched(captured, pipeline.micro_batches)
     options = replace(options, micro_batches=micro.micro_batches, beside=micro.smaller and micro.smaller.graph)

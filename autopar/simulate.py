@@ -53,7 +53,9 @@ class Request:
     def __str__(self) -> str:
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         reduction = "".join(f" {a}" for a in self.args if isinstance(a, str))
-        return f"{self.node.name} ({self.name}{reduction} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
+        return (
+            f"{self.node.name} ({self.name}{reduction} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
+        )
 
 
 class Simulator:

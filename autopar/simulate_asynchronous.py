@@ -1,7 +1,8 @@
 """Run an asynchronous pipeline (autopar/schedule/asynchronous.py) in one process, on all ranks of all stages.
 
-It does what the ranks of `autopar.AsynchronousPipeline` do (the same stages, autopar/runtime/asynchronous_stage.py), in the order
-in which the schedule is played; what passes between stages is kept until it is received. Each rank has an optimizer of its own.
+It does what the ranks of `autopar.AsynchronousPipeline` do (the same stages, autopar/runtime/asynchronous_stage.py), in
+the order in which the schedule is played; what passes between stages is kept until it is received. Each rank has an
+optimizer of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ GRAPHS = {
 
 
 class SimulatedAsynchronous:
-    """The stages of a plan for one micro-batch (or for the group of "pipedream_2bw"), with the parameters and buffers in `values`:
-    global tensors by placeholder name, as of autopar/oracle.py. Raises StageError for stages that share what trains."""
+    """The stages of a plan for one micro-batch (or for the group of "pipedream_2bw"), with the parameters and buffers
+    in `values`: global tensors by placeholder name, as of autopar/oracle.py. Raises StageError for stages that share
+    what trains."""
 
     def __init__(self, captured: Captured, plan: Plan, schedule: Asynchronous, values: Mapping[str, Tensor],
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):  # fmt: skip
@@ -42,7 +44,8 @@ class SimulatedAsynchronous:
         self.captured, self.mesh, self.schedule = captured, plan.sharding.mesh, schedule
         lowered = Lowered.of(captured, plan, check=False)
         if (len(lowered.stages), lowered.micro.micro_batches) != (schedule.stages, schedule.group):
-            raise StageError(f"the plan has {len(lowered.stages)} stages and {lowered.micro.micro_batches} micro-batches, the "
+            raise StageError(f"the plan has {len(lowered.stages)} stages and {lowered.micro.micro_batches} "
+                             f"micro-batches, the "
                              f"schedule {schedule.stages} and {schedule.group}")  # fmt: skip
         self.micro, self.values = lowered.micro, values
         check_apart([programs[0].stage.leaves for programs in lowered.stages], captured.graph)
@@ -70,8 +73,8 @@ class SimulatedAsynchronous:
     @torch.no_grad()
     def run(self, batches: Sequence[Mapping[str, Tensor]],
             on_update: Callable[[int, int], None] = lambda stage, version: None) -> list[Tensor]:  # fmt: skip
-        """The losses of batches, given by placeholder name: their inputs, and the random state if there is one. `on_update(stage,
-        version)` is called after each update."""
+        """The losses of batches, given by placeholder name: their inputs, and the random state if there is one.
+        `on_update(stage, version)` is called after each update."""
         group, last, passing = self.schedule.group, self.schedule.stages - 1, {}
         losses: list[list[Tensor]] = [[] for _ in batches]
         parts = [part for batch in batches for part in parts_of(self.micro, self.values | batch)]

@@ -1,7 +1,8 @@
 """Run the stages of a pipeline in one process, on all ranks, in the order of its schedule.
 
-A stage's ranks run its graphs in lock step in a simulator of their own (autopar/simulate.py). What passes between stages is kept by
-its name and micro-batch until it is received; what is received before it was sent, or never, is an error.
+A stage's ranks run its graphs in lock step in a simulator of their own (autopar/simulate.py). What passes between
+stages is kept by its name and micro-batch until it is received; what is received before it was sent, or never, is an
+error.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class _Running:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are global.
-    `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage, phase), how many values
-    it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by stage, how often its first rank
-    called which, as (kind, axes)."""
+    """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are
+    global.
+    `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage, phase), how
+    many values it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by stage, how
+    often its first rank called which, as (kind, axes)."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -72,12 +74,14 @@ class Lowered:
     def of(cls, captured: Captured, plan: Plan, check: bool = True) -> Lowered:
         micro, stages = stages_of(captured, plan)
         ranks, pairs = range(plan.sharding.mesh.devices), zip(stages, smaller_stages_of(micro, plan), strict=True)
-        return cls(micro, [[lower_stage(stage, micro, plan, rank, check, smaller=s) for rank in ranks] for stage, s in pairs])
+        return cls(
+            micro, [[lower_stage(stage, micro, plan, rank, check, smaller=s) for rank in ranks] for stage, s in pairs]
+        )
 
 
 def simulate_pipeline(captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True) -> PipelineStep:
-    """Forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph, tangents included
-    (see autopar/oracle.py). Raises VerifyError if the stages do not fit together."""
+    """Forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph,
+    tangents included (see autopar/oracle.py). Raises VerifyError if the stages do not fit together."""
     return simulate_lowered(Lowered.of(captured, plan, check), plan, values)
 
 
@@ -108,10 +112,15 @@ class _Simulation:
         for stage in self.running:
             for name, gradient in self._reduced(stage).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
-        outputs = {name: join([parts[i] for i in sorted(parts)], self.micro.joins[name]) for name, parts in self.outputs.items()}
+        outputs = {
+            name: join([parts[i] for i in sorted(parts)], self.micro.joins[name])
+            for name, parts in self.outputs.items()
+        }
         in_flight = tuple(stage.most_in_flight for stage in self.running)
         bytes_sent = tuple(stage.simulator.bytes_sent for stage in self.running)
-        calls = tuple(Counter((kind_of(op), axes) for op, axes, group in s.simulator.calls if 0 in group) for s in self.running)
+        calls = tuple(
+            Counter((kind_of(op), axes) for op, axes, group in s.simulator.calls if 0 in group) for s in self.running
+        )
         return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent, calls)
 
     def _copies(self, stage: _Running) -> list[dict[str, Tensor]]:
@@ -189,7 +198,9 @@ class _Simulation:
             inputs.append((*saved, *(self._given(n, self.values, rank, arrived) for n in given)))
         return inputs
 
-    def _given(self, node: fx.Node, values: Mapping[str, Tensor], rank: int, arrived: Mapping[str, list[Tensor]]) -> Tensor:
+    def _given(
+        self, node: fx.Node, values: Mapping[str, Tensor], rank: int, arrived: Mapping[str, list[Tensor]]
+    ) -> Tensor:
         """What a placeholder takes on a rank: what came from another stage, or its part of a global value."""
         if node.name in arrived:
             return arrived[node.name][rank]

@@ -25,9 +25,9 @@ from .verify import check_ranks
 
 @dataclass(frozen=True)
 class StepResult:
-    """One simulated step. `outputs`, `gradients` and `buffers` (new values of all that the forward writes to), both by name as in
-    autopar/oracle.py, are global tensors; `bytes_sent` has one number a rank; `collectives` counts what rank 0 calls as
-    (kind, axes)."""
+    """One simulated step. `outputs`, `gradients` and `buffers` (new values of all that the forward writes to), both by
+    name as in autopar/oracle.py, are global tensors; `bytes_sent` has one number a rank; `collectives` counts what rank
+    0 calls as (kind, axes)."""
 
     loss: Tensor | None
     outputs: tuple[Tensor, ...]

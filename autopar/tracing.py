@@ -1,4 +1,5 @@
-"""The front end's passes in the order they run: export -> casts -> regions -> canonicalize -> adapt -> differentiate -> clean."""
+"""The front end's passes in the order they run: export -> casts -> regions -> canonicalize -> adapt -> differentiate ->
+clean."""
 
 from __future__ import annotations
 
@@ -37,16 +38,25 @@ def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
     precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
 ) -> Captured:  # fmt: skip
-    """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters, if not
-    their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see autopar/adapt/order.py);
-    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable; `with_gradients`:
-    whether the call is made where gradients are recorded. Raises CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters,
+    if not their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see
+    autopar/adapt/order.py);
+    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable;
+    `with_gradients`: whether the call is made where gradients are recorded. Raises CaptureError, InputError,
+    UnsupportedOpError, AdaptError."""
     around = autocast.ambient()
     device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
         with traced_as(device, around):
             exported = debug.run_pass(
-                "export", capture.export, model, example_inputs, loss_fn, forms, compute_dtype(precision), loss_alone,
+                "export",
+                capture.export,
+                model,
+                example_inputs,
+                loss_fn,
+                forms,
+                compute_dtype(precision),
+                loss_alone,
                 with_gradients,
             )
         debug.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
@@ -58,7 +68,9 @@ def trace(
         if adapt:
             returns = exported.returns
             loss = returns.loss if returns.loss_alone else None
-            returns.differentiable = differentiable_outputs(exported.graph_module, exported.inputs, loss)[: returns.count]
+            returns.differentiable = differentiable_outputs(exported.graph_module, exported.inputs, loss)[
+                : returns.count
+            ]
         captured = debug.run_pass("differentiate", capture.differentiate, exported)
         if any(isinstance(a, LoRA) for a in adapt):
             check_gradients(captured)

@@ -5,10 +5,11 @@
         captured = ...            # the joint graph of a model with blocks 0, 1, 2 and the last two
     whole = unroll(captured, tower, ties)
 
-The blocks of the short graph are zones: 0 is everything up to the first block's end, 4 all from the last block's start, 1 to 3
-the ones between. Zones 1 to 3 must be the same but for a shift, forward and backward; copies of zone 2 then stand for the blocks
-that were not traced. The result is node for node the graph of the whole model, so a plan of the one fits the other. What does
-not look like this (blocks that differ, or that read more than their neighbours) is left to a full trace.
+The blocks of the short graph are zones: 0 is everything up to the first block's end, 4 all from the last block's start,
+1 to 3 the ones between. Zones 1 to 3 must be the same but for a shift, forward and backward; copies of zone 2 then
+stand for the blocks that were not traced. The result is node for node the graph of the whole model, so a plan of the
+one fits the other. What does not look like this (blocks that differ, or that read more than their neighbours) is left
+to a full trace.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Tower:
 
 
 def tower_of(model: nn.Module) -> Tower | None:
-    """The model's list of equal blocks, None if it has none of at least FEWEST or several. Lists inside of a list are its own."""
+    """The model's list of equal blocks, None if it has none of at least FEWEST or several. Lists inside of a list are
+    its own."""
     found = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
     lists = [(n, m) for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
     others = [m for m in model.modules() if isinstance(m, (nn.ParameterList, nn.ParameterDict, nn.ModuleDict))]
@@ -163,14 +165,17 @@ class _Zones:
         if first != sorted(first) or last != sorted(last, reverse=True) or last[0] > len(backward):
             return None
         members = {
-            z: [n for n in leaves if leaves[n] == z] + forward[first[z] : first[z + 1]] + backward[last[z] : last[z - 1]]
+            z: [n for n in leaves if leaves[n] == z]
+            + forward[first[z] : first[z + 1]]
+            + backward[last[z] : last[z - 1]]
             for z in (1, 2, 3)
         }
         tail = {n for n in leaves if leaves[n] == TAIL} | {*forward[first[TAIL] :], *backward[: last[3]]}
         return _Zones(list_name, members, tail, set(backward))
 
     def are_shifted(self) -> bool:
-        """Whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and what all read."""
+        """Whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and what
+        all read."""
         if len({len(nodes) for nodes in self.members.values()}) != 1:
             return False
         likes = list(zip(*(self.members[z] for z in (1, 2, 3))))
@@ -179,7 +184,10 @@ class _Zones:
 
     def _agree(self, one: fx.Node, two: fx.Node, three: fx.Node) -> bool:
         """Whether a node of the template has its like on both sides."""
-        if two.op == "get_attr" or len({(n.op, n.target if n.op == "call_function" else "") for n in (one, two, three)}) > 1:
+        if (
+            two.op == "get_attr"
+            or len({(n.op, n.target if n.op == "call_function" else "") for n in (one, two, three)}) > 1
+        ):
             return False
         if len({str([(tuple(v.shape), v.dtype, v.stride()) for v in values_of(n)]) for n in (one, two, three)}) > 1:
             return False
@@ -198,7 +206,8 @@ class _Zones:
         return str(fx.node.map_arg((args, node.kwargs), lambda a: "node"))
 
     def _shifted(self, left: fx.Node, right: fx.Node, zone: int) -> bool:
-        """Whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift apart."""
+        """Whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift
+        apart."""
         a, b = self.place.get(left), self.place.get(right)
         if a and b:
             return b == (a[0] + 1, a[1])
@@ -292,7 +301,9 @@ class _Unrolled:
                 blocks = range(TEMPLATE, TEMPLATE + self.more + 1) if zone == TEMPLATE else [self._block(zone)]
             for block in blocks:
                 for value, role in run:
-                    values.append(self._read(value, zone or HEAD, block) if zone is not None else self._read_of_all(value))
+                    values.append(
+                        self._read(value, zone or HEAD, block) if zone is not None else self._read_of_all(value)
+                    )
                     roles.append(replace(role, name=self._renamed(role.name, zone or HEAD, block)))
         self.graph.output(tuple(values)).meta = dict(node.meta, roles=roles)
 

@@ -121,7 +121,8 @@ def _check_outputs(output: fx.Node, mesh: Mesh) -> None:
 
 
 def _stays_inside(role: OutputRole | None) -> bool:
-    """Whether an output goes to another graph of the step: saved values, which have no role, and what stages hand on."""
+    """Whether an output goes to another graph of the step: saved values, which have no role, and what stages hand
+    on."""
     return role is None or role.kind in ("activation", "returned")
 
 

@@ -1,7 +1,8 @@
 """Tangents that are zero, out of a joint graph.
 
-Torch counts the new value of a parameter or buffer that the forward writes to among the outputs that have a gradient. In a training
-step nothing is ever computed from it outside of the forward, so its tangent is zero. A backward is linear in all tangents
+Torch counts the new value of a parameter or buffer that the forward writes to among the outputs that have a gradient.
+In a training step nothing is ever computed from it outside of the forward, so its tangent is zero. A backward is linear
+in all tangents
 together: an op is zero if everything in it that depends on a tangent is.
 """
 
@@ -18,8 +19,8 @@ aten = torch.ops.aten
 
 
 def drop_tangents(graph: fx.Graph, zeros: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> None:
-    """Rewrites a joint graph as if the placeholders `zeros`, some of its `tangents`, were zero, and erases them. An output that is
-    zero becomes None."""
+    """Rewrites a joint graph as if the placeholders `zeros`, some of its `tangents`, were zero, and erases them. An
+    output that is zero becomes None."""
     if not zeros:
         return
     dependent, zero = set(tangents), set(zeros)
@@ -57,6 +58,8 @@ def _is_only_the_other_term(node: fx.Node, zero: set[fx.Node]) -> bool:
 def _filled(before: fx.Node, argument: fx.Node) -> fx.Node:
     value = argument.meta["val"]
     with before.graph.inserting_before(before):
-        new = before.graph.call_function(aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device})
+        new = before.graph.call_function(
+            aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
+        )
     new.meta = dict(argument.meta)
     return new

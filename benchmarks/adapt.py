@@ -1,5 +1,5 @@
-"""Adapted models on simulated ranks against one process: LoRA against PEFT's own from the same adapters, fake quantization against
-torch's own ops in eager mode. The largest relative error of the loss and of every gradient.
+"""Adapted models on simulated ranks against one process: LoRA against PEFT's own from the same adapters, fake
+quantization against torch's own ops in eager mode. The largest relative error of the loss and of every gradient.
 
     OMP_NUM_THREADS=1 python benchmarks/adapt.py [--lora CASE,...] [--quant FAMILY,...]
 
@@ -52,7 +52,9 @@ def quantized(family: str, text: str) -> list[float]:
     captured = api.trace(model, batch, None, forms_of(model), "fp32", adapt)
     values, errors = global_values(captured, model, batch), []
     for mesh, strategy in RUNS:
-        plan = make_plan(captured, Mesh.parse(mesh), PlanOptions(load("cpu-gloo"), strategy=strategy, baselines=False), family)
+        plan = make_plan(
+            captured, Mesh.parse(mesh), PlanOptions(load("cpu-gloo"), strategy=strategy, baselines=False), family
+        )
         step = simulate_step(captured, plan, values)
         assert step.gradients.keys() == wanted.keys(), step.gradients.keys() ^ wanted.keys()
         found = [(step.gradients[n] - g).norm() / g.norm().clamp_min(floor) for n, g in wanted.items()]

@@ -1,15 +1,17 @@
-"""Idle time and memory of pipeline schedules, three times over: by closed forms, played, and measured on gloo processes.
+"""Idle time and memory of pipeline schedules, three times over: by closed forms, played, and measured on gloo
+processes.
 
-    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--schedules naive,zbv] [--idle-seconds 4.2]
+    OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--schedules naive,zbv] [--idle-seconds
+    4.2]
 
 forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
 idle    8 processes run the schedules through the real engine with graphs that sleep, so that they do not share cores. The bubble is
-        what is idle between the first action of any rank and the last one of any, from the times that the engine notes. Where the
-        machine is busy with other work a process that wakes up waits for a core, some milliseconds a message, so that a rank has
-        to be idle for seconds: F, I and W take as long as that needs, the same for all three.
+        what is idle between the first action of any rank and the last one of any, from the times that the engine notes.
+        Where the machine is busy with other work a process that wakes up waits for a core, some milliseconds a message,
+        so that a rank has to be idle for seconds: F, I and W take as long as that needs, the same for all three.
 memory  4 processes train a model; the storages that the ops of a stage save for its backward are followed from op to op
-        (autopar/allocations.py). In flight is the most bytes of them alive at once over those of one micro-batch. What a stage
-        received is not counted: the next one comes while a micro-batch is computed.
+        (autopar/allocations.py). In flight is the most bytes of them alive at once over those of one micro-batch. What
+        a stage received is not counted: the next one comes while a micro-batch is computed.
 """
 
 from __future__ import annotations
@@ -45,14 +47,18 @@ RANKS, MICRO_BATCHES, TOLERANCE = 8, 16, 0.05
 MODEL, BATCH, SEQ = "llama:hidden=128,layers=4,heads=4,kv_heads=4,ffn=512,vocab=256", 16, 64
 
 
-# closed forms ------------------------------------------------------------------------------------------------------------
+# closed forms
+# ------------------------------------------------------------------------------------------------------------
 
 
 def forms(cases: list[tuple[int, int]]) -> int:
     """Prints the table; the number of disagreements."""
     wrong = 0
     print("F = I = W; in flight: micro-batches of the whole rank, the most on any rank")
-    print(f"{'p':>2} {'m':>3} {'schedule':24}{'bubble':>9}{'form':>9}{'in window':>11}{'form':>9}{'in flight':>11}{'form':>7}")
+    print(
+        f"{'p':>2} {'m':>3} "
+        f"{'schedule':24}{'bubble':>9}{'form':>9}{'in window':>11}{'form':>9}{'in flight':>11}{'form':>7}"
+    )
     for p, m in cases:
         for name in KINDS:
             v = make(name, p, m).stages_per_rank
@@ -63,19 +69,24 @@ def forms(cases: list[tuple[int, int]]) -> int:
             exact = all(abs(x - y) < 1e-9 for x, y in zip(mine, form))
             less = name in AT_MOST and mine[1] <= form[1] and mine[2] <= form[2]  # the bounds are of a rank's window
             wrong += not (exact or less)
-            print(f"{p:2} {m:3} {name:24}{mine[0]:9.2%}{form[0]:9.2%}{mine[1]:11.2%}{form[1]:9.2%}{mine[2]:11g}{form[2]:7g}"
+            print(f"{p:2} {m:3} "
+                  f"{name:24}{mine[0]:9.2%}{form[0]:9.2%}{mine[1]:11.2%}{form[1]:9.2%}{mine[2]:11g}{form[2]:7g}"
                   f"  {'exact' if exact else 'within the bound' if less else 'WRONG'}")  # fmt: skip
     one, four = play(make("naive", 4, 1)), play(make("gpipe", 4, 4))
-    print(f"4 stages and 4 micro-batches: {four.utilization:.0%} utilization against {one.utilization:.0%} with one batch")
+    print(
+        f"4 stages and 4 micro-batches: {four.utilization:.0%} utilization against {one.utilization:.0%} with one batch"
+    )
     print(f"{wrong} disagreements\n", flush=True)
     return wrong
 
 
-# idle time of stages that sleep ------------------------------------------------------------------------------------------
+# idle time of stages that sleep
+# ------------------------------------------------------------------------------------------
 
 
 def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
-    """Graphs of a stage, as StageGraphs has them, that sleep so long for each of F, I and W and hand on a tensor of a few bytes."""
+    """Graphs of a stage, as StageGraphs has them, that sleep so long for each of F, I and W and hand on a tensor of a
+    few bytes."""
     first, last = stage == 0, stage + 1 == schedule.stages
     passing, nothing = Passing(("x",), ((4,),), (torch.float32,)), Passing((), (), ())
 
@@ -94,7 +105,9 @@ def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def sleep_through(rank: int, names: list[str], micro_batches: int, idle_seconds: float) -> dict[str, list[tuple[float, float]]]:
+def sleep_through(
+    rank: int, names: list[str], micro_batches: int, idle_seconds: float
+) -> dict[str, list[tuple[float, float]]]:
     """When this rank's actions began and ended, by schedule."""
     found, world = {}, dist.get_world_size()
     for name in names:
@@ -118,13 +131,17 @@ def seconds_for(name: str, idle_seconds: float) -> float:
 def idle(names: list[str], idle_seconds: float) -> int:
     """Prints the table; the number of schedules that are not within 5 % of their closed form."""
     ranks = gloo.run(RANKS, sleep_through, names, MICRO_BATCHES, idle_seconds, seconds=500)
-    print(f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; first the milliseconds of each of F, I and W on a rank")
+    print(
+        f"{RANKS} gloo processes, {MICRO_BATCHES} micro-batches; first the milliseconds of each of F, I and W on a rank"
+    )
     print(f"{'schedule':24}{'F, I, W':>8}{'seconds':>9}{'closed':>9}{'bubble':>9}{'closed':>9}{'apart':>8}")
     wrong = 0
     for name in names:
         schedule = make(name, RANKS, MICRO_BATCHES)
         times = [r[name] for r in ranks]
-        played = Played(schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times))
+        played = Played(
+            schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times)
+        )
         form = formulas.bubble(name, RANKS, MICRO_BATCHES)
         seconds = 3 * seconds_for(name, idle_seconds) * MICRO_BATCHES / (1 - form)
         apart = abs(played.bubble - form) / form
@@ -146,21 +163,24 @@ class LossAlone(nn.Module):
         return Output(self.model(**inputs).loss, None)
 
 
-# memory ------------------------------------------------------------------------------------------------------------------
+# memory
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def followed(rank: int, names: list[str], micro_batches: int) -> dict[str, tuple[float, float]]:
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",)), {}
     for name in names:
         model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu", seed=0)
-        model = autopar.compile(LossAlone(model), mesh, inputs, hardware="cpu-gloo", schedule=name, micro_batches=micro_batches)
+        model = autopar.compile(
+            LossAlone(model), mesh, inputs, hardware="cpu-gloo", schedule=name, micro_batches=micro_batches
+        )
         found[name] = follow(model, inputs, micro_batches)
     return found
 
 
 def follow(model: nn.Module, inputs: dict, micro_batches: int) -> tuple[float, float]:
-    """In bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters and
-    gradients."""
+    """In bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters
+    and gradients."""
     (stage,) = model._captures.table[0].step.stages
     model(**inputs).loss.backward()  # the first call allocates
     model.zero_grad()
@@ -201,7 +221,11 @@ def memory(ranks: int = 4, micro_batches: int = 8) -> int:
         form = [formulas.in_flight(name, ranks, micro_batches, s) for s in range(ranks)]
         saved = [m[name][0] for m in measured]
         wrong += sum(abs(x - y) > 0.005 * y for x, y in zip(saved, form))
-        rows = {"closed form": form, "saved, measured": saved, "all but state and gradients": [m[name][1] for m in measured]}
+        rows = {
+            "closed form": form,
+            "saved, measured": saved,
+            "all but state and gradients": [m[name][1] for m in measured],
+        }
         for label, row in rows.items():
             print(f"{name if row is form else '':12}{label:28}" + "".join(f"{x:9.2f}" for x in row))
     print(f"{wrong} stages with another number in flight\n", flush=True)

@@ -1,10 +1,11 @@
-"""Bytes of one training step, four times over: predicted by the plan, counted in the lowered graphs, by a closed formula, and
-seen on the loopback interface while gloo processes run the step; with --peers also what torch's own DDP and FSDP2 send.
+"""Bytes of one training step, four times over: predicted by the plan, counted in the lowered graphs, by a closed
+formula, and seen on the loopback interface while gloo processes run the step; with --peers also what torch's own DDP
+and FSDP2 send.
 
     OMP_NUM_THREADS=1 python benchmarks/bytes.py [--devices 4] [--peers]
 
-All figures are MB sent by all devices together. The interface counts everything on the machine, headers of TCP included, so
-nothing else may use it meanwhile.
+All figures are MB sent by all devices together. The interface counts everything on the machine, headers of TCP
+included, so nothing else may use it meanwhile.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def sent_on_loopback() -> int:
 def formula_bytes(strategy: str, n: int) -> float:
     """Sent by one device.
 
-    Data parallel: 2 or 3 times the parameters (ZeRO, arXiv 1910.02054, section 7); fully sharded gathers the embedding only
-    once, as no gradient reads it. Tensor parallel: four all-reduces of an activation a layer (Megatron-LM, arXiv 1909.08053,
-    section 3), here as gathers and scatters of the same bytes (arXiv 2205.05198, section 4.2.2), one scatter for the gradient
-    that the head returns, the small embedding gathered (and with sequence parallelism its gradient scattered), and rows of
-    scalars: the vocabulary-parallel loss sums three, a norm over a sharded hidden dim one forward and one backward, and norms
-    over a sharded sequence all-reduce their weights' gradients."""
+    Data parallel: 2 or 3 times the parameters (ZeRO, arXiv 1910.02054, section 7); fully sharded gathers the embedding
+    only once, as no gradient reads it. Tensor parallel: four all-reduces of an activation a layer (Megatron-LM, arXiv
+    1909.08053, section 3), here as gathers and scatters of the same bytes (arXiv 2205.05198, section 4.2.2), one
+    scatter for the gradient that the head returns, the small embedding gathered (and with sequence parallelism its
+    gradient scattered), and rows of
+    scalars: the vocabulary-parallel loss sums three, a norm over a sharded hidden dim one forward and one backward, and
+    norms over a sharded sequence all-reduce their weights' gradients."""
     model, _ = models.build(MODEL, batch=BATCH, seq=SEQ)
     parameters = {name: 4 * p.numel() for name, p in model.named_parameters()}
     embedding, share, norms = 4 * VOCAB * HIDDEN, (n - 1) / n, 2 * LAYERS + 1
@@ -132,7 +134,10 @@ def main() -> int:
     n = a.devices
     captured = api.trace(*models.build(MODEL, batch=BATCH, seq=SEQ))
     print(f"{MODEL}, batch {BATCH} x {SEQ}, fp32, {n} gloo processes; MB sent by all")
-    print(f"{'strategy':12} {'predicted':>10} {'counted':>10} {'formula':>10} {'loopback':>10}  largest difference to predicted")
+    print(
+        f"{'strategy':12} {'predicted':>10} {'counted':>10} {'formula':>10} {'loopback':>10}  largest difference to "
+        f"predicted"
+    )
     wrong = 0
     for strategy in a.strategies.split(","):
         axis = STRATEGIES[strategy]

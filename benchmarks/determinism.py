@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/determinism.py [--processes 20] [--at-once 2] [--json FILE]
 
-What the processes print has to be equal byte for byte. The cases take different ways through the planner: a free plan beside all
-expert strategies, one short of memory that recomputes and accumulates gradients, a search over meshes, and a refusal with what
-would fit instead. Of a case with different outputs the first line that differs is printed. Exit code 1 if there is one.
+What the processes print has to be equal byte for byte. The cases take different ways through the planner: a free plan
+beside all expert strategies, one short of memory that recomputes and accumulates gradients, a search over meshes, and a
+refusal with what would fit instead. Of a case with different outputs the first line that differs is printed. Exit code
+1 if there is one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from autopar.units import table
 ROOT = Path(__file__).parent.parent
 CASES = {
     "free": "--model gpt2-tiny --mesh dp=2,tp=2 --batch 8 --seq 64",
-    "short of memory": "--model llama-tiny --mesh dp=2,tp=2 --batch 16 --seq 64 --micro-batches 2 --memory 2.3MiB --precision bf16",
+    "short of memory": "--model llama-tiny --mesh dp=2,tp=2 --batch 16 --seq 64 --micro-batches 2 --memory 2.3MiB "
+    "--precision bf16",
     "meshes": "--model moe-tiny --devices 4 --batch 8 --seq 32 --no-baselines",
     "refused": "--model llama-tiny --mesh dp=2,tp=2 --batch 16 --seq 64 --strategy zero1 --memory 2MiB --no-baselines",
 }
@@ -37,8 +39,9 @@ def output(words: str, seed: int) -> tuple[bytes, float]:
     """What one process prints, on stdout and stderr, and its seconds."""
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--json", "-"], cwd=ROOT, stderr=subprocess.STDOUT,
-        stdout=subprocess.PIPE, env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONWARNINGS": "ignore"},
+        [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--json", "-"], cwd=ROOT,
+        stderr=subprocess.STDOUT, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     return done.stdout, time.perf_counter() - start
 
@@ -53,8 +56,9 @@ def measured(name: str, processes: int, at_once: int) -> dict:
         outputs, seconds = zip(*pool.map(lambda seed: output(CASES[name], seed), range(1, processes + 1)))
     distinct = sorted(set(outputs), key=outputs.index)
     return {
-        "case": name, "arguments": CASES[name], "processes": processes, "distinct": len(distinct), "bytes": len(outputs[0]),
-        "sha256": hashlib.sha256(outputs[0]).hexdigest(), "median_seconds": sorted(seconds)[processes // 2],
+        "case": name, "arguments": CASES[name], "processes": processes, "distinct": len(distinct),
+        "bytes": len(outputs[0]), "sha256": hashlib.sha256(outputs[0]).hexdigest(),
+        "median_seconds": sorted(seconds)[processes // 2],
         "differs": first_difference(*distinct[:2]) if len(distinct) > 1 else "",
     }  # fmt: skip
 
@@ -70,7 +74,8 @@ def main() -> int:
     for name in args.cases:
         rows.append(measured(name, args.processes, args.at_once))
         print(f"{name}: {CASES[name]}", rows[-1]["differs"], flush=True)
-    cells = [[r["case"], str(r["processes"]), str(r["distinct"]), str(r["bytes"]), r["sha256"][:12], f"{r['median_seconds']:.1f}"]
+    cells = [[r["case"], str(r["processes"]), str(r["distinct"]), str(r["bytes"]), r["sha256"][:12],
+              f"{r['median_seconds']:.1f}"]
              for r in rows]  # fmt: skip
     print("", *table(["case", "processes", "distinct", "bytes", "sha256", "s a process"], cells), sep="\n")
     if args.json:

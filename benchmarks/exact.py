@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py [--graphs 200] [--first 0] [--plans 1000000] [--seconds 120]
 
-Random joint graphs of up to 8 nodes on meshes of 2, 4 and 2 by 2 devices: every plan is priced and the judge asked about some;
-the search must be within its gap of the best, its bound not above it, and HiGHS, on the same unfolded problem, must find it.
-Then every model of models/ with two layers: the search on the folded graph against HiGHS on the unfolded one. `loss` is what the
-search's plan takes more than HiGHS's; `open` is how far below its own plan HiGHS's bound lies when its time is up.
+Random joint graphs of up to 8 nodes on meshes of 2, 4 and 2 by 2 devices: every plan is priced and the judge asked
+about some; the search must be within its gap of the best, its bound not above it, and HiGHS, on the same unfolded
+problem, must find it. Then every model of models/ with two layers: the search on the folded graph against HiGHS on the
+unfolded one. `loss` is what the search's plan takes more than HiGHS's; `open` is how far below its own plan HiGHS's
+bound lies when its time is up.
 """
 
 from __future__ import annotations
@@ -41,16 +42,21 @@ def graphs(count: int, first: int, most_plans: int) -> int:
             wrong += 1
             print(f"seed {seed}: {error}", flush=True)
     plans, optimal = sum(r.plans for r in right), sum(r.found <= r.best * (1 + 1e-9) for r in right)
-    print(f"{count} random graphs, {plans:,} plans, {time.perf_counter() - start:.0f} s: {wrong} wrong; the best plan found in "
+    print(f"{count} random graphs, {plans:,} plans, {time.perf_counter() - start:.0f} s: {wrong} wrong; the best plan "
+          f"found in "
           f"{optimal}, worst loss {max((r.found / r.best - 1 for r in right), default=0.0):.3%}, "
           f"widest gap {max((1 - r.bound / r.found for r in right), default=0.0):.3%}", flush=True)  # fmt: skip
     return wrong
 
 
 def models(seconds_limit: float) -> int:
-    """Prints a row a model and mesh; returns how many plans are cheaper than possible or beyond the search's gap and HiGHS's."""
+    """Prints a row a model and mesh; returns how many plans are cheaper than possible or beyond the search's gap and
+    HiGHS's."""
     wrong = 0
-    print(f"\n{'model':8} {'mesh':8} {'search ms':>10} {'gap':>7} {'s':>6} | {'HiGHS ms':>9} {'open':>7} {'s':>6} | {'loss':>7}")
+    print(
+        f"\n{'model':8} {'mesh':8} {'search ms':>10} {'gap':>7} {'s':>6} | {'HiGHS ms':>9} {'open':>7} {'s':>6} | "
+        f"{'loss':>7}"
+    )
     for name, text in MODELS.items():
         for mesh in MESHES:
             start = time.perf_counter()
@@ -63,9 +69,14 @@ def models(seconds_limit: float) -> int:
             if exact is None:
                 print(f"{row} nothing found in {seconds_limit:.0f} s", flush=True)
                 continue
-            lost, left = (round(x, 6) + 0.0 for x in (found.objective / exact.objective - 1, 1 - exact.bound / exact.objective))
+            lost, left = (
+                round(x, 6) + 0.0 for x in (found.objective / exact.objective - 1, 1 - exact.bound / exact.objective)
+            )
             wrong += found.objective < exact.bound * (1 - 1e-6)
-            print(f"{row} {exact.objective * 1e3:9.4f} {left:7.3%} {time.perf_counter() - middle:6.1f} | {lost:7.3%}", flush=True)
+            print(
+                f"{row} {exact.objective * 1e3:9.4f} {left:7.3%} {time.perf_counter() - middle:6.1f} | {lost:7.3%}",
+                flush=True,
+            )
     return wrong
 
 

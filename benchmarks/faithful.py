@@ -6,8 +6,8 @@
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --count 5000 [--seed 0]          # random programs, of the seeds from 0 on
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --seed 1234 --count 1 --verbose  # one of them again
 
-Prints what came of each program that is not equal, and a table. With --log FILE seeds that are in the file are not run again, and
-its table counts them too. The exit code is 1 if any differs in silence, raises a bare
+Prints what came of each program that is not equal, and a table. With --log FILE seeds that are in the file are not run
+again, and its table counts them too. The exit code is 1 if any differs in silence, raises a bare
 exception or hangs.
 """
 
@@ -54,13 +54,16 @@ def programs(args) -> int:
 
 
 def random_programs(args) -> int:
-    """How many random programs came to something that none may come to. Those of one number of processes run together."""
+    """How many random programs came to something that none may come to. Those of one number of processes run
+    together."""
     seeds, known = range(args.seed, args.seed + args.count), _logged(args.log)
     counts = Counter(known[seed] for seed in seeds if seed in known)
     log = open(args.log, "a") if args.log else None
     for kind in args.kinds:
         jobs = [(kind, seed, args.seconds) for seed in seeds if kind_of(seed) == kind and seed not in known]
-        for (_, seed, _), outcome in run_all(1 if kind == "simulated" else int(kind), judge_random, jobs, args.seconds + 15):
+        for (_, seed, _), outcome in run_all(
+            1 if kind == "simulated" else int(kind), judge_random, jobs, args.seconds + 15
+        ):
             text = outcome.kind + (f" ({outcome.error})" if outcome.error else "")
             counts[f"{kind:9} {text}"] += 1
             if log is not None:
@@ -89,7 +92,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="names the programs and stops")
     parser.add_argument("--count", type=int, default=300, help="of random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first random program")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of random programs: processes, or simulated")
+    parser.add_argument(
+        "--kinds", nargs="+", default=KINDS, choices=KINDS, help="of random programs: processes, or simulated"
+    )
     parser.add_argument("--log", metavar="FILE", help="of random programs that were run, one line each")
     parser.add_argument("--mesh", default="dp=1,tp=1")
     parser.add_argument("--strategy")

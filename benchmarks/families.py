@@ -1,10 +1,10 @@
-"""Architectures of transformers under every strategy, all ranks simulated in this process: loss and every gradient against the
-unsharded model, which ops are replicated for want of a rule, and why a model is refused.
+"""Architectures of transformers under every strategy, all ranks simulated in this process: loss and every gradient
+against the unsharded model, which ops are replicated for want of a rule, and why a model is refused.
 
 usage: python benchmarks/families.py [NAME ...] [--meshes dp=2,tp=2 ...] [--strategies auto,fsdp,...] [--write]
-Prints a line a family; without names, all of them. What was found is kept in benchmarks/families.json, a family at a time, so that
-a long sweep may be run in slices, and `--write` puts the table of all that is kept between the families markers of README.md
-(`--write --no-run` does nothing else). Exit code 1 for a wrong number.
+Prints a line a family; without names, all of them. What was found is kept in benchmarks/families.json, a family at a
+time, so that a long sweep may be run in slices, and `--write` puts the table of all that is kept between the families
+markers of README.md (`--write --no-run` does nothing else). Exit code 1 for a wrong number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def check(name: str, meshes: list[str], strategies: list[str], batch: int = BATC
     except AutoparError as error:
         described = {"error": f"{type(error).__name__}: {error.message}", "source": short_source(error.source)}
         return {"kind": result["kind"]} | described
-    result["replicated"] = sorted({str(n.target) for n in captured.graph.nodes if is_op(n) and rules.rule_of(n) is None})
+    result["replicated"] = sorted(
+        {str(n.target) for n in captured.graph.nodes if is_op(n) and rules.rule_of(n) is None}
+    )
     for mesh in meshes:
         for strategy in strategies:
             run = f"{mesh} {strategy}"
@@ -83,7 +85,8 @@ def line(name: str, result: dict) -> str:
     return f"{name}: {'; '.join(words)}"
 
 
-# the table --------------------------------------------------------------------------------------------------------------
+# the table
+# --------------------------------------------------------------------------------------------------------------
 
 
 def keep(name: str, result: dict) -> None:
@@ -93,7 +96,9 @@ def keep(name: str, result: dict) -> None:
     if "error" not in result and "error" not in before:
         new = {run for run in result["right"]} | set(result["refused"]) | {w.split(": ")[0] for w in result["wrong"]}
         result["right"] = sorted(set(result["right"]) | {r for r in before.get("right", []) if r not in new})
-        result["wrong"] = sorted([*result["wrong"], *(w for w in before.get("wrong", []) if w.split(": ")[0] not in new)])
+        result["wrong"] = sorted(
+            [*result["wrong"], *(w for w in before.get("wrong", []) if w.split(": ")[0] not in new)]
+        )
         result["refused"] |= {run: e for run, e in before.get("refused", {}).items() if run not in new}
     kept[name] = result
     RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
@@ -103,8 +108,10 @@ def table(kept: dict[str, dict]) -> str:
     """Markdown: every kept family by kind and name, and how many are right."""
     right = sum(bool(r.get("right")) and not r.get("wrong") and not r.get("refused") for r in kept.values())
     rows = [
-        f"{right} of {len(kept)} architectures of transformers give the loss and every gradient of one device (relative error up "
-        f"to {TOLERANCE['fp32']:.0e}, batch {BATCH}, no dropout) in every run that was made of them: `benchmarks/families.py`.",
+        f"{right} of {len(kept)} architectures of transformers give the loss and every gradient of one device "
+        f"(relative error up "
+        f"to {TOLERANCE['fp32']:.0e}, batch {BATCH}, no dropout) in every run that was made of them: "
+        f"`benchmarks/families.py`.",
         "",
         "| kind | family | right | else |",
         "|---|---|---|---|",
@@ -120,7 +127,9 @@ def runs(right: list[str]) -> str:
     for run in right:
         mesh, strategy = run.split(" ")
         by_mesh.setdefault(mesh, []).append(strategy)
-    return "; ".join(f"{mesh}: {' '.join(sorted(found, key=STRATEGIES.index))}" for mesh, found in sorted(by_mesh.items()))
+    return "; ".join(
+        f"{mesh}: {' '.join(sorted(found, key=STRATEGIES.index))}" for mesh, found in sorted(by_mesh.items())
+    )
 
 
 def remarks(result: dict) -> str:

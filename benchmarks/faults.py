@@ -1,9 +1,11 @@
-"""Processes that die, fail or stand still at random moments of training: how long until all others ended, and what they said.
+"""Processes that die, fail or stand still at random moments of training: how long until all others ended, and what they
+said.
 
-    OMP_NUM_THREADS=1 python benchmarks/faults.py [--runs 200] [--devices 2,4,8] [--faults kill,exit,raise,stop,sleep] [--seed 0]
+    OMP_NUM_THREADS=1 python benchmarks/faults.py [--runs 200] [--devices 2,4,8] [--faults kill,exit,raise,stop,sleep]
+    [--seed 0]
 
-"named right": every survivor raised RankFailure (of a hang CollectiveTimeout) with the rank that failed. Hangs count from the
-moment that a rank stands still; the timeout is 3 s.
+"named right": every survivor raised RankFailure (of a hang CollectiveTimeout) with the rank that failed. Hangs count
+from the moment that a rank stands still; the timeout is 3 s.
 """
 
 from __future__ import annotations

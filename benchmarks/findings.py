@@ -1,5 +1,5 @@
-"""What the planner finds by itself at the sizes of Llama-3-8B (4 of its layers, 8192 tokens a sequence, bf16, H100): the plans
-that experts use, each where it is due. Nothing is run; the figures are those of the cost model.
+"""What the planner finds by itself at the sizes of Llama-3-8B (4 of its layers, 8192 tokens a sequence, bf16, H100):
+the plans that experts use, each where it is due. Nothing is run; the figures are those of the cost model.
 
     python benchmarks/findings.py
 
@@ -30,7 +30,9 @@ def made(mesh: str, batch: int, memory: str | None = None, strategy: str | None 
 
 def weights(plan, *names: str) -> Counter:
     """Layouts of the blocks' matrices of these names."""
-    return Counter(layout for key, layout in plan.layouts.items() if key.removesuffix(".weight").split(".")[-1] in names)
+    return Counter(
+        layout for key, layout in plan.layouts.items() if key.removesuffix(".weight").split(".")[-1] in names
+    )
 
 
 def count(plan, kind: str, phase: str, axes: tuple[str, ...]) -> int:
@@ -39,7 +41,9 @@ def count(plan, kind: str, phase: str, axes: tuple[str, ...]) -> int:
 
 def gathered(plan) -> int:
     """Parameters stored sharded and gathered to compute (the embedding aside, which computes sharded)."""
-    return sum("S" in layout and "proj" in key or "S" in layout and "norm" in key for key, layout in plan.layouts.items())
+    return sum(
+        "S" in layout and "proj" in key or "S" in layout and "norm" in key for key, layout in plan.layouts.items()
+    )
 
 
 def data_parallel(plan) -> bool:
@@ -110,7 +114,8 @@ CASES = [
 def main() -> int:
     made_once = functools.cache(made)
     print(f"{MODEL}, {SEQ} tokens a sequence, bf16, H100")
-    print(f"{'looked for':33} {'mesh':8} {'batch':>5} {'memory':>7} {'found':6} {'step ms':>8} {'comm ms':>8} {'GB':>6} "
+    print(f"{'looked for':33} {'mesh':8} {'batch':>5} {'memory':>7} {'found':6} {'step ms':>8} {'comm ms':>8} "
+          f"{'GB':>6} "
           f"{'gathered':>8} {'gap':>6} {'seconds':>7}")  # fmt: skip
     missed = 0
     for name, case, holds in CASES:
@@ -120,8 +125,10 @@ def main() -> int:
         found = holds(plan)
         missed += not found
         mesh, batch, memory = (*case, None)[:3]
-        print(f"{name:33} {mesh:8} {batch:5} {memory or '80GB':>7} {'yes' if found else 'NO':6} {plan.step_seconds * 1e3:8.1f} "
-              f"{plan.communication_seconds * 1e3:8.1f} {plan.peak_bytes / 1e9:6.1f} {gathered(plan):8} {plan.gap:6.2%} "
+        print(f"{name:33} {mesh:8} {batch:5} {memory or '80GB':>7} {'yes' if found else 'NO':6} "
+              f"{plan.step_seconds * 1e3:8.1f} "
+              f"{plan.communication_seconds * 1e3:8.1f} {plan.peak_bytes / 1e9:6.1f} {gathered(plan):8} "
+              f"{plan.gap:6.2%} "
               f"{seconds:7.1f}", flush=True)  # fmt: skip
     print(f"{len(CASES) - missed}/{len(CASES)} found")
     return int(missed > 0)

@@ -22,7 +22,8 @@ from tests.fuzz import bad_inputs, plan_files
 
 PLANS = (
     ("mlp:hidden=16,layers=2", "dp=2,tp=2", "megatron_sp"), ("mlp:hidden=16,layers=2", "dp=4", "fsdp"),
-    ("gpt:hidden=12,layers=1,heads=2,vocab=10,seq=4", "dp=2,tp=2", None), ("mlp:hidden=15,layers=1", "tp=3", "megatron"),
+    ("gpt:hidden=12,layers=1,heads=2,vocab=10,seq=4", "dp=2,tp=2", None),
+    ("mlp:hidden=15,layers=1", "tp=3", "megatron"),
 )  # fmt: skip
 
 
@@ -38,7 +39,8 @@ def plans(count: int, seed: int) -> int:
             report = plan_files.run(plan, captured, values, count // len(PLANS), path, seed + number)
         outcomes = ", ".join(f"{n} {kind}" for kind, n in sorted(report.outcomes.items()))
         print(f"{text} on {mesh}: {outcomes}; {report.simulated} simulated, "
-              f"slowest {report.slowest_seconds:.1f} s ({report.slowest}), {len(report.wrong)} wrong", flush=True)  # fmt: skip
+              f"slowest {report.slowest_seconds:.1f} s ({report.slowest}), {len(report.wrong)} wrong",
+              flush=True)  # fmt: skip
         print("".join(f"  {line}\n" for line in report.wrong[:20]), end="", flush=True)
         wrong += len(report.wrong)
     return wrong

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/loading.py [--gigabytes 2]
 
-For each layout and dtype of the file: bytes of a rank's shards, bytes of the largest tensor, and how far the resident memory of the
-process grew at most (VmHWM of the kernel, which counts everything) from before `autopar.compile(model on the meta device, plan=...,
-weights=FOLDER)` until after it, tracing and lowering included; figures are those of the rank with most. Then every shard is
-compared with the same slice as the safetensors package reads it.
+For each layout and dtype of the file: bytes of a rank's shards, bytes of the largest tensor, and how far the resident
+memory of the process grew at most (VmHWM of the kernel, which counts everything) from before `autopar.compile(model on
+the meta device, plan=..., weights=FOLDER)` until after it, tracing and lowering included; figures are those of the rank
+with most. Then every shard is compared with the same slice as the safetensors package reads it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def load(rank: int, text: str, mesh_text: str, plan, folder: str) -> tuple[int, 
     for name, parameter in model.named_parameters():
         with safe_open(f"{folder}/{index[name]}", "pt") as file:
             whole = file.get_tensor(name).float()
-        wrong += not torch.equal(parameter.to_local(), local_part(whole, model.layouts[name], mesh, mesh.coordinate(rank)))
+        wrong += not torch.equal(
+            parameter.to_local(), local_part(whole, model.layouts[name], mesh, mesh.coordinate(rank))
+        )
     return sum(p.to_local().nbytes for p in model.parameters()), growth, wrong
 
 
@@ -103,8 +105,14 @@ def main() -> int:
     text = model_of(a.gigabytes)
     model, inputs = on_meta(text)
     total, largest = (f(4 * p.numel() for p in model.parameters()) for f in (sum, max))
-    print(f"{text}, fp32: {total / 1e6:,.0f} MB in {len(list(model.parameters()))} tensors; {RANKS} gloo processes; MB a rank")
-    print(f"{'mesh':10} {'strategy':9} {'file':9} {'shards':>8} {'largest':>8} {'allowed':>8} {'growth':>8} {'':6} wrong shards")
+    print(
+        f"{text}, fp32: {total / 1e6:,.0f} MB in {len(list(model.parameters()))} tensors; {RANKS} gloo processes; MB a "
+        f"rank"
+    )
+    print(
+        f"{'mesh':10} {'strategy':9} {'file':9} {'shards':>8} {'largest':>8} {'allowed':>8} {'growth':>8} {'':6} wrong "
+        f"shards"
+    )
     failed = 0
     for dtype in dict.fromkeys(dtype for *_, dtype in CASES):
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:

@@ -1,10 +1,11 @@
-"""Families x strategies x meshes: every cell is right, or refused with a reason. Small meshes run on gloo processes, large ones
-with all ranks simulated in this process.
+"""Families x strategies x meshes: every cell is right, or refused with a reason. Small meshes run on gloo processes,
+large ones with all ranks simulated in this process.
 
-    OMP_NUM_THREADS=1 python benchmarks/matrix.py [--families gpt2,t5] [--strategies auto,fsdp] [--meshes dp=2,tp=2 dp=8] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/matrix.py [--families gpt2,t5] [--strategies auto,fsdp] [--meshes dp=2,tp=2
+    dp=8] [--write]
 
-Cells that were found before are kept in benchmarks/results/matrix.json, so the whole matrix may be run in slices; `--write` makes
-the table benchmarks/results/matrix.md of all of them. Exit code 1 for a wrong number.
+Cells that were found before are kept in benchmarks/results/matrix.json, so the whole matrix may be run in slices;
+`--write` makes the table benchmarks/results/matrix.md of all of them. Exit code 1 for a wrong number.
 """
 
 from __future__ import annotations
@@ -94,8 +95,10 @@ def table(kept: dict[str, list[str]]) -> str:
     meshes = [*GLOO_MESHES, *SIMULATED_MESHES]
     signs = {"right": "✓", "refused": "–", "wrong": "✗"}
     lines = [
-        "One step against the unsharded model: ✓ loss and every gradient within 1e-5, – refused with a typed error, ✗ wrong, · not",
-        f"run. In each cell the meshes {', '.join(meshes[:4])} (gloo processes) and {', '.join(meshes[4:])} (simulated ranks).", "",
+        "One step against the unsharded model: ✓ loss and every gradient within 1e-5, – refused with a typed error, ✗ "
+        "wrong, · not",
+        f"run. In each cell the meshes {', '.join(meshes[:4])} (gloo processes) and {', '.join(meshes[4:])} (simulated "
+        f"ranks).", "",
         f"| family | {' | '.join(STRATEGIES)} |", f"|---|{'---|' * len(STRATEGIES)}",
     ]  # fmt: skip
     reasons: dict[str, set[str]] = {}
@@ -108,7 +111,10 @@ def table(kept: dict[str, list[str]]) -> str:
                 if f and f[0] != "right":
                     reasons.setdefault(f"{f[0]}: {f[1]}", set()).add(f"{family} {strategy} {mesh}")
         lines.append(f"| {family} | {' | '.join(row)} |")
-    lines += ["", *(f"- {reason} ({len(where)} cells, such as {min(where)})" for reason, where in sorted(reasons.items()))]
+    lines += [
+        "",
+        *(f"- {reason} ({len(where)} cells, such as {min(where)})" for reason, where in sorted(reasons.items())),
+    ]
     return "\n".join(lines) + "\n"
 
 

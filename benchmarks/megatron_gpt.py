@@ -1,9 +1,10 @@
-"""The GPT that Megatron-LM trained in 2021, for benchmarks/published.py: attention that writes its scores to memory, and dropout.
+"""The GPT that Megatron-LM trained in 2021, for benchmarks/published.py: attention that writes its scores to memory,
+and dropout.
 
-Scores, probabilities and dropped probabilities of all pairs of tokens go through memory, 5 a s^2 b of the bytes that Korthikanti et
-al., arXiv 2205.05198, section 4.1, count for a layer. Megatron's kernel masks, scales and normalises in one pass over the scores;
-here the scale is that of the queries and there is no mask, as both would be kernels of their own. So the numbers that this model
-gives are no language model's; its ops, shapes and bytes are those of the runs.
+Scores, probabilities and dropped probabilities of all pairs of tokens go through memory, 5 a s^2 b of the bytes that
+Korthikanti et al., arXiv 2205.05198, section 4.1, count for a layer. Megatron's kernel masks, scales and normalises in
+one pass over the scores; here the scale is that of the queries and there is no mask, as both would be kernels of their
+own. So the numbers that this model gives are no language model's; its ops, shapes and bytes are those of the runs.
 """
 
 from __future__ import annotations

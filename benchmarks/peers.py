@@ -1,11 +1,12 @@
-"""One training step of the same model by autopar and by torch's own DDP, ZeRO-1, FSDP2, TP and TP+SP, or PEFT's LoRA under DDP and
-FSDP2, in the same gloo processes, the two taking turns step by step.
+"""One training step of the same model by autopar and by torch's own DDP, ZeRO-1, FSDP2, TP and TP+SP, or PEFT's LoRA
+under DDP and FSDP2, in the same gloo processes, the two taking turns step by step.
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py [--devices 2,4] [--pairs ddp,fsdp] [--steps 12] [--compile]
 
-A row is a median of the steps: CPU time of all processes (of forward and backward, and of the optimizer; wall time says little on
-cores that are shared), bytes on the loopback interface, the largest sum of live tensors on any process, and the loss after the
-last step. `--compile` adds autopar's graphs through torch.compile (`model.compile()`), which takes minutes to compile.
+A row is a median of the steps: CPU time of all processes (of forward and backward, and of the optimizer; wall time says
+little on cores that are shared), bytes on the loopback interface, the largest sum of live tensors on any process, and
+the loss after the last step. `--compile` adds autopar's graphs through torch.compile (`model.compile()`), which takes
+minutes to compile.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ MODEL = f"llama:hidden={HIDDEN},layers={LAYERS},heads=8,kv_heads=8,ffn=1024,voca
 PAIRS = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp": "FSDP2", "megatron": "TP", "megatron_sp": "TP+SP"}
 ADAPTED = {"lora": "PEFT+DDP", "lora_fsdp": "PEFT+FSDP2"}  # with adapters, by the strategy
 STRATEGY = {"lora": "ddp", "lora_fsdp": "fsdp", "auto": None}
-LORA = dict(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+LORA = dict(
+    r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+)
 
 
 @dataclass
 class Side:
-    """One way to train: `forward_backward()` returns the loss of the whole batch on this rank (a part of it if `averaged`)."""
+    """One way to train: `forward_backward()` returns the loss of the whole batch on this rank (a part of it if
+    `averaged`)."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -213,9 +217,9 @@ def race(rank: int, n: int, strategy: str, steps: int, compiled: bool) -> dict[s
 def peaks(rank: int, n: int, strategy: str, compiled: bool) -> dict[str, int]:
     """The largest sum of live tensor bytes in a step on this process, by side.
 
-    What stays between steps (parameters, optimizer state, and the gradient buckets that DDP never frees) is added up; what a
-    step needs beyond it is the growth of resident memory while it runs. Large blocks are mapped one by one for this, so that
-    the kernel's high-water mark follows the tensors."""
+    What stays between steps (parameters, optimizer state, and the gradient buckets that DDP never frees) is added up;
+    what a step needs beyond it is the growth of resident memory while it runs. Large blocks are mapped one by one for
+    this, so that the kernel's high-water mark follows the tensors."""
     ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # M_MMAP_THRESHOLD
     found = {}
     for name, made in makers(rank, n, strategy, compiled).items():
@@ -261,7 +265,9 @@ def main() -> int:
     a = parser.parse_args()
     warnings.filterwarnings("ignore")
     print(f"{MODEL}, batch {BATCH} x {SEQ}, fp32, AdamW; sums over the processes, medians of {a.steps} steps")
-    print(f"{'':12}{'':16}{'fwd+bwd CPU ms':>15}{'optimizer':>11}{'MB sent':>10}{'peak MiB a rank':>17}{'last loss':>11}")
+    print(
+        f"{'':12}{'':16}{'fwd+bwd CPU ms':>15}{'optimizer':>11}{'MB sent':>10}{'peak MiB a rank':>17}{'last loss':>11}"
+    )
     for n in map(int, a.devices.split(",")):
         print(f"{n} processes")
         for strategy in a.pairs.split(","):

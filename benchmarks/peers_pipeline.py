@@ -1,13 +1,14 @@
-"""One training step of a Llama of transformers under autopar's pipelines and under torch's own: the same stages, micro-batches and
-schedules, in the same gloo processes, the two taking turns step by step.
+"""One training step of a Llama of transformers under autopar's pipelines and under torch's own: the same stages,
+micro-batches and schedules, in the same gloo processes, the two taking turns step by step.
 
-    OMP_NUM_THREADS=1 python benchmarks/peers_pipeline.py [--devices 2,4] [--schedules gpipe,1f1b] [--steps 12] [--profile]
+    OMP_NUM_THREADS=1 python benchmarks/peers_pipeline.py [--devices 2,4] [--schedules gpipe,1f1b] [--steps 12]
+    [--profile]
 
-torch's stages are written by hand, as its documentation shows it: slices of the model's layers in a PipelineStage, a loss function
-and a schedule. autopar's stages are cut at the same layers. A row is CPU time of forward and backward, summed over the processes,
-as a median of the steps (wall time says little on cores that are shared), the most bytes of live tensors on any rank and on all
-together (autopar/allocations.py), and bytes sent from rank to rank. Losses and gradients are compared; --profile prints where the
-CPU time of both sides goes on rank 0.
+torch's stages are written by hand, as its documentation shows it: slices of the model's layers in a PipelineStage, a
+loss function and a schedule. autopar's stages are cut at the same layers. A row is CPU time of forward and backward,
+summed over the processes, as a median of the steps (wall time says little on cores that are shared), the most bytes of
+live tensors on any rank and on all together (autopar/allocations.py), and bytes sent from rank to rank. Losses and
+gradients are compared; --profile prints where the CPU time of both sides goes on rank 0.
 """
 
 from __future__ import annotations
@@ -184,7 +185,9 @@ def race(rank: int, n: int, name: str, plan: autopar.Plan, steps: int, profiled:
             times[key].append(time.process_time() - start)
             dist.barrier()
         if turn == 0:
-            apart = max(_apart(p.grad, sides["torch"].parameters[k].grad) for k, p in sides["autopar"].parameters.items())
+            apart = max(
+                _apart(p.grad, sides["torch"].parameters[k].grad) for k, p in sides["autopar"].parameters.items()
+            )
             assert {*sides["autopar"].parameters} == {*sides["torch"].parameters}
         for side in sides.values():
             side.zero_grad()
@@ -195,7 +198,9 @@ def race(rank: int, n: int, name: str, plan: autopar.Plan, steps: int, profiled:
             side.step()
         side.zero_grad()
         loss = losses[key]
-        rows[key] = Row(statistics.median(times[key][2:]), seen.peak_bytes, seen.sent_bytes, None if loss is None else loss.item())
+        rows[key] = Row(
+            statistics.median(times[key][2:]), seen.peak_bytes, seen.sent_bytes, None if loss is None else loss.item()
+        )
     if profiled:
         for key, side in sides.items():
             dist.barrier()
@@ -242,7 +247,9 @@ def main() -> int:
                            sum(r.peak_bytes for r in rows) / 2**20, sum(r.sent_bytes for r in rows) / 1e6]  # fmt: skip
                 totals[key] = columns
                 label = "autopar" if key == "autopar" else PEERS[name].removeprefix("Schedule")
-                ratio = [f"{x / y:6.2f}x" if key == "autopar" and y else f"{'':7}" for x, y in zip(columns, totals["torch"])]
+                ratio = [
+                    f"{x / y:6.2f}x" if key == "autopar" and y else f"{'':7}" for x, y in zip(columns, totals["torch"])
+                ]
                 cells = "".join(f"{x:{w}.1f}{r}" for x, (_, w), r in zip(columns, heads, ratio))
                 print(f"{name if key == 'torch' else '':18}{label:18}{cells}{loss:9.5f}", flush=True)
             print(f"{'':18}gradients apart by at most {max(apart for _, apart in found):.1e}", flush=True)

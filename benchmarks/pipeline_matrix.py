@@ -1,5 +1,5 @@
-"""Models x meshes x schedules x strategies of pipelines, all ranks simulated: the worst relative error of outputs, every gradient
-and buffers against one device, in fp64, with stages that begin anywhere.
+"""Models x meshes x schedules x strategies of pipelines, all ranks simulated: the worst relative error of outputs,
+every gradient and buffers against one device, in fp64, with stages that begin anywhere.
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline_matrix.py [--models gpt2,t5] [--meshes pp=2 pp=2,tp=2] [--write]
 
@@ -36,7 +36,8 @@ HEAD = f"{'model':8} {'mesh':15} {'strategy':17} " + " ".join(f"{name[:8]:>8}" f
 
 
 def row(case: staged.Case, name: str, mesh: str, strategy: str) -> list[str]:
-    """By schedule the worst error, or "refused" by an AutoparError. Schedules with as many stages share their programs."""
+    """By schedule the worst error, or "refused" by an AutoparError. Schedules with as many stages share their
+    programs."""
     dp = Mesh.parse(mesh).size("dp") if "dp" in mesh else 1
     micro = micro_batch(case.captured, 1 if name in WHOLE else case.samples // dp)
     lowered, found = {}, []
@@ -73,7 +74,9 @@ def main() -> int:
                 wrong += sum(error != "refused" and not float(error) <= staged.EXACT for error in errors)
                 lines.append(f"{name:8} {mesh:15} {strategy:17} " + " ".join(f"{error:>8}" for error in errors))
                 print(lines[-1], flush=True)
-    lines.append(f"{cells} cells, {wrong} wrong (more than {staged.EXACT:.0e}), {time.process_time() - start:.0f} CPU seconds")
+    lines.append(
+        f"{cells} cells, {wrong} wrong (more than {staged.EXACT:.0e}), {time.process_time() - start:.0f} CPU seconds"
+    )
     print(lines[-1])
     if options.write:
         TABLE.write_text("\n".join(lines) + "\n")

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline_memory.py [--only "gpt fsdp"] > benchmarks/results/pipeline_memory.txt
 
-Predicted is what the plan says of a rank (autopar/planner/stage_judge.py), tracked the bytes of all live tensors of a step with its
-AdamW update (autopar/allocations.py): of the steps after the first that one in which the rank held most. The batch is the caller's
-and does not count. What is alive at both peaks is listed where they differ by more than 10 %.
+Predicted is what the plan says of a rank (autopar/planner/stage_judge.py), tracked the bytes of all live tensors of a
+step with its AdamW update (autopar/allocations.py): of the steps after the first that one in which the rank held most.
+The batch is the caller's and does not count. What is alive at both peaks is listed where they differ by more than 10 %.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def build(case: Case, device: str):
 def predicted(case: Case, file: str) -> list[Held]:
     """By rank; the plan is saved."""
     model, inputs = build(case, "meta")
-    found = api.search(model, case.mesh, inputs, hardware="cpu-gloo", strategy=case.strategy, baselines=False, fixes=False,
-                       recompute=case.recompute, schedule=case.schedule, micro_batches=MICRO_BATCHES)  # fmt: skip
+    found = api.search(model, case.mesh, inputs, hardware="cpu-gloo", strategy=case.strategy, baselines=False,
+                       fixes=False, recompute=case.recompute, schedule=case.schedule,
+                       micro_batches=MICRO_BATCHES)  # fmt: skip
     found.plan.save(file)
     places = [found.plan.mesh.coordinate(rank)["pp"] for rank in range(case.ranks)]
     return [Held(sum(found.judged.memory[place].values()), dict(found.judged.memory[place])) for place in places]
@@ -113,7 +114,10 @@ def report(case: Case, plan: list[Held], seen: list[Held]) -> list[float]:
     print(f"{case.label}{sizes}  " + " ".join(f"{r:6.3f}" for r in ratios))
     for rank, ratio in enumerate(ratios):
         if abs(ratio - 1) > NEAR:
-            print(f"    rank {rank} predicted: {listed(plan[rank].kinds)}\n    rank {rank} tracked: {listed(seen[rank].kinds)}")
+            print(
+                f"    rank {rank} predicted: {listed(plan[rank].kinds)}\n    rank {rank} tracked: "
+                f"{listed(seen[rank].kinds)}"
+            )
     sys.stdout.flush()
     return ratios
 
@@ -136,7 +140,8 @@ def main() -> int:
         for case, plan, *seen in zip(some, plans, *found):
             ratios += report(case, plan, seen)
     near = sum(abs(r - 1) <= NEAR for r in ratios)
-    print(f"predicted / tracked of {len(ratios)} ranks: {min(ratios):.3f} to {max(ratios):.3f}, mean {np.mean(ratios):.3f}; "
+    print(f"predicted / tracked of {len(ratios)} ranks: {min(ratios):.3f} to {max(ratios):.3f}, mean "
+          f"{np.mean(ratios):.3f}; "
           f"{near} within {NEAR:.0%}")  # fmt: skip
     return 0
 

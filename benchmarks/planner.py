@@ -5,8 +5,9 @@
     OMP_NUM_THREADS=1 python benchmarks/planner.py --determinism 5    each case 5 times under other hash seeds, plans compared
     OMP_NUM_THREADS=1 python benchmarks/planner.py --case MODEL MESH BATCH SEQ
 
-All are bf16 with AdamW on H100s with 80e9 bytes. Seconds are those of a fresh process: importing torch and autopar, capturing the
-joint graph, planning with all expert strategies beside. `margin`: how much longer the best expert plan that fits takes.
+All are bf16 with AdamW on H100s with 80e9 bytes. Seconds are those of a fresh process: importing torch and autopar,
+capturing the joint graph, planning with all expert strategies beside. `margin`: how much longer the best expert plan
+that fits takes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ GROWING = [Case(f"gpt:hidden=4096,heads=32,vocab=50257,seq=2048,layers={n}", "dp
 DEVICES = [64, 256, 1024, 4096, 16384]
 WIDENING = [Case("llama3-8b", f"dp={n // 8},tp=8", n // 4, 8192) for n in DEVICES]
 HEAD = (
-    f"{'model':14} {'mesh':15} {'batch x seq':>14} | {'import':>6} {'capture':>7} {'plan':>6} {'all s':>6} {'GiB':>5} | "
+    f"{'model':14} {'mesh':15} {'batch x seq':>14} | {'import':>6} {'capture':>7} {'plan':>6} {'all s':>6} {'GiB':>5} "
+    f"| "
     f"{'gap':>6} {'step ms':>9} {'GiB':>5} {'best expert':>12} {'margin':>7}"
 )
 
@@ -171,7 +173,10 @@ def determinism(cases: Iterable[Case], runs: int, seconds_limit: float) -> int:
         hashes = {r if isinstance(r, str) else r.hash for r in results}
         same = len(hashes) == 1 and not isinstance(results[0], str)
         differing += not same
-        print(f"{case} | {runs} runs: {'one plan' if same else f'{len(hashes)} plans'}, {', '.join(sorted(hashes))}", flush=True)
+        print(
+            f"{case} | {runs} runs: {'one plan' if same else f'{len(hashes)} plans'}, {', '.join(sorted(hashes))}",
+            flush=True,
+        )
     return differing
 
 

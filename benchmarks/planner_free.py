@@ -1,14 +1,16 @@
-"""The largest plans with everything free, and what the configurations that were published for the same models would cost.
+"""The largest plans with everything free, and what the configurations that were published for the same models would
+cost.
 
     OMP_NUM_THREADS=1 python benchmarks/planner_free.py [WORD ...] > benchmarks/results/planner_free.txt
 
-For each case a fresh process runs `autopar plan --devices N`: stages or none, the mesh, micro-batches, the schedule, cuts and what
-is computed again are chosen. Then `autopar estimate` costs the published configuration by the same model. Seconds of a step are
-those of the search's objective for both; parts are of a mean device. Nothing was run on such devices.
+For each case a fresh process runs `autopar plan --devices N`: stages or none, the mesh, micro-batches, the schedule,
+cuts and what is computed again are chosen. Then `autopar estimate` costs the published configuration by the same model.
+Seconds of a step are those of the search's objective for both; parts are of a mean device. Nothing was run on such
+devices.
 
 gpt3-175b    Narayanan et al., arXiv 2104.04473: 1024 A100, batch 1536, sequences of 2048, tensor 8, pipeline 8, data 16, full
-             recomputation; the number of stages a rank is not given, so several are costed. github.com/NVIDIA/Megatron-LM,
-             README of 2021: 32 s a step.
+             recomputation; the number of stages a rank is not given, so several are costed.
+             github.com/NVIDIA/Megatron-LM, README of 2021: 32 s a step.
 llama3-405b  Grattafiori et al., arXiv 2407.21783, table 4: 16,384 H100, 16 M tokens, sequences of 8192, tensor 8, pipeline 16, data
              128, 41 % of the peak; interleaved, optimizer state and gradients sharded over the replicas.
 """
@@ -60,7 +62,8 @@ CASES = [
 
 
 def run(command: str, case: Case, *arguments: str) -> tuple[dict, float, float, float]:
-    """What the command says as JSON, its wall seconds, CPU seconds, and the largest resident GiB of any command so far."""
+    """What the command says as JSON, its wall seconds, CPU seconds, and the largest resident GiB of any command so
+    far."""
     with tempfile.TemporaryDirectory() as folder:
         file, before = Path(folder) / "out.json", resource.getrusage(resource.RUSAGE_CHILDREN)
         start = time.perf_counter()
@@ -81,7 +84,14 @@ def row(name: str, found: dict, wall: float) -> tuple[str, ...]:
         mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else str(mesh)
     parts = (found[f"{part}_seconds"] for part in ("step", "compute", "communication", "recompute"))
     gib, limit = peak / 2**30, found["memory_limit_bytes"] / 2**30
-    return (name, mesh, how, *(f"{seconds:.2f}" for seconds in parts), f"{gib:.1f}" + (" !" if gib > limit else ""), f"{wall:.0f}")
+    return (
+        name,
+        mesh,
+        how,
+        *(f"{seconds:.2f}" for seconds in parts),
+        f"{gib:.1f}" + (" !" if gib > limit else ""),
+        f"{wall:.0f}",
+    )
 
 
 def main() -> None:

@@ -1,20 +1,22 @@
-"""Predicted against measured: step time and memory of plans of two small models on two (or four) gloo processes of this machine.
+"""Predicted against measured: step time and memory of plans of two small models on two (or four) gloo processes of this
+machine.
 
     OMP_NUM_THREADS=1 python benchmarks/predicted.py [--hardware mine.toml] [--rounds 12] [--ranks 4]
     OMP_NUM_THREADS=1 python benchmarks/predicted.py --memory-only > benchmarks/results/memory.txt
 
-Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same processes and take
-their steps in turn, two each, of which the second counts (as in training, where a step follows its like), so that what else the
-machine does falls on all alike; of the rounds, in each the slower process, the lower quartile counts, and beside it the CPU time
-of a process, which says more where other work shares the cores. A step is forward and backward, as in a plan's `step_seconds`.
-"by curves" is the plan's compute with each collective that its graphs run priced alone (autopar/cost/collectives.py). Memory is
-predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes of all live tensors of a step with its AdamW update
-(autopar/allocations.py), of the rank that holds most. Kendall's tau compares the order of pairs of plans whose measured times
-differ by more than 5 %, within a model and over both; the mean error is also that after one factor for all plans, which a
-machine whose speed drifts between calibration and measurement changes.
+Without --hardware the machine is calibrated first (autopar calibrate). All plans are compiled in the same processes and
+take their steps in turn, two each, of which the second counts (as in training, where a step follows its like), so that
+what else the machine does falls on all alike; of the rounds, in each the slower process, the lower quartile counts, and
+beside it the CPU time of a process, which says more where other work shares the cores. A step is forward and backward,
+as in a plan's `step_seconds`. "by curves" is the plan's compute with each collective that its graphs run priced alone
+(autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes
+of all live tensors of a step with its AdamW update (autopar/allocations.py), of the rank that holds most. Kendall's tau
+compares the order of pairs of plans whose measured times differ by more than 5 %, within a model and over both; the
+mean error is also that after one factor for all plans, which a machine whose speed drifts between calibration and
+measurement changes.
 
-With --memory-only there are more plans, and tracked memory alone; what is alive at both peaks is listed where they differ by more
-than 10 %, or where more is alive than was predicted. Predictions are for the profile cpu-gloo then.
+With --memory-only there are more plans, and tracked memory alone; what is alive at both peaks is listed where they
+differ by more than 10 %, or where more is alive than was predicted. Predictions are for the profile cpu-gloo then.
 """
 
 from __future__ import annotations
@@ -83,19 +85,21 @@ class Case:
 def cases(ranks: int) -> list[Case]:
     """The plans whose times are compared."""
     dp, tp = f"dp={ranks}", f"tp={ranks}"
-    plans = [(dp, "ddp", False), (dp, "zero1", False), (dp, "fsdp", False), (tp, "megatron", False), (tp, "megatron_sp", False),
-             (tp, None, False), (tp, None, True)]  # fmt: skip
+    plans = [(dp, "ddp", False), (dp, "zero1", False), (dp, "fsdp", False), (tp, "megatron", False),
+             (tp, "megatron_sp", False), (tp, None, False), (tp, None, True)]  # fmt: skip
     if ranks == 4:
         plans += [("dp=2,tp=2", "megatron", False), ("dp=2,tp=2", None, False)]
     return [Case(model, mesh, strategy, pinned) for model in MODELS for mesh, strategy, pinned in plans]
 
 
 MEMORY_CASES = cases(2) + [
-    Case(model, "tp=2" if strategy.startswith("megatron") else "dp=2", strategy, recompute=recompute, precision=precision)
+    Case(model, "tp=2" if strategy.startswith("megatron") else "dp=2", strategy, recompute=recompute,
+         precision=precision)
     for model in MODELS
     for strategy, recompute, precision in [
         ("ddp", "full", "fp32"), ("zero1", "full", "fp32"), ("fsdp", "selective", "fp32"), ("fsdp", "full", "fp32"),
-        ("megatron_sp", "selective", "fp32"), ("megatron", "full", "fp32"), ("ddp", "auto", "bf16"), ("fsdp", "auto", "bf16"),
+        ("megatron_sp", "selective", "fp32"), ("megatron", "full", "fp32"), ("ddp", "auto", "bf16"),
+        ("fsdp", "auto", "bf16"),
     ]
 ]  # fmt: skip
 
@@ -131,7 +135,9 @@ def build(model: str, device: str):
 def planned(case: Case, profile: hardware.Hardware) -> tuple:
     """A plan, with its model and inputs on the meta device."""
     model, inputs = build(case.model, "meta")
-    options = dict(hardware=profile, strategy=case.strategy, pin=case.pins, recompute=case.recompute, precision=case.precision)
+    options = dict(
+        hardware=profile, strategy=case.strategy, pin=case.pins, recompute=case.recompute, precision=case.precision
+    )
     return autopar.plan(model, case.mesh, inputs, baselines=False, **options), model, inputs
 
 
@@ -144,7 +150,9 @@ def predict(case: Case, profile: hardware.Hardware) -> Row:
     seconds = sum(
         cost.seconds(c.kind, c.axes, c.wire_bytes / SENT[c.kind](math.prod(mesh.size(a) for a in c.axes))) for c in run
     )
-    return Row(case, plan.step_seconds, plan.step_seconds - plan.communication_seconds + seconds, plan.peak_bytes, plan=plan)
+    return Row(
+        case, plan.step_seconds, plan.step_seconds - plan.communication_seconds + seconds, plan.peak_bytes, plan=plan
+    )
 
 
 def compiled(case: Case, file: str) -> tuple:
@@ -178,7 +186,9 @@ def race(rank: int, cases: list[Case], folder: str, rounds: int) -> np.ndarray:
 def peaks(rank: int, cases: list[Case], folder: str) -> list[int]:
     """By case, the largest sum of live bytes of a step with AdamW on this process."""
     warnings.filterwarnings("ignore")
-    ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # large blocks are mapped one by one, so that the high-water mark follows them
+    ctypes.CDLL("libc.so.6").mallopt(
+        -3, 2**14
+    )  # large blocks are mapped one by one, so that the high-water mark follows them
     return [_peak(case, f"{folder}/{i}.json") for i, case in enumerate(cases)]
 
 
@@ -231,12 +241,18 @@ def report_memory(plans: Sequence[tuple[Case, autopar.Plan]], found: Sequence[Tr
         print(f"{case.model:8}{case.mesh:8}{case.label:24}{sizes}{ratios[-1]:8.3f}")
         if not 1.0 <= ratios[-1] <= 1.1:
             print(f"    predicted: {listed(plan.at_peak)}\n    tracked: {listed(seen.at_peak)}")
-    print(f"{len(ratios)} plans: predicted / tracked from {min(ratios):.3f} to {max(ratios):.3f}, mean {np.mean(ratios):.3f}")
+    print(
+        f"{len(ratios)} plans: predicted / tracked from {min(ratios):.3f} to {max(ratios):.3f}, mean "
+        f"{np.mean(ratios):.3f}"
+    )
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Pairs in the same order less pairs in the other one, over all pairs whose measured times differ by more than NOISE."""
-    pairs = [(i, j) for i, j in itertools.combinations(range(len(measured)), 2) if abs(measured[i] / measured[j] - 1) > NOISE]
+    """Pairs in the same order less pairs in the other one, over all pairs whose measured times differ by more than
+    NOISE."""
+    pairs = [
+        (i, j) for i, j in itertools.combinations(range(len(measured)), 2) if abs(measured[i] / measured[j] - 1) > NOISE
+    ]
     same = sum(np.sign(predicted[i] - predicted[j]) * np.sign(measured[i] - measured[j]) for i, j in pairs)
     return float(same / max(len(pairs), 1))
 
@@ -245,7 +261,9 @@ def report(rows: list[Row]) -> None:
     columns = f"{'predicted ms':>13}{'by curves':>11}{'measured':>10}{'CPU':>8}{'MiB':>9}{'measured':>10}{'tracked':>9}"
     print(f"{'model':8}{'mesh':10}{'strategy':14}{columns}")
     for r in rows:
-        seconds = f"{r.predicted * 1e3:13.1f}{r.by_curves * 1e3:11.1f}{r.measured * 1e3:10.1f}{r.measured_cpu * 1e3:8.1f}"
+        seconds = (
+            f"{r.predicted * 1e3:13.1f}{r.by_curves * 1e3:11.1f}{r.measured * 1e3:10.1f}{r.measured_cpu * 1e3:8.1f}"
+        )
         bytes_ = f"{r.predicted_bytes / 2**20:9.1f}{r.measured_bytes / 2**20:10.1f}{r.tracked.peak_bytes / 2**20:9.1f}"
         print(f"{r.case.model:8}{r.case.mesh:10}{r.case.label:14}{seconds}{bytes_}")
     groups = {model: [r for r in rows if r.case.model == model] for model in MODELS} | {"both": rows}
@@ -257,7 +275,10 @@ def report(rows: list[Row]) -> None:
         scaled = np.mean([abs(factor * a / b - 1) for a, b in pairs["both"]])
         errors = f"mean error {error:.0%}, {scaled:.0%} after a factor of {factor:.2f}"
         print(f"{name} against {against}: Kendall's tau {taus}; {errors}")
-    for what, bytes_ in (("measured", [r.measured_bytes for r in rows]), ("tracked", [r.tracked.peak_bytes for r in rows])):
+    for what, bytes_ in (
+        ("measured", [r.measured_bytes for r in rows]),
+        ("tracked", [r.tracked.peak_bytes for r in rows]),
+    ):
         error = np.mean([abs(r.predicted_bytes / b - 1) for r, b in zip(rows, bytes_)])
         print(f"memory, predicted against {what}: mean error {error:.0%}")
 

@@ -2,18 +2,19 @@
 
     OMP_NUM_THREADS=1 python benchmarks/published.py [--only NAME] > benchmarks/results/published.txt
 
-Nothing here was measured by autopar. Each source is a table of its own: seconds of a step as published, as the serial sum of
-compute and communication, and as simulated with overlap, then both after one factor for the whole source, the geometric mean of
-published over predicted (Megatron: of three rows): what is left is how well the model ranks configurations. No constant of a
-profile is fitted to these.
+Nothing here was measured by autopar. Each source is a table of its own: seconds of a step as published, as the serial
+sum of compute and communication, and as simulated with overlap, then both after one factor for the whole source, the
+geometric mean of published over predicted (Megatron: of three rows): what is left is how well the model ranks
+configurations. No constant of a profile is fitted to these.
 
 Megatron   Narayanan et al., SC'21, ten rows from 1.7 B to 1 T parameters, pipelines included: benchmarks/published_megatron.py.
-torchtitan github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, with torch.compile, bf16.
-           Those H100 have 2.4 TB/s and run at 500 W, the profile has 3.35 TB/s at 700 W. Its selective checkpointing also
-           recomputes every second matrix product, ours none.
+torchtitan github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, with
+torch.compile, bf16.
+           Those H100 have 2.4 TB/s and run at 500 W, the profile has 3.35 TB/s at 700 W. Its selective checkpointing
+           also recomputes every second matrix product, ours none.
 foundry    github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md: FSDP of MPT models on nodes of 8, rows of tokens a
-           second. MPT has ALiBi and no biases; the nearest builder is gpt. Gradients are reduced in every pass, or once where
-           whole ones fit, whichever the planner takes.
+           second. MPT has ALiBi and no biases; the nearest builder is gpt. Gradients are reduced in every pass, or once
+           where whole ones fit, whichever the planner takes.
 """
 
 from __future__ import annotations
@@ -65,12 +66,20 @@ def torchtitan() -> list[Row]:
 
 def foundry(hardware: str) -> list[Row]:
     """(hardware, model, devices, samples, passes, checkpointing, tokens a second and device), sequences of 2048."""
-    sizes = {"1b": (2048, 24, 16), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64)}
+    sizes = {
+        "1b": (2048, 24, 16),
+        "7b": (4096, 32, 32),
+        "13b": (5120, 40, 40),
+        "30b": (7168, 48, 56),
+        "70b": (8192, 80, 64),
+    }
     rows = [
-        ("a100", "1b", 8, 14, 4, False, 20513), ("a100", "7b", 8, 6, 2, False, 4641), ("a100", "13b", 8, 2, 3, False, 2262),
-        ("a100", "30b", 8, 3, 21, True, 916), ("a100", "70b", 64, 8, 4, True, 410), ("h100", "1b", 8, 14, 1, False, 45455),
-        ("h100", "7b", 8, 6, 1, False, 10643), ("h100", "13b", 8, 2, 1, False, 4792), ("h100", "13b", 64, 2, 1, False, 4800),
-        ("h100", "30b", 16, 10, 3, True, 2263), ("h100", "70b", 64, 8, 4, True, 1039),
+        ("a100", "1b", 8, 14, 4, False, 20513), ("a100", "7b", 8, 6, 2, False, 4641),
+        ("a100", "13b", 8, 2, 3, False, 2262), ("a100", "30b", 8, 3, 21, True, 916),
+        ("a100", "70b", 64, 8, 4, True, 410), ("h100", "1b", 8, 14, 1, False, 45455),
+        ("h100", "7b", 8, 6, 1, False, 10643), ("h100", "13b", 8, 2, 1, False, 4792),
+        ("h100", "13b", 64, 2, 1, False, 4800), ("h100", "30b", 16, 10, 3, True, 2263),
+        ("h100", "70b", 64, 8, 4, True, 1039),
     ]  # fmt: skip
     found = []
     for own, name, devices, samples, passes, checkpoints, speed in rows:
@@ -123,7 +132,8 @@ def table_of(source: str, rows: list[Row]) -> list[str]:
     scaled = [_mean_off([x * f for x in v], published) for v, f in zip((serial, overlapped), factors)]
     return [
         source, *table(header, cells, left=2),
-        f"mean error: serial {means[0]:.0%}, after a factor of {factors[0]:.2f} {scaled[0]:.0%}; overlapped {means[1]:.0%}, "
+        f"mean error: serial {means[0]:.0%}, after a factor of {factors[0]:.2f} {scaled[0]:.0%}; overlapped "
+        f"{means[1]:.0%}, "
         f"after a factor of {factors[1]:.2f} {scaled[1]:.0%}",
         "",
     ]  # fmt: skip
@@ -146,7 +156,10 @@ def main() -> int:
     parser.add_argument("--only", choices=(MEGATRON, *SOURCES))
     only = parser.parse_args().only
     quiet()
-    print("Published steps against predictions of the cost model, which was fitted to none of them (benchmarks/published.py)\n")
+    print(
+        "Published steps against predictions of the cost model, which was fitted to none of them "
+        "(benchmarks/published.py)\n"
+    )
     if only in (None, MEGATRON):
         print("\n".join(published_megatron.lines()), flush=True)
     for source, rows in SOURCES.items():

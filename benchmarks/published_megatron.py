@@ -1,22 +1,26 @@
-"""The ten rows of Megatron's weak scaling, 1.7 B to 1 T parameters on 32 to 3072 A100, with and without interleaved stages.
+"""The ten rows of Megatron's weak scaling, 1.7 B to 1 T parameters on 32 to 3072 A100, with and without interleaved
+stages.
 
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC'21, arXiv 2104.04473: table
-1 (April 2021) and that of its first version (January 2021): no interleaving, 291 B in the place of 310 B. Layers per virtual stage
-and micro-batches as in github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh. Rates are by the paper's
-F = 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)). All blocks are recomputed; benchmarks/megatron_gpt.py has the ops of those runs.
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC'21, arXiv
+2104.04473: table 1 (April 2021) and that of its first version (January 2021): no interleaving, 291 B in the place of
+310 B. Layers per virtual stage and micro-batches as in github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh.
+Rates are by the paper's F = 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)). All blocks are recomputed;
+benchmarks/megatron_gpt.py has the ops of those runs.
 
 Predicted twice, both without overlap of gradients, which those runs had not:
 
     autopar   what `autopar estimate` says. Sends run beside compute, as torch's engine has them; gradients are reduced in 32 bits,
               bucket by bucket
     as run    the same stages with what Megatron did. A rank that sends does nothing else: a whole activation in January, 1 / t of
-              it and an all-gather in the next node in April (section 4.1). Gradients are reduced in 16 bits, in one piece
+              it and an all-gather in the next node in April (section 4.1). Gradients are reduced in 16 bits, in one
+              piece
 
-One factor of seconds for each serves both tables: the mean of published over predicted of three rows of April, the smallest, the
-largest, and 39.1 B, the first with a pipeline, chosen before there was a result. It holds what is in neither: F counts the last
-product of a block as computed again, 8 %, which autopar leaves out, and the optimizer's step. (That gradients are narrow and in
-one piece was put into `as run` after a first look at `autopar`.) January's rows without a pipeline are up to 10 % slower than
-April's in the same configuration, which no model of a configuration can know.
+One factor of seconds for each serves both tables: the mean of published over predicted of three rows of April, the
+smallest, the largest, and 39.1 B, the first with a pipeline, chosen before there was a result. It holds what is in
+neither: F counts the last product of a block as computed again, 8 %, which autopar leaves out, and the optimizer's
+step. (That gradients are narrow and in one piece was put into `as run` after a first look at `autopar`.) January's rows
+without a pipeline are up to 10 % slower than April's in the same configuration, which no model of a configuration can
+know.
 """
 
 from __future__ import annotations
@@ -97,7 +101,8 @@ JANUARY[7] = Run("291B", 128, 16384, 90, 8, 18, 15, 2430, 1, 1, 142)
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a step by `autopar` and `as_run`, the share of it that the mean rank waits, and whether the memory suffices."""
+    """Seconds of a step by `autopar` and `as_run`, the share of it that the mean rank waits, and whether the memory
+    suffices."""
 
     autopar: float
     as_run: float
@@ -109,34 +114,45 @@ def predicted(run: Run, scattered: bool) -> Predicted:
     """`scattered`: whether messages are cut over the tensor-parallel ranks on their way."""
     batch = run.batch if run.pp > 1 else run.samples * run.dp  # of a call
     model, inputs = megatron_gpt.build(run.model, batch, SEQ)
-    schedule = {"schedule": "interleaved_1f1b" if run.stages > 1 else "1f1b", "stages_per_rank": run.stages} if run.pp > 1 else {}
+    schedule = (
+        {"schedule": "interleaved_1f1b" if run.stages > 1 else "1f1b", "stages_per_rank": run.stages}
+        if run.pp > 1
+        else {}
+    )
     e = autopar.estimate(
-        model, run.mesh, inputs, strategy="megatron" if run.tp > 1 else "ddp", recompute="full", micro_batches=run.micro_batches,
-        hardware="a100", precision="bf16", **schedule,
+        model, run.mesh, inputs, strategy="megatron" if run.tp > 1 else "ddp", recompute="full",
+        micro_batches=run.micro_batches, hardware="a100", precision="bf16", **schedule,
     )  # fmt: skip
     collectives = CollectiveCost(load(e.plan.hardware), e.plan.mesh)
     if run.pp > 1:
         bubble = e.plan.pipeline.played().bubble
-        return Predicted(e.plan.step_seconds, _pipeline_as_run(run, e.plan.pipeline, collectives, scattered), bubble, e.fits)
+        return Predicted(
+            e.plan.step_seconds, _pipeline_as_run(run, e.plan.pipeline, collectives, scattered), bubble, e.fits
+        )
     serial = e.plan.compute_seconds + e.plan.communication_seconds + e.plan.recompute_seconds
     own = sum(c.seconds for c in e.plan.collectives if c.axes == ("dp",) and c.phase == "backward")
     return Predicted(serial, serial - own + _reduction(collectives, e.plan.parameter_elements / run.tp), 0.0, e.fits)
 
 
 def _pipeline_as_run(run: Run, pipeline: Pipeline, collectives: CollectiveCost, scattered: bool) -> float:
-    """Ranks send forward from all stages but the last and back from all but the first; gradients are reduced at the end."""
+    """Ranks send forward from all stages but the last and back from all but the first; gradients are reduced at the
+    end."""
     bytes_ = float(run.samples * SEQ * run.hidden * BYTES)
     send = collectives.seconds("send", ("pp",), bytes_)
     if scattered:
-        send = collectives.seconds("send", ("pp",), bytes_ / run.tp) + collectives.seconds("all_gather", ("tp",), bytes_ / run.tp)
+        send = collectives.seconds("send", ("pp",), bytes_ / run.tp) + collectives.seconds(
+            "all_gather", ("tp",), bytes_ / run.tp
+        )
     last = len(pipeline.costs) - 1
     costs = tuple(
-        replace(cost, forward_seconds=cost.forward_seconds + send * (s < last), input_seconds=cost.input_seconds + send * (s > 0),
-                transfer_seconds=0.0)
+        replace(cost, forward_seconds=cost.forward_seconds + send * (s < last),
+                input_seconds=cost.input_seconds + send * (s > 0), transfer_seconds=0.0)
         for s, cost in enumerate(pipeline.costs)
     )  # fmt: skip
     held = [sum(pipeline.costs[s].parameters for s in pipeline.stages_of(rank)) for rank in range(run.pp)]
-    embedding = collectives.seconds("send", ("pp",), BYTES * VOCAB * run.hidden / run.tp)  # of the first and the last stage
+    embedding = collectives.seconds(
+        "send", ("pp",), BYTES * VOCAB * run.hidden / run.tp
+    )  # of the first and the last stage
     return replace(pipeline, costs=costs).played().seconds + _reduction(collectives, max(held) / run.tp) + 2 * embedding
 
 
@@ -165,7 +181,9 @@ def lines() -> list[str]:
     return [*text, "", *_changes(rates), ""]
 
 
-def _table(runs: list[Run], found: list[Predicted], factors: dict[str, float], rates: dict[str, list[float]]) -> list[str]:
+def _table(
+    runs: list[Run], found: list[Predicted], factors: dict[str, float], rates: dict[str, list[float]]
+) -> list[str]:
     cells = []
     for i, (run, p) in enumerate(zip(runs, found)):
         predictions = [
@@ -173,9 +191,9 @@ def _table(runs: list[Run], found: list[Predicted], factors: dict[str, float], r
             for way in WAYS
         ]
         cells.append([
-            run.name + (" *" if run.name in FITTED else ""), run.mesh, f"{run.samples} x {run.micro_batches}", str(run.stages),
-            f"{p.bubble:.1%}", f"{run.seconds:.2f}", f"{run.tflops:.0f}", *predictions[0], *predictions[1],
-            "" if p.fits else "no room",
+            run.name + (" *" if run.name in FITTED else ""), run.mesh, f"{run.samples} x {run.micro_batches}",
+            str(run.stages), f"{p.bubble:.1%}", f"{run.seconds:.2f}", f"{run.tflops:.0f}", *predictions[0],
+            *predictions[1], "" if p.fits else "no room",
         ])  # fmt: skip
     header = ["run", "mesh", "samples x micro-batches", "stages a rank", "bubble", "published s", "TFLOP/s",
               "autopar s", "TFLOP/s", "off", "as run s", "TFLOP/s", "off", ""]  # fmt: skip

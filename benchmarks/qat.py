@@ -1,12 +1,12 @@
-"""A tiny Llama trained on the shipped corpus in fp32 and with fake quantization: final losses, and how far off the converted
-model is.
+"""A tiny Llama trained on the shipped corpus in fp32 and with fake quantization: final losses, and how far off the
+converted model is.
 
     OMP_NUM_THREADS=1 python benchmarks/qat.py [--steps 200] [--devices 2]
 
-All runs start from the same weights and see the same batches, on gloo processes of one data-parallel axis; the second one starts
-from weights 0.01 % larger, which says how much of a difference is chance. A loss is the mean over
-20 batches that training did not see, in eval mode; a quantized run's is that of the fake-quantized model, then that of the plain
-module that autopar.convert makes of it. Differences are of logits, relative to the largest one.
+All runs start from the same weights and see the same batches, on gloo processes of one data-parallel axis; the second
+one starts from weights 0.01 % larger, which says how much of a difference is chance. A loss is the mean over
+20 batches that training did not see, in eval mode; a quantized run's is that of the fake-quantized model, then that of
+the plain module that autopar.convert makes of it. Differences are of logits, relative to the largest one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def llama() -> torch.nn.Module:
 
     torch.manual_seed(0)
     heads = dict(num_attention_heads=4, num_key_value_heads=4)
-    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, max_position_embeddings=SEQ)
+    sizes = dict(
+        vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, max_position_embeddings=SEQ
+    )
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
@@ -70,7 +72,9 @@ def train(rank: int, text: str, steps: int, devices: int, folder: str) -> tuple[
     model = autopar.compile(model, mesh, next(batches(BATCH, SEQ)), adapt=adapt, strategy="ddp")
     optimizer, start = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), time.perf_counter()
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
+        optimizer.param_groups[0]["lr"] = (
+            LEARNING_RATE * min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
+        )
         model(**next(stream)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -90,7 +94,10 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"Llama of 2 layers, 64 wide, {options.steps} steps of {BATCH} x {SEQ} tokens on {options.devices} gloo processes")
+    print(
+        f"Llama of 2 layers, 64 wide, {options.steps} steps of {BATCH} x {SEQ} tokens on {options.devices} gloo "
+        f"processes"
+    )
     print(f"{'quantization':<90} {'loss':>7} {'to fp32':>8} {'converted':>10} {'off by':>8} {'KiB':>6} {'seconds':>8}")
     first = None
     for text in TEXTS:

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/qlora.py [--model llama3-8b] [--mesh dp=8] [--batch 8] [--seq 2048]
 
-Planned for H100s on a model without values, fully sharded. Bits are those of the quantized layers, all linear ones but the head,
-which is gathered in bf16 like the embedding.
+Planned for H100s on a model without values, fully sharded. Bits are those of the quantized layers, all linear ones but
+the head, which is gathered in bf16 like the embedding.
 A smaller model of the same kind is run on simulated ranks besides: the bytes that they send are those of its plan.
 """
 
@@ -57,10 +57,13 @@ def table(name: str, mesh: str, batch: int, seq: int) -> None:
         options = dict(precision=precision, adapt=adapt, strategy="fsdp", baselines=False, memory="1TiB")
         plan = autopar.plan(model, mesh, inputs, **options)
         gathered = sum(c.wire_bytes for c in plan.collectives if c.kind == "all_gather")
-        memory = {key: plan.memory.get(key, 0.0) / 2**30 for key in ("parameters", "gradients", "optimizer", "activations")}
+        memory = {
+            key: plan.memory.get(key, 0.0) / 2**30 for key in ("parameters", "gradients", "optimizer", "activations")
+        }
         print(
             f"{way:26} {bits(model, adapt, precision):5.4g}  {gathered / 2**30:8.2f}  {memory['parameters']:10.3f}  "
-            f"{memory['gradients'] + memory['optimizer']:20.3f}  {memory['activations']:11.3f}  {plan.peak_bytes / 2**30:6.2f}  "
+            f"{memory['gradients'] + memory['optimizer']:20.3f}  {memory['activations']:11.3f}  "
+            f"{plan.peak_bytes / 2**30:6.2f}  "
             f"{plan.step_seconds * 1e3:9.1f}", flush=True,
         )  # fmt: skip
 
@@ -74,10 +77,13 @@ def simulated() -> None:
         attachment = order.attach(model, checked := order.checked(adapt), "cpu")
         attachment.fill()
         captured = trace(model, inputs, None, forms_of(model), precision, checked)
-        plan = make_plan(captured, autopar.Mesh.parse("dp=4"), PlanOptions(load("cpu-gloo"), strategy="fsdp", precision=precision,
+        plan = make_plan(captured, autopar.Mesh.parse("dp=4"),
+                         PlanOptions(load("cpu-gloo"), strategy="fsdp", precision=precision,
                                                                            baselines=False), SMALL)  # fmt: skip
         result = simulate_step(captured, plan, global_values(captured, model, inputs))
-        print(f"{way:26} {sum(c.wire_bytes for c in plan.collectives):10.0f} {max(result.bytes_sent):10.0f}", flush=True)
+        print(
+            f"{way:26} {sum(c.wire_bytes for c in plan.collectives):10.0f} {max(result.bytes_sent):10.0f}", flush=True
+        )
 
 
 def rounding() -> None:
@@ -87,7 +93,9 @@ def rounding() -> None:
     for quant_type in ("nf4", "fp4", "int8"):
         for double_quant in (False, True):
             parts = quantize(weight, quant_type, 64, double_quant)
-            found = dequantize(*(parts.get(p) for p in ("packed", "absmax", "scale", "offset")), quant_type, torch.float32)
+            found = dequantize(
+                *(parts.get(p) for p in ("packed", "absmax", "scale", "offset")), quant_type, torch.float32
+            )
             held = 8 * sum(p.numel() * p.element_size() for p in parts.values()) / weight.numel()
             error = ((found - weight).square().mean() / weight.square().mean()).sqrt().item()
             print(f"{quant_type:5} {'doubly' if double_quant else 'once':7} {held:6.3f} bits  {error:.4f}")

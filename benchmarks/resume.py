@@ -76,19 +76,24 @@ def whole_state(model, optimizer) -> dict[str, torch.Tensor]:
         layout = model.layouts[name]
         for key, tensor in {"": p, **optimizer.state.get(p, {})}.items():
             part = local(tensor)
-            found[name + key] = gather_everywhere(part, p.shape, layout, model.plan.mesh).clone() if part.dim() else part.clone()
+            found[name + key] = (
+                gather_everywhere(part, p.shape, layout, model.plan.mesh).clone() if part.dim() else part.clone()
+            )
     return found
 
 
-# run ----------------------------------------------------------------------------------------------------------------------
+# run
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, *words: str) -> subprocess.Popen:
     command = [
-        sys.executable, "-m", "autopar.cli", "train", "--model", "gpt2-tiny", "--mesh", "dp=2", "--batch", "4", "--seq", "32",
-        "--steps", "60", "--every", "1", "--keep", "3", "--checkpoint", str(folder), *words,
+        sys.executable, "-m", "autopar.cli", "train", "--model", "gpt2-tiny", "--mesh", "dp=2", "--batch", "4", "--seq",
+        "32", "--steps", "60", "--every", "1", "--keep", "3", "--checkpoint", str(folder), *words,
     ]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -124,11 +129,13 @@ def run(rng: random.Random, trials: int) -> int:
     return wrong
 
 
-# meshes -------------------------------------------------------------------------------------------------------------------
+# meshes
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def all_pairs(rank: int, plans: list, root: str) -> list[list[tuple[float, bool]]]:
-    """[from][to] -> (largest relative difference of the losses after the restart, whether the restored state is equal)"""
+    """[from][to] -> (largest relative difference of the losses after the restart, whether the restored state is
+    equal)"""
     warnings.filterwarnings("ignore")
     pairs = [compiled(mesh, plan) for (mesh, _), plan in zip(LAYOUTS, plans)]
     expected, states = [], []
@@ -168,7 +175,8 @@ def meshes() -> int:
     return sum(not (error <= 1e-6 and equal) for error, equal in cells) + (same_mesh != 0.0)
 
 
-# saves --------------------------------------------------------------------------------------------------------------------
+# saves
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def join(rank: int, ranks: int, store: str) -> None:
@@ -188,7 +196,8 @@ def has(model, step: int) -> bool:
 
 
 def _point(i: int, count: int, calls: int) -> int:
-    """Of `count` points half lie all over the calls and half on every other of the last ones, where the checkpoint is committed."""
+    """Of `count` points half lie all over the calls and half on every other of the last ones, where the checkpoint is
+    committed."""
     spread = count // 2
     return i * calls // spread if i < spread else max(0, calls - 1 - 2 * (i - spread))
 
@@ -235,7 +244,9 @@ def killed_saves(rank: int, root: str, points: int, seed: int) -> list[str]:
         Manifest.read(path).check(path)
         loaded = autopar.load_checkpoint(folder, model, optimizer)
         right = loaded.step in (2, 3) and has(model, loaded.step)
-        lines.append(f"rank {victim} {calls[at]:8} {at:4} of {len(calls):4}  step {loaded.step} {'' if right else 'WRONG'}")
+        lines.append(
+            f"rank {victim} {calls[at]:8} {at:4} of {len(calls):4}  step {loaded.step} {'' if right else 'WRONG'}"
+        )
     return lines
 
 
@@ -248,7 +259,8 @@ def saves(points: int, seed: int) -> int:
     return wrong
 
 
-# damage -------------------------------------------------------------------------------------------------------------------
+# damage
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def damaged(rank: int, root: str, cases: int, seed: int) -> tuple[dict[str, list[int]], list[str]]:

@@ -59,7 +59,10 @@ def main() -> int:
                 runs += 1
                 matched += report.loss_error <= 1e-5 and worst <= 1e-5
                 seconds = time.perf_counter() - start
-                print(f"{name:10} {mesh:11} {strategy:12} {report.loss_error:8.0e} {worst:9.0e}  {seconds:7.1f}", flush=True)
+                print(
+                    f"{name:10} {mesh:11} {strategy:12} {report.loss_error:8.0e} {worst:9.0e}  {seconds:7.1f}",
+                    flush=True,
+                )
     print(f"{matched}/{runs} match, {refused} refused with a reason")
     return int(matched != runs)
 

@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/stage_balance.py [WORD ...]      models whose name has one of the words
 
-One micro-batch on one device a stage, bf16 on H100s and fp32 on CPUs, memory never short, 1F1B with 4 micro-batches a stage.
+One micro-batch on one device a stage, bf16 on H100s and fp32 on CPUs, memory never short, 1F1B with 4 micro-batches a
+stage.
 
 chosen   what autopar's cut gives, its stages costed as the plan costs them, without what they send
 pieces   the smallest ratio of any cut at the places where autopar cuts (planner/pieces.py)
@@ -11,8 +12,9 @@ any op   the smallest ratio of any cut at any forward op. A backward op goes wit
 worse    how much longer the slowest stage is, with what it sends, than that of the best cut at any op, sends included too
 sends    share of sending in the slowest stage's seconds
 
-A ratio above the target is the model's where no cut at any op reaches it (one op, such as a vocabulary's matrix product, takes as
-long as a stage), the sends' where only cuts reach it whose slowest stage takes as long with what it sends, and else the cut's.
+A ratio above the target is the model's where no cut at any op reaches it (one op, such as a vocabulary's matrix
+product, takes as long as a stage), the sends' where only cuts reach it whose slowest stage takes as long with what it
+sends, and else the cut's.
 """
 
 from __future__ import annotations
@@ -68,10 +70,12 @@ def bart():
 def whisper():
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    config = WhisperConfig(d_model=384, encoder_layers=4, decoder_layers=4, encoder_attention_heads=6, decoder_attention_heads=6,
-                           encoder_ffn_dim=1536, decoder_ffn_dim=1536, dropout=0.0, use_cache=False)  # fmt: skip
+    config = WhisperConfig(d_model=384, encoder_layers=4, decoder_layers=4, encoder_attention_heads=6,
+                           decoder_attention_heads=6, encoder_ffn_dim=1536, decoder_ffn_dim=1536, dropout=0.0,
+                           use_cache=False)  # fmt: skip
     return WhisperForConditionalGeneration(config), {
-        "input_features": torch.empty(4, 80, 3000), "labels": torch.empty((4, 128), dtype=torch.int64)
+        "input_features": torch.empty(4, 80, 3000),
+        "labels": torch.empty((4, 128), dtype=torch.int64),
     }
 
 
@@ -89,15 +93,19 @@ def planned(model, precision: str, hardware: str, stages: int) -> Planned:
         module.train()
     captured = api.trace(module, inputs, precision=precision)
     mesh = Mesh.parse(f"pp={stages}")
-    options = PlanOptions(load(hardware), precision=precision, baselines=False, within=mesh, refuses=False, recompute="none")
+    options = PlanOptions(
+        load(hardware), precision=precision, baselines=False, within=mesh, refuses=False, recompute="none"
+    )
     return search(captured, inside(mesh), options)
 
 
 def least(seconds: Sequence[float], stages: int, ahead: Sequence[float] = (), back: Sequence[float] = ()) -> float:
-    """The smallest possible maximum over so many stretches of the numbers, by dynamic programming over their ends. A cut after
-    number i makes the stretch before it take `ahead[i]` more, and the one after it `back[i]`."""
+    """The smallest possible maximum over so many stretches of the numbers, by dynamic programming over their ends. A
+    cut after number i makes the stretch before it take `ahead[i]` more, and the one after it `back[i]`."""
     count, before = len(seconds), np.concatenate([[0.0], np.cumsum(seconds)])
-    more = [np.concatenate([[0.0], way[: count - 1], [0.0]]) if len(way) else np.zeros(count + 1) for way in (ahead, back)]
+    more = [
+        np.concatenate([[0.0], way[: count - 1], [0.0]]) if len(way) else np.zeros(count + 1) for way in (ahead, back)
+    ]
     cost = before[None, :] - before[:, None] + more[0][None, :] + more[1][:, None]  # of a stretch from row to column
     cost[np.tril_indices(count + 1)] = np.inf
     best = cost[0]
@@ -139,7 +147,9 @@ def row(found: Planned, hardware: str, stages: int) -> tuple[float, float, float
 def main(words: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     began = time.time()
-    print(f"{'model':26}{'profile':10}{'stages':>7}{'pieces':>8}{'chosen':>9}{'pieces':>9}{'any op':>9}{'worse':>8}{'sends':>8}")
+    print(
+        f"{'model':26}{'profile':10}{'stages':>7}{'pieces':>8}{'chosen':>9}{'pieces':>9}{'any op':>9}{'worse':>8}{'sends':>8}"
+    )
     misses = count = 0
     for name, model in MODELS.items():
         if words and not any(word in name for word in words):

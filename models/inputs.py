@@ -43,7 +43,8 @@ def features(config, batch: int, seq: int, dtype: torch.dtype, device: torch.dev
 
 
 def images(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """`pixel_values` (B, 3, config.image, config.image) of noise and random `labels` (B); `seq` says nothing of images."""
+    """`pixel_values` (B, 3, config.image, config.image) of noise and random `labels` (B); `seq` says nothing of
+    images."""
     shape = (batch, 3, config.image, config.image)
     return {
         "pixel_values": floats(shape, dtype, device, seed),

@@ -1,7 +1,8 @@
 """Mixtral: Llama with a mixture of feed-forward experts in every layer, of which a router picks a few for each token.
 
-Jiang et al., arXiv 2401.04088. Written densely: every expert computes every token, and the weights of those that were not picked
-are zero. The result is the same, and every dim may be sharded; the work is experts / active times that of a sparse layer.
+Jiang et al., arXiv 2401.04088. Written densely: every expert computes every token, and the weights of those that were
+not picked are zero. The result is the same, and every dim may be sharded; the work is experts / active times that of a
+sparse layer.
 Shapes: B batch, S sequence, H hidden, E experts.
 """
 
@@ -19,8 +20,8 @@ from .sizes import require_positive
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """Those of llama, `experts` in a layer and how many of them are `active` for a token. Raises ModelError on sizes that do
-    not fit together."""
+    """Those of llama, `experts` in a layer and how many of them are `active` for a token. Raises ModelError on sizes
+    that do not fit together."""
 
     experts: int = 8
     active: int = 2
@@ -29,7 +30,9 @@ class Config(llama.Config):
         super().__post_init__()
         require_positive(self, "experts", "active")
         if self.active > self.experts:
-            raise ModelError(f"active={self.active} of experts={self.experts}", fix=f"set active to {self.experts} or less")
+            raise ModelError(
+                f"active={self.active} of experts={self.experts}", fix=f"set active to {self.experts} or less"
+            )
 
 
 class FeedForward(nn.Module):

@@ -6,8 +6,8 @@
     hf:FOLDER                          a Hugging Face config.json, or the folder that holds one
     path/model.py:function             a user's function that returns (model, example_inputs)
 
-An option that is left out keeps the value of the published size or the builder's default; a builder's longest sequence is at
-least as long as the one that is asked for.
+An option that is left out keeps the value of the published size or the builder's default; a builder's longest sequence
+is at least as long as the one that is asked for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ BUILDERS = {
 # (github.com/openai/gpt-2); GPT-3, arXiv 2005.14165, table 2.1; Llama 2, arXiv 2307.09288 and the released config.json;
 # Llama 3, arXiv 2407.21783, table 3, with the longest sequence of the 3.0 release (8B, 70B) and of 3.1 (405B).
 # GPT of 1.7 to 1008 billion parameters: Megatron-LM on GPUs, arXiv 2104.04473, table 1, with a vocabulary of 51,200.
-# Mixtral, arXiv 2401.04088, table 1, and the released config.json of 8x22B; ViT, arXiv 2010.11929, table 1; ResNet, arXiv
+# Mixtral, arXiv 2401.04088, table 1, and the released config.json of 8x22B; ViT, arXiv 2010.11929, table 1; ResNet,
+# arXiv
 # 1512.03385, table 1.
 # The sizes named tiny are for tests and demonstrations on a CPU.
 PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
@@ -83,11 +84,33 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "mixtral-8x7b": (
         "moe",
-        dict(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=32768, rope_theta=1e6, experts=8, active=2),
+        dict(
+            hidden=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            ffn=14336,
+            vocab=32000,
+            seq=32768,
+            rope_theta=1e6,
+            experts=8,
+            active=2,
+        ),
     ),
     "mixtral-8x22b": (
         "moe",
-        dict(hidden=6144, layers=56, heads=48, kv_heads=8, ffn=16384, vocab=32000, seq=65536, rope_theta=1e6, experts=8, active=2),
+        dict(
+            hidden=6144,
+            layers=56,
+            heads=48,
+            kv_heads=8,
+            ffn=16384,
+            vocab=32000,
+            seq=65536,
+            rope_theta=1e6,
+            experts=8,
+            active=2,
+        ),
     ),
     "resnet-18": ("resnet", dict(depth=18)),
     "resnet-50": ("resnet", dict(depth=50)),
@@ -99,7 +122,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2-tiny": ("gpt", dict(hidden=64, layers=2, heads=4, vocab=256, seq=128)),
     "llama-tiny": ("llama", dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=192, vocab=256, seq=128)),
     "mlp-tiny": ("mlp", dict(hidden=64, layers=2)),
-    "moe-tiny": ("moe", dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=256, seq=128, experts=4, active=2)),
+    "moe-tiny": (
+        "moe",
+        dict(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=256, seq=128, experts=4, active=2),
+    ),
     "resnet-tiny": ("resnet", dict(depth=10, width=8, image=32, classes=10)),
     "unet-tiny": ("unet", dict(width=8, levels=3, groups=4, image=16)),
     "vit-tiny": ("vit", dict(hidden=64, layers=2, heads=4, image=32, patch=8, classes=10)),
@@ -145,8 +171,8 @@ def build(
 
 
 def resolve(text: str, seq: int = 1) -> tuple[str, object]:
-    """`"llama3-8b:layers=4"` -> ("llama", its Config), for sequences of length `seq` if they are the text's to choose: a published
-    size has its own. Raises ModelError as `build` does."""
+    """`"llama3-8b:layers=4"` -> ("llama", its Config), for sequences of length `seq` if they are the text's to choose:
+    a published size has its own. Raises ModelError as `build` does."""
     name, _, given = text.partition(":")
     name = name.strip().lower()
     if name not in BUILDERS and name not in PUBLISHED:

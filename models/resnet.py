@@ -15,7 +15,8 @@ from ..errors import ModelError
 from .output import Output
 from .sizes import require_positive
 
-STAGES = {  # by depth: blocks a stage, and whether they are bottlenecks (table 1; depth 10 is the smallest of the same form)
+# By depth: blocks a stage, and whether they are bottlenecks (table 1; depth 10 is the smallest of the same form).
+STAGES = {
     10: ((1, 1, 1, 1), False),
     18: ((2, 2, 2, 2), False),
     34: ((3, 4, 6, 3), False),
@@ -28,8 +29,8 @@ EXPANSION = 4  # of a bottleneck's channels at its end
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; the defaults are ResNet-50's. `width` is the channels of the first stage, `image` pixels a side. Raises ModelError
-    on a depth that the paper does not have."""
+    """Sizes; the defaults are ResNet-50's. `width` is the channels of the first stage, `image` pixels a side. Raises
+    ModelError on a depth that the paper does not have."""
 
     depth: int = 50
     width: int = 64

@@ -1,7 +1,9 @@
-"""U-Net: residual blocks of convolutions at halving and then doubling resolution, with a skip from each block down to the block up.
+"""U-Net: residual blocks of convolutions at halving and then doubling resolution, with a skip from each block down to
+the block up.
 
-The shape is that of Ho et al., arXiv 2006.11239, appendix B (two residual blocks a resolution, group norms, SiLU), with channels
-that double, and without its attention and its embedding of time. Up by transposed convolutions, as in Ronneberger et al., arXiv
+The shape is that of Ho et al., arXiv 2006.11239, appendix B (two residual blocks a resolution, group norms, SiLU), with
+channels that double, and without its attention and its embedding of time. Up by transposed convolutions, as in
+Ronneberger et al., arXiv
 1505.04597. Shapes: B batch, C channels, and pixels.
 """
 
@@ -20,8 +22,9 @@ from .sizes import require_positive
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes: `width` is the channels of the first resolution, `levels` the number of resolutions, `blocks` those of each, `image`
-    pixels a side. Raises ModelError on an image that cannot be halved so often, or a width that has no groups."""
+    """Sizes: `width` is the channels of the first resolution, `levels` the number of resolutions, `blocks` those of
+    each, `image` pixels a side. Raises ModelError on an image that cannot be halved so often, or a width that has no
+    groups."""
 
     width: int = 128
     levels: int = 4
@@ -64,7 +67,9 @@ class UNet(nn.Module):
         for level, size in enumerate(sizes):
             if level:
                 self.shrink.append(nn.Conv2d(before, before, 3, stride=2, padding=1))
-            self.down.append(nn.ModuleList(Block(before if not i else size, size, groups) for i in range(config.blocks)))
+            self.down.append(
+                nn.ModuleList(Block(before if not i else size, size, groups) for i in range(config.blocks))
+            )
             before = size
         self.middle = Block(before, before, groups)
         for level, size in reversed([*enumerate(sizes)]):
@@ -73,7 +78,9 @@ class UNet(nn.Module):
                 before = size
             self.up.append(nn.ModuleList(Block(before + size, size, groups) for _ in range(config.blocks)))
             before = size
-        self.head = nn.Sequential(nn.GroupNorm(groups, before), nn.SiLU(), nn.Conv2d(before, config.channels, 3, padding=1))
+        self.head = nn.Sequential(
+            nn.GroupNorm(groups, before), nn.SiLU(), nn.Conv2d(before, config.channels, 3, padding=1)
+        )
 
     def forward(self, pixel_values: Tensor, target: Tensor | None = None) -> Output:
         """Both (B, channels, image, image); the loss is the mean squared error, of noise in a diffusion model."""

@@ -1,4 +1,5 @@
-"""Vision transformer: an image as a sequence of patches with a class token, pre-LayerNorm blocks, a linear head on the token.
+"""Vision transformer: an image as a sequence of patches with a class token, pre-LayerNorm blocks, a linear head on the
+token.
 
 Dosovitskiy et al., arXiv 2010.11929. Shapes: B batch, S patches and the class token, H hidden, D = H / heads.
 """
@@ -17,8 +18,8 @@ from .sizes import require_divides, require_positive
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; the defaults are ViT-B/16's. `image` and `patch` are pixels a side, `ffn` is 4 * hidden if None. Raises ModelError
-    on sizes that do not fit together."""
+    """Sizes; the defaults are ViT-B/16's. `image` and `patch` are pixels a side, `ffn` is 4 * hidden if None. Raises
+    ModelError on sizes that do not fit together."""
 
     hidden: int = 768
     layers: int = 12

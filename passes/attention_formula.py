@@ -13,9 +13,10 @@ from .canonicalize_random import Draws
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
 
-def attention_formula(draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: bool, scale: float | None,
-                      p: float) -> fx.Node:  # fmt: skip
-    """dropout(softmax(q k^T * scale + mask)) v for q (b, h, s, d), k and v (b, h_kv, t, d). Rows that a mask closes give zeros."""
+def attention_formula(draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: bool,
+                      scale: float | None, p: float) -> fx.Node:  # fmt: skip
+    """dropout(softmax(q k^T * scale + mask)) v for q (b, h, s, d), k and v (b, h_kv, t, d). Rows that a mask closes
+    give zeros."""
     shapes = [x.meta["val"].shape for x in (q, k, v)]
     (*_, heads, rows, width), columns = shapes[0], shapes[1][-2]
     q, k, v, mask = (None if x is None else draws.proxy(x) for x in (q, k, v, mask))

@@ -1,7 +1,8 @@
 """CUDA's autocast on CPU tensors, for as long as a model is traced.
 
-Models are traced on the CPU and autocast does other things there than on CUDA: CUDA sums and norms in float32. A model reads the
-types that come of it. So what the dispatcher does on CUDA, as passes/dispatched.py tells, is done by the CPU's autocast kernels.
+Models are traced on the CPU and autocast does other things there than on CUDA: CUDA sums and norms in float32. A model
+reads the types that come of it. So what the dispatcher does on CUDA, as passes/dispatched.py tells, is done by the
+CPU's autocast kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .dispatched import Recorder, Way, map_leaves, way_of
 
 @contextmanager
 def traced_as(device: str, around: State) -> Iterator[None]:
-    """Inside, autocast of the CPU does what that of `device` does, and so does a region that names `device`; `around` is on."""
+    """Inside, autocast of the CPU does what that of `device` does, and so does a region that names `device`; `around`
+    is on."""
     if device == "cpu":
         with entered(around):
             yield

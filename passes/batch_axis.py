@@ -1,11 +1,14 @@
-"""Which dims of a joint graph's tensors are the samples of the batch: the graph's sharding over an axis of micro-batches.
+"""Which dims of a joint graph's tensors are the samples of the batch: the graph's sharding over an axis of
+micro-batches.
 
-A micro-batch is a shard of the batch over time instead of over devices, so the factor rules say what becomes of it: the factor that
-the samples are in an op's input are samples in all its tensors, and where it is summed away the micro-batches' results add up. From
-the inputs this spreads through the graph in both directions, which reaches tensors that are made for the batch (a mask of ones).
+A micro-batch is a shard of the batch over time instead of over devices, so the factor rules say what becomes of it: the
+factor that the samples are in an op's input are samples in all its tensors, and where it is summed away the
+micro-batches' results add up. From the inputs this spreads through the graph in both directions, which reaches tensors
+that are made for the batch (a mask of ones).
 
-What one micro-batch computes must not need another one: sums over the batch are the end of a gradient or an output, or they follow
-from the inputs alone (how many tokens count) and are known before the first micro-batch starts. Anything else is refused here.
+What one micro-batch computes must not need another one: sums over the batch are the end of a gradient or an output, or
+they follow from the inputs alone (how many tokens count) and are known before the first micro-batch starts. Anything
+else is refused here.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ aten = torch.ops.aten
 AXIS = "micro_batch"
 FIX = "use one micro-batch, or a mesh without pp"
 
-MADE = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)  # whatever is in their input
+MADE = (
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+)  # whatever is in their input
 OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
 
 Tensor = tuple[fx.Node, int]
@@ -38,10 +46,10 @@ Factor = tuple[str, int]  # its name, and the number of equal parts of it that e
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from inputs
-    alone and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not depend on the batch and
-    are added to sums over it, so that each micro-batch adds its share of them alone; numbers that ops of OFFSET add where it is
-    empty."""
+    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from
+    inputs alone and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not
+    depend on the batch and are added to sums over it, so that each micro-batch adds its share of them alone; numbers
+    that ops of OFFSET add where it is empty."""
 
     mesh: Mesh
     nodes: dict[str, NodeSharding]
@@ -52,9 +60,9 @@ class BatchAxis:
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
-    """The sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or over one for each
-    sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a graph that cannot be computed
-    part by part, with the op that needs other samples."""
+    """The sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or over one
+    for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a graph that
+    cannot be computed part by part, with the op that needs other samples."""
     if micro_batches > samples:
         raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
                               fix=f"use {samples} micro-batches, or fewer")  # fmt: skip
@@ -93,11 +101,14 @@ class _Samples:
             role = producer.meta["role"]
             if role.kind == "tangent":
                 raise MicroBatchError(
-                    f"output {role.name} has a gradient of its own for every sample of the batch", node=describe(producer),
+                    f"output {role.name} has a gradient of its own for every sample of the batch",
+                    node=describe(producer),
                     fix="return one loss, as the field or key loss if there are other outputs, or give a loss_fn",
                 )  # fmt: skip
             raise MicroBatchError(
-                f"the {role.kind} {role.name} has a value for every sample of the batch", node=describe(producer), fix=FIX
+                f"the {role.kind} {role.name} has a value for every sample of the batch",
+                node=describe(producer),
+                fix=FIX,
             )
 
     def _spread(self, node: fx.Node) -> None:
@@ -111,7 +122,9 @@ class _Samples:
         self.factor[node] = factor
         name, inside = factor
         for tensor, dims in self._tensors(node):
-            places = ((d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name)
+            places = (
+                (d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name
+            )
             place = next(places, None)
             if self.place.get(tensor, place) != place:
                 raise _mixes(node)
@@ -155,8 +168,8 @@ def _mixes(node: fx.Node) -> MicroBatchError:
 
 
 class _Layouts:
-    """Layouts in the order of the graph, from the places of the samples: what is summed over them is Partial until something reads
-    it that is not linear."""
+    """Layouts in the order of the graph, from the places of the samples: what is summed over them is Partial until
+    something reads it that is not linear."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, rules: dict[fx.Node, Rule | None], samples: _Samples):
         self.graph, self.mesh, self.rules, self.samples = graph, mesh, rules, samples
@@ -186,8 +199,8 @@ class _Layouts:
         layout = self.layout[tensor_of(value)]
         if role is not None and role.kind == "mutation" and not layout.is_replicated:
             raise MicroBatchError(
-                f"the buffer {role.name} follows the whole batch", node=describe(value), source=value.meta.get("source") or None,
-                fix=FIX,
+                f"the buffer {role.name} follows the whole batch", node=describe(value),
+                source=value.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
         if any(reduction != "sum" for _, reduction in layout.partial):
             raise _mixes(value)
@@ -223,15 +236,18 @@ class _Layouts:
                 layouts[i] = self._whole(node, argument)
             elif i in partial and not layouts[i].partial:
                 layouts[i] = self._share(node, argument)
-        label = (factor if inside == 1 else f"{factor}/{inside}") or ("+" + ",".join(map(str, sorted(partial))) if partial else "")
+        label = (factor if inside == 1 else f"{factor}/{inside}") or (
+            "+" + ",".join(map(str, sorted(partial))) if partial else ""
+        )
         chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
         if chosen is None or list(chosen.inputs) != layouts and node.target not in MADE:
             raise _mixes(node)
         return NodeSharding(tuple(layouts), chosen.outputs, chosen.choice)
 
     def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
-        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is linear in
-        them; else those of them that are not known before the step, with others that do not depend on the batch."""
+        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is
+        linear in them; else those of them that are not known before the step, with others that do not depend on the
+        batch."""
         partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
         if has_samples or partial in rule.linear:
             return frozenset() if has_samples else partial
@@ -247,11 +263,13 @@ class _Layouts:
         return partial_of(argument)
 
     def _whole(self, node: fx.Node, argument: fx.Node) -> Layout:
-        """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from inputs."""
+        """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from
+        inputs."""
         producer, _ = tensor_of(argument)
         if producer not in self.of_inputs:
             raise MicroBatchError(
-                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all micro-batches"
+                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all "
+                f"micro-batches"
                 " have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
         self.totals[argument] = None

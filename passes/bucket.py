@@ -1,10 +1,11 @@
 """Buckets: small collectives of parameters and gradients travel together, so that they pay the latency of one.
 
-A reduction whose result only leaves the graph can wait for the next ones, a gather of something that arrives with the call can
-be made earlier; neighbours over the same axes are packed, in graph order, up to `bucket_bytes` of global tensors. Every member
-becomes columns of one (devices, columns) buffer. The bytes sent stay the same. Packing looks at global sizes alone, so all
-ranks pack alike, uneven shards or not. Gathers whose copies are kept share no bucket with others: the micro-batches of a pipeline
-make those once (passes/compute_once.py). Li et al., "PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3.
+A reduction whose result only leaves the graph can wait for the next ones, a gather of something that arrives with the
+call can be made earlier; neighbours over the same axes are packed, in graph order, up to `bucket_bytes` of global
+tensors. Every member becomes columns of one (devices, columns) buffer. The bytes sent stay the same. Packing looks at
+global sizes alone, so all ranks pack alike, uneven shards or not. Gathers whose copies are kept share no bucket with
+others: the micro-batches of a pipeline make those once (passes/compute_once.py). Li et al., "PyTorch Distributed", VLDB
+13(12), 2020, section 3.2.3.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def bucket(local: fx.GraphModule, bucket_bytes: float) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Start:
-    """A collective that can be packed. kind "gather": of a leaf, so it can be made earlier; "reduce": it only leads out of the
-    graph, so it can wait. `way`: the nodes that its value comes through; one of them may have to be packed first."""
+    """A collective that can be packed. kind "gather": of a leaf, so it can be made earlier; "reduce": it only leads out
+    of the graph, so it can wait. `way`: the nodes that its value comes through; one of them may have to be packed
+    first."""
 
     node: fx.Node
     kind: str
@@ -134,14 +136,17 @@ def _leads_out(node: fx.Node) -> bool:
 
 
 def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
-    """One collective in the place of several: at the first for gathers, at the last for reductions. Returns its node."""
+    """One collective in the place of several: at the first for gathers, at the last for reductions. Returns its
+    node."""
     builder = Builder(graph)
     place = starts[0] if kind == "gather" else starts[-1]
     if kind == "gather":
         for node in _made_after(place, [s.args[0] for s in starts]):
             place.prepend(node)
     waits = [next(iter(start.users)) for start in starts]
-    devices = 1 if starts[0].target in (c10d.all_reduce.default, c10d.all_gather_into_tensor.default) else _devices(starts[0])
+    devices = (
+        1 if starts[0].target in (c10d.all_reduce.default, c10d.all_gather_into_tensor.default) else _devices(starts[0])
+    )
     with graph.inserting_before(place):
         builder.meta = {k: place.meta[k] for k in ("phase", "module", "source") if k in place.meta}
         rows = [builder.call(aten.reshape.default, s.args[0], [devices, -1]) for s in starts]
@@ -165,7 +170,9 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         for old, width in zip(waits, widths):
             piece = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
             name = f"{old.meta['tensor']}_of_bucket"  # the same, whatever else the graph packs: saved values go by their names
-            piece = contiguous(builder, builder.call(aten.reshape.default, piece, list(old.meta["val"].shape), name=name), name)
+            piece = contiguous(
+                builder, builder.call(aten.reshape.default, piece, list(old.meta["val"].shape), name=name), name
+            )
             piece.meta = {**old.meta, "val": piece.meta["val"]}
             old.replace_all_uses_with(piece)
             edge += width

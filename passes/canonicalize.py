@@ -1,7 +1,9 @@
-"""ATen -> `autopar::*`: every linear, attention, embedding, cross-entropy and dropout of an exported forward becomes one node.
+"""ATen -> `autopar::*`: every linear, attention, embedding, cross-entropy and dropout of an exported forward becomes
+one node.
 
-Linears keep their 3-D form, so that the sequence dim stays a dim and can be sharded: `addmm` between two views (GPT-2's Conv1D)
-becomes the same `autopar::linear` as `aten.linear`. Runs before differentiation, so autograd derives the backward.
+Linears keep their 3-D form, so that the sequence dim stays a dim and can be sharded: `addmm` between two views (GPT-2's
+Conv1D) becomes the same `autopar::linear` as `aten.linear`. Runs before differentiation, so autograd derives the
+backward.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 # Checks of values and types, none of which makes a value. For what they refuse (a class that one_hot does not have, a
 # matrix that cannot be inverted) a compiled module computes on: a row of zeros, what LAPACK leaves behind.
 CHECKS = {
-    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg, aten._assert_async.default,
-    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default, aten._linalg_check_errors.default,
+    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg,
+    aten._assert_async.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
+    aten._linalg_check_errors.default,
 }  # fmt: skip
 
 
@@ -68,7 +71,8 @@ def _linear(graph_module, node: fx.Node) -> fx.Node:
 
 
 def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
-    """view to 2-D, addmm with an (i, o) weight, view back -> linear on the unflattened tensor. The last view disappears."""
+    """view to 2-D, addmm with an (i, o) weight, view back -> linear on the unflattened tensor. The last view
+    disappears."""
     bias, flat, weight = node.args[:3]
     users = list(node.users)
     if node.kwargs or flat.op != "call_function" or flat.target not in VIEWS:

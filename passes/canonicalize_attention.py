@@ -1,9 +1,9 @@
 """scaled_dot_product_attention -> `autopar::attention`, with masks and repeated heads said plainly.
 
-Libraries build the causal mask from arange and comparisons, a bool tensor of batch x sequence x sequence. A mask that depends
-on no input is computed here once: if it lets everything through it is dropped, if it is the lower triangle it becomes
-`causal=True`, else it is kept as a constant without the batch dim. Keys and values repeated for grouped queries are taken
-before the repetition: the op knows grouped heads itself.
+Libraries build the causal mask from arange and comparisons, a bool tensor of batch x sequence x sequence. A mask that
+depends on no input is computed here once: if it lets everything through it is dropped, if it is the lower triangle it
+becomes `causal=True`, else it is kept as a constant without the batch dim. Keys and values repeated for grouped queries
+are taken before the repetition: the op knows grouped heads itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.u
 
 
 def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask (T5's position
-    bias), for which it is written out. None for tensors of other than four dims."""
+    """The node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask (T5's
+    position bias), for which it is written out. None for tensors of other than four dims."""
     schema = schema_names(node.target)
     given = dict(zip(schema, node.args)) | dict(node.kwargs)
     p = given.get("dropout_p", 0.0)
@@ -70,7 +70,8 @@ def _unwrap(node: fx.Node) -> fx.Node:
 
 
 def _before_repeat(kv: fx.Node, q: fx.Node) -> fx.Node:
-    """The (b, h_kv, t, d) tensor that was repeated to (b, h, t, d) by unsqueeze, expand and reshape; else `kv` itself."""
+    """The (b, h_kv, t, d) tensor that was repeated to (b, h, t, d) by unsqueeze, expand and reshape; else `kv`
+    itself."""
     wanted, node, seen = kv.meta["val"].shape, kv, []
     while node.op == "call_function" and node.target in _REPEATS:
         seen.append(node.target)
@@ -126,8 +127,8 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
 
 
 def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, reader: fx.Node) -> torch.Tensor | None:
-    """The mask's value when `reader` reads it, if it depends on no input of the call and on no buffer that the call writes to,
-    else None."""
+    """The mask's value when `reader` reads it, if it depends on no input of the call and on no buffer that the call
+    writes to, else None."""
     if mask.meta["val"].numel() > LARGEST_MASK_NUMEL:
         return None
     writes = [(n, storage_key(into.meta["val"])) for n in _before(reader) for into in written(n)]

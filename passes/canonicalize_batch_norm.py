@@ -1,5 +1,5 @@
-"""batch_norm in training -> the ops of autopar/ops_batch_norm.py, which may be sharded over the batch, and its new running
-statistics written out. In evaluation it stays as it is: every element is then normalized for itself."""
+"""batch_norm in training -> the ops of autopar/ops_batch_norm.py, which may be sharded over the batch, and its new
+running statistics written out. In evaluation it stays as it is: every element is then normalized for itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 
 
 def batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The normalized node in the place of an `aten.batch_norm` that computes statistics, None for one that is given them."""
+    """The normalized node in the place of an `aten.batch_norm` that computes statistics, None for one that is given
+    them."""
     training, momentum, eps = node.args[5:8]
     value = node.args[0].meta["val"]
     shape = value.shape
@@ -22,7 +23,8 @@ def batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if not training or count < 2:
         return None
     wide = torch.float64 if value.dtype == torch.float32 else torch.promote_types(value.dtype, torch.float32)
-    # as torch's own kernel adds up on a CPU: with few elements a channel, many norms in a row amplify what is rounded here
+    # as torch's own kernel adds up on a CPU: with few elements a channel, many norms in a row amplify what is rounded
+    # here
     tracer = fx.proxy.GraphAppendingTracer(node.graph)
     x, weight, bias, running_mean, running_var = (a and fx.Proxy(a, tracer) for a in node.args[:5])
     seen = aten.detach.default(x)

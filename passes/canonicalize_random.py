@@ -1,7 +1,9 @@
-"""Random ops of ATen -> formulas in `autopar::dropout`, `uniform` and `normal`, which draw by counter (autopar/ops_random.py).
+"""Random ops of ATen -> formulas in `autopar::dropout`, `uniform` and `normal`, which draw by counter
+(autopar/ops_random.py).
 
-The state that they all read is a buffer of the exported graph, which becomes the joint graph's "random" placeholder. Streams are
-numbered in graph order. An in-place op becomes a copy of the drawn values into the tensor; differentiation makes that functional.
+The state that they all read is a buffer of the exported graph, which becomes the joint graph's "random" placeholder.
+Streams are numbered in graph order. An in-place op becomes a copy of the drawn values into the tensor; differentiation
+makes that functional.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from ..ops_random import STREAM, contiguous_strides
 from ..rules.reading import bound
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
-ALPHA = -1.7580993408473766  # what SELU tends to for very negative inputs: -scale * alpha (Klambauer et al., arXiv 1706.02515)
+ALPHA = (
+    -1.7580993408473766
+)  # what SELU tends to for very negative inputs: -scale * alpha (Klambauer et al., arXiv 1706.02515)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def random_op(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return None if result is None else result.node
 
 
-# one formula an op; arguments are named as in its schema ------------------------------------------------------------------
+# one formula an op; arguments are named as in its schema
+# ------------------------------------------------------------------
 
 
 def _dropout(draws: Draws, p, train, **_) -> fx.Proxy:
@@ -210,8 +215,8 @@ def number_streams(graph: fx.Graph) -> None:
 
 
 def refuse_the_rest(graph_module: fx.GraphModule) -> None:
-    """Raises UnsupportedOpError listing every op that draws from torch's own generator, those in nested graphs (of a condition)
-    included."""
+    """Raises UnsupportedOpError listing every op that draws from torch's own generator, those in nested graphs (of a
+    condition) included."""
     graphs = [m.graph for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
     found = [f"{n.name} ({n.target})" for graph in graphs for n in graph.nodes if _draws_from_torch(n)]
     if found:
@@ -224,7 +229,8 @@ def refuse_the_rest(graph_module: fx.GraphModule) -> None:
 
 
 def _draws_from_torch(node: fx.Node) -> bool:
-    """Whether the op is tagged as drawing and does: some layers draw only for a dropout that is not zero, in training."""
+    """Whether the op is tagged as drawing and does: some layers draw only for a dropout that is not zero, in
+    training."""
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     given = bound(node)

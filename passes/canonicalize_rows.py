@@ -1,8 +1,8 @@
 """Ops that name every sample of the batch, or every dim -> ops that say the same of a sample alone.
 
-`x[arange(B), place]` numbers the rows of x, as the masks of transformers and heads that read one token of each sample do: the row
-itself is meant, which `x[:, place]` and `gather` say. `squeeze()` drops the dims of size 1: those alone are meant, whatever is left
-of the others on a device.
+`x[arange(B), place]` numbers the rows of x, as the masks of transformers and heads that read one token of each sample
+do: the row itself is meant, which `x[:, place]` and `gather` say. `squeeze()` drops the dims of size 1: those alone are
+meant, whatever is left of the others on a device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def index(graph_module, node: fx.Node) -> fx.Node | None:
     if ndim != 1 or own != shape[:1]:
         return None
     size, *rest = x.meta["val"].shape[1:]
-    place = call(node, aten.where.self, call(node, aten.lt.Scalar, place, 0), call(node, aten.add.Tensor, place, size), place)
+    place = call(
+        node, aten.where.self, call(node, aten.lt.Scalar, place, 0), call(node, aten.add.Tensor, place, size), place
+    )
     wide = call(node, aten.view.default, place, [own[0], 1] + [1] * len(rest))
     wide = call(node, aten.expand.default, wide, [own[0], 1, *rest])
     return call(node, aten.squeeze.dims, call(node, aten.gather.default, x, 1, wide), [1])

@@ -1,9 +1,9 @@
-"""Takes out what changes nothing: aliases, copies, casts and views to the same shape and dtype, first powers, views of views,
-duplicates.
+"""Takes out what changes nothing: aliases, copies, casts and views to the same shape and dtype, first powers, views of
+views, duplicates.
 
-Every node left is a node to plan, to price and to run. A value must stay in its phase, so equal nodes of the forward and the
-backward are not merged. Copies into another order of memory stay, unless a view copies too: some kernels of ATen read memory
-without looking at strides, and autograd's formulas copy for them.
+Every node left is a node to plan, to price and to run. A value must stay in its phase, so equal nodes of the forward
+and the backward are not merged. Copies into another order of memory stay, unless a view copies too: some kernels of
+ATen read memory without looking at strides, and autograd's formulas copy for them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(node)
         elif node.target in _VIEWS:
             source = node.args[0]
-            if source.op == "call_function" and source.target in _VIEWS and _views_alike(node, source.args[0].meta["val"]):
+            if (
+                source.op == "call_function"
+                and source.target in _VIEWS
+                and _views_alike(node, source.args[0].meta["val"])
+            ):
                 node.args = (source.args[0], node.args[1])
             node.target = aten.reshape.default  # a shard's strides are not the whole tensor's
             node.args = (node.args[0], list(node.meta["val"].shape))
@@ -53,15 +57,17 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 FREE_VIEWS = _VIEWS | {
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.expand.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default,
 }  # fmt: skip
 REPEATED = FREE_VIEWS | {torch.ops.autopar.dequantize.default}
 
 
 def _repeat_in_backward(graph: fx.Graph) -> None:
-    """A backward op that reads a view of a forward value gets its own copy of the view, so that what is saved for the backward
-    (or gathered again, for a parameter) is always the viewed value itself. A quantized weight is dequantized again for the same
+    """A backward op that reads a view of a forward value gets its own copy of the view, so that what is saved for the
+    backward (or gathered again, for a parameter) is always the viewed value itself. A quantized weight is dequantized
+    again for the same
     reason: what stays is an eighth of the result."""
     mark_phases(graph)
     copies: dict[fx.Node, fx.Node] = {}
@@ -111,7 +117,9 @@ def _merge_equal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):
             continue
-        phase = node.meta["phase"] if node.op == "call_function" else ""  # a constant is no value to save for the backward
+        phase = (
+            node.meta["phase"] if node.op == "call_function" else ""
+        )  # a constant is no value to save for the backward
         key = (node.target, str(node.args), str(node.kwargs), phase)
         if key in seen:
             node.replace_all_uses_with(seen[key])

@@ -1,9 +1,10 @@
 """Take out of a stage's forward what every micro-batch would compute alike: copies of parameters.
 
-A step's micro-batches read the same weights. Two kinds of copies are made once for all of them, before the first forward, and held
-to the end of the step: parameters in the type that they compute in, and gathered parameters that the plan keeps for the backward
-(ZeRO-1 and 2; Rajbhandari et al., arXiv 1910.02054), with the collectives that they come through. Gathered in each forward, every
-micro-batch in flight would hold copies of its own. What the backward gathers again (ZeRO-3) stays where it is.
+A step's micro-batches read the same weights. Two kinds of copies are made once for all of them, before the first
+forward, and held to the end of the step: parameters in the type that they compute in, and gathered parameters that the
+plan keeps for the backward (ZeRO-1 and 2; Rajbhandari et al., arXiv 1910.02054), with the collectives that they come
+through. Gathered in each forward, every micro-batch in flight would hold copies of its own. What the backward gathers
+again (ZeRO-3) stays where it is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def compute_once(forward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """(the forward, which takes the copies as placeholders of role "copy", the graph that makes them from parameters), or the
-    forward as it is and None if it makes none. Both keep the order of their collectives."""
+    """(the forward, which takes the copies as placeholders of role "copy", the graph that makes them from parameters),
+    or the forward as it is and None if it makes none. Both keep the order of their collectives."""
     output, placeholders = output_node(forward.graph), [n for n in forward.graph.nodes if n.op == "placeholder"]
     alone = _of_parameters_alone(forward.graph)
     gathered = {n for n in alone if n.meta.get("kept")}

@@ -1,8 +1,9 @@
 """Gradient reductions put off: a backward that leaves gradients partial, and the reductions as a graph of their own.
 
-Gradients of several micro-batches can be added before they are reduced, so that all of them together pay for one reduction.
-Only the last step of a gradient is put off, from the layout that its op gives it to that of its parameter; what a plan reduces
-earlier stays where it is. Rajbhandari et al., arXiv 1910.02054, section 5.2; Li et al., VLDB 13(12), 2020, section 3.2.4.
+Gradients of several micro-batches can be added before they are reduced, so that all of them together pay for one
+reduction. Only the last step of a gradient is put off, from the layout that its op gives it to that of its parameter;
+what a plan reduces earlier stays where it is. Rajbhandari et al., arXiv 1910.02054, section 5.2; Li et al., VLDB
+13(12), 2020, section 3.2.4.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Autocast of an exported forward -> casts in front of the ops that it casts for.
 
-What it casts is not written down here: every op under autocast is given to torch's own dispatcher, on stand-ins without values
-(passes/dispatched.py). If what arrives at kernels begins with casts of the op's arguments and goes on as the op does on cast
-arguments without autocast, then these casts are put in front of it. Ops that autocast tells a type instead (`sum`, `softmax` on
-CUDA) get it as their `dtype`. An op that is made of others, with casts between them, becomes these others.
+What it casts is not written down here: every op under autocast is given to torch's own dispatcher, on stand-ins without
+values (passes/dispatched.py). If what arrives at kernels begins with casts of the op's arguments and goes on as the op
+does on cast arguments without autocast, then these casts are put in front of it. Ops that autocast tells a type instead
+(`sum`, `softmax` on CUDA) get it as their `dtype`. An op that is made of others, with casts between them, becomes these
+others.
 
 A parameter that trains is cast once, as autocast does that keeps the cast for as long as it is on.
 """
@@ -29,9 +30,9 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def explicit_casts(graph_module: fx.GraphModule, around: State = (), device: str = "cpu") -> fx.GraphModule:
-    """Rewrites an exported forward in place and returns the module, in which nothing switches autocast any more. `around`: the
-    autocast that the model was called under; `device`: the type of device whose autocast it is, which a traced model takes the
-    CPU's to be. Raises CaptureError for an op that gave another type when it was traced."""
+    """Rewrites an exported forward in place and returns the module, in which nothing switches autocast any more.
+    `around`: the autocast that the model was called under; `device`: the type of device whose autocast it is, which a
+    traced model takes the CPU's to be. Raises CaptureError for an op that gave another type when it was traced."""
     graph, casts = graph_module.graph, _Casts(graph_module, device)
     now, outer, gradients = dict(around).get(device), [], True
     for node in list(graph.nodes):
@@ -68,7 +69,9 @@ class _Casts:
     def rewrite(self, node: fx.Node, dtype: torch.dtype, gradients: bool) -> None:
         """Put casts in front of an op that runs under autocast to `dtype`."""
         arguments = tensor_arguments(node)
-        if not any(a.meta["val"].is_floating_point() for a in arguments) or not has_autocast_kernel(node.target, self.device):
+        if not any(a.meta["val"].is_floating_point() for a in arguments) or not has_autocast_kernel(
+            node.target, self.device
+        ):
             return
         key = (node.target, dtype, *map(_trait, flat_arguments(node)))
         if key not in self.known:
@@ -85,11 +88,14 @@ class _Casts:
             node.kwargs = {**node.kwargs, "dtype": way.dtype}
 
     def _cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype, may_keep: bool) -> fx.Node:
-        """The cast of an argument, in front of `node`; of a view, a view of the cast: rewrites look for views in front of ops."""
+        """The cast of an argument, in front of `node`; of a view, a view of the cast: rewrites look for views in front
+        of ops."""
         origin = argument
         while origin.op == "call_function" and (before := written(origin)):
             origin = before[0]
-        is_weight = origin.op == "get_attr" and origin.target in self.trained and argument.meta["val"].dtype == torch.float32
+        is_weight = (
+            origin.op == "get_attr" and origin.target in self.trained and argument.meta["val"].dtype == torch.float32
+        )
         if is_weight and (origin, dtype) in self.kept:
             return self.kept[origin, dtype]
         if argument.target in VIEWS:

@@ -4,9 +4,10 @@
     embedding(W, i)   ->  embedding(fake_quantize(W, ...), i)
 
 A scale follows from the largest values of what shares it, as constants to the gradient, or is a parameter. Runs before
-differentiation, so the gradients are autograd's, and sharding follows from the factors of the ops that are added: the largest value
-of a tensor in parts is the largest of the parts' own, which is all that the devices have to tell each other. A weight behind a
-cast, as in mixed precision, is rounded before it, in its own type; behind a transpose (GPT-2's Conv1D), after it.
+differentiation, so the gradients are autograd's, and sharding follows from the factors of the ops that are added: the
+largest value of a tensor in parts is the largest of the parts' own, which is all that the devices have to tell each
+other. A weight behind a cast, as in mixed precision, is rounded before it, in its own type; behind a transpose (GPT-2's
+Conv1D), after it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ MARK = "fake_quant"  # in the metadata of a node: the layer that it quantizes a 
 
 
 def fake_quant(exported: Exported, model: nn.Module) -> Exported:
-    """Rewrites in place, for every layer that `FakeQuant.attach` marked in `model`; one that is quantized already stays.
+    """Rewrites in place, for every layer that `FakeQuant.attach` marked in `model`; one that is quantized already
+    stays.
 
     Raises AdaptError for a layer whose weight goes into another op than a linear or an embedding, or into none."""
     done = {node.meta.get(MARK) for node in exported.graph_module.graph.nodes}
@@ -42,7 +44,9 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
             user.replace_input_with(argument, _weight(edit, path, site, argument))
             if site.activation_grid is not None:
                 x = user.args[0]
-                quantized = _observed(edit, path, module, site, x) if site.observes else _dynamic(edit, x, site.activation_grid)
+                quantized = (
+                    _observed(edit, path, module, site, x) if site.observes else _dynamic(edit, x, site.activation_grid)
+                )
                 user.update_arg(0, quantized)
     finish(exported)
     return exported
@@ -80,7 +84,8 @@ def _dynamic(edit: Editor, x: fx.Node, grid: Grid) -> fx.Node:
 
 
 def _observed(edit: Editor, path: str, module: nn.Module, site: QuantSite, x: fx.Node) -> fx.Node:
-    """x with the scale of the observed range, which in train mode takes in x first. Without any range x stays as it is."""
+    """x with the scale of the observed range, which in train mode takes in x first. Without any range x stays as it
+    is."""
     observer, config, grid = module.get_submodule(OBSERVER), site.config, site.activation_grid
     low, high = edit.buffer(f"{path}.{LOW}", observer.min_val), edit.buffer(f"{path}.{HIGH}", observer.max_val)
     if not observer.training or config.observer == "frozen":

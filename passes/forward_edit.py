@@ -1,8 +1,8 @@
 """Small edits of an exported forward graph: what adaptation passes are written in.
 
-An exported graph reads parameters by `get_attr` under "model." and their qualified name, perhaps through a cast (mixed precision)
-or a transpose (GPT-2's Conv1D). Nodes that are added say where they come from as the node that they stand beside does, and have
-their value in meta["val"] for the next pass.
+An exported graph reads parameters by `get_attr` under "model." and their qualified name, perhaps through a cast (mixed
+precision) or a transpose (GPT-2's Conv1D). Nodes that are added say where they come from as the node that they stand
+beside does, and have their value in meta["val"] for the next pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ READS = {"linear": (autopar.linear.default, 1), "embedding": (autopar.embedding.
 
 @dataclass(frozen=True)
 class Editor:
-    """Adds nodes in front of `before`, one behind the other, that belong to the module of `node`, or to `inside` of it."""
+    """Adds nodes in front of `before`, one behind the other, that belong to the module of `node`, or to `inside` of
+    it."""
 
     exported: Exported
     node: fx.Node
@@ -129,7 +130,8 @@ def computed_from(argument: fx.Node) -> fx.Node:
 
 
 def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str, fix: str) -> None:
-    """Raises AdaptError if a use of a layer's weight is not the layer's own op; `why` says what that means for an adaptation."""
+    """Raises AdaptError if a use of a layer's weight is not the layer's own op; `why` says what that means for an
+    adaptation."""
     op, at = READS[kind]
     if user.target is not op or user.args[at] is not argument:
         raise AdaptError(
@@ -144,7 +146,8 @@ def is_read(exported: Exported, name: str) -> bool:
 
 
 def uses_in(exported: Exported, name: str, model: nn.Module, module: nn.Module) -> list[tuple[fx.Node, fx.Node]]:
-    """As `uses_of`, but of a shared parameter only what this module of the model does with it, under whichever of its names."""
+    """As `uses_of`, but of a shared parameter only what this module of the model does with it, under whichever of its
+    names."""
     uses = uses_of(exported, name)
     is_shared = sum(first == exported.ties.get(name, name) for first in exported.ties.values()) > 1
     if not is_shared:

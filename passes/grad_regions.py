@@ -1,9 +1,10 @@
 """Stretches of the forward without gradients (`torch.no_grad`, `torch.set_grad_enabled`) in an exported graph.
 
-The graph that torch exports has a node wherever the forward switches gradients on or off, and ops between them. Differentiation
-runs these nodes, so that autograd sees what it sees in eager mode: writes to parameters are allowed where gradients are off, and a
-value made there carries none. Rewrites of the graph look at values alone, through views, copies and casts. So that none of them
-finds a way around such a stretch, values that leave it are detached where they are made.
+The graph that torch exports has a node wherever the forward switches gradients on or off, and ops between them.
+Differentiation runs these nodes, so that autograd sees what it sees in eager mode: writes to parameters are allowed
+where gradients are off, and a value made there carries none. Rewrites of the graph look at values alone, through views,
+copies and casts. So that none of them finds a way around such a stretch, values that leave it are detached where they
+are made.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ aten = torch.ops.aten
 
 
 def grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites an exported forward in place and returns the module: as few switches as there can be, the last one on, and an
-    `aten.detach` of every float value that is made without gradients and read with them."""
+    """Rewrites an exported forward in place and returns the module: as few switches as there can be, the last one on,
+    and an `aten.detach` of every float value that is made without gradients and read with them."""
     graph = graph_module.graph
     has_gradients = _modes(graph)
     _switch(graph, has_gradients)
@@ -64,8 +65,8 @@ def _carries_gradients(node: fx.Node) -> bool:
 
 
 def _is_older(node: fx.Node, has_gradients: dict[fx.Node, bool]) -> bool:
-    """Whether an op without gradients gives back a tensor that was made with them, as ops that write to their argument do, and a
-    cast to the type that a tensor has."""
+    """Whether an op without gradients gives back a tensor that was made with them, as ops that write to their argument
+    do, and a cast to the type that a tensor has."""
     while not has_gradients.get(node, True):
         same = _given_back(node)
         if same is None:

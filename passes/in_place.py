@@ -1,7 +1,7 @@
 """All-reduces of values that nothing else reads happen in the memory of the value: a copy less in time and in space.
 
-The functional collectives copy their input first, since they cannot know who else reads it; the graph knows. Runs last, on one
-rank's graph in ATen ops.
+The functional collectives copy their input first, since they cannot know who else reads it; the graph knows. Runs last,
+on one rank's graph in ATen ops.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Fake results of ops on local tensors, each computed once for all arguments of the same form.
 
-A deep model repeats its blocks and a mesh its ranks, so a lowering asks for the same few results again and again; torch computes
-one in some 200 us, and this looks it up in a tenth of that. What a result shares with its arguments (a view their memory) is kept.
+A deep model repeats its blocks and a mesh its ranks, so a lowering asks for the same few results again and again; torch
+computes one in some 200 us, and this looks it up in a tenth of that. What a result shares with its arguments (a view
+their memory) is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _known: dict[tuple, _Result | None] = {}  # None: to be computed each time
 
 @dataclass(frozen=True)
 class _Value:
-    """One tensor of a result: `base` is the argument, counted among the tensors, of which it is a view; None if it is none."""
+    """One tensor of a result: `base` is the argument, counted among the tensors, of which it is a view; None if it is
+    none."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

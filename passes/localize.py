@@ -4,9 +4,9 @@ For each op in order: every tensor argument is brought from its producer's layou
 sharding asks for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake
 local tensors, whose shapes must be those that the layouts imply.
 
-A parameter on the host arrives there. It is copied to the device when an op first asks for it, after the cast to the type that it
-computes in if it has one; every redistribution starts from that copy. Its gradient is copied to the host as soon as it is reduced,
-and every gradient is reduced as soon as it is made.
+A parameter on the host arrives there. It is copied to the device when an op first asks for it, after the cast to the
+type that it computes in if it has one; every redistribution starts from that copy. Its gradient is copied to the host
+as soon as it is reduced, and every gradient is reduced as soon as it is made.
 
 A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution
 starts from the furthest copy on its way. The backward does not see the forward's copies unless they are in
@@ -52,8 +52,9 @@ RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: a
 
 def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native",
              coordinate: Mapping[str, int | range] | None = None) -> fx.GraphModule:  # fmt: skip
-    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter). `coordinate`: instead of
-    the rank's, one that may span several places along an axis whose shards never move: the graph of all of them as one."""
+    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter). `coordinate`:
+    instead of the rank's, one that may span several places along an axis whose shards never move: the graph of all of
+    them as one."""
     localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -169,14 +170,17 @@ class _Localizer:
                 )  # fmt: skip
 
     def gradient(self, node: fx.Node) -> None:
-        """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times its size."""
+        """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times
+        its size."""
         output = output_node(self.joint.graph)
         for at in self.gradients.get(node, ()):
             self.given[at] = self._output(node, self.sharding.outputs[at], output.meta["roles"][at])
 
     def output(self, node: fx.Node) -> None:
         values = []
-        for at, (value, layout, role) in enumerate(zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True)):
+        for at, (value, layout, role) in enumerate(
+            zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True)
+        ):
             if isinstance(value, fx.Node):
                 value = self.given[at] if at in self.given else self._output(value, layout, role)
             values.append(value)
@@ -205,7 +209,9 @@ class _Localizer:
             self.own[producer.name, index] = local, layout
         return local, layout
 
-    def _moved(self, local: fx.Node, device: torch.device, value: torch.Tensor, layout: Layout, phase: str, name: str) -> fx.Node:
+    def _moved(
+        self, local: fx.Node, device: torch.device, value: torch.Tensor, layout: Layout, phase: str, name: str
+    ) -> fx.Node:
         """A copy of a local value on the host or the device; of no module, so that no block makes it again."""
         self.builder.meta = {"phase": phase, "module": "", "source": "", "global": value, "layout": layout}
         return self.builder.call(aten._to_copy.default, local, device=device, name=name)
@@ -220,7 +226,8 @@ class _Localizer:
                 f"{tensor.name} is {layout} and {consumer.name} wants {wanted}: no collective leads there",
                 node=describe(consumer), source=consumer.meta.get("source"), mesh=self.mesh,
             )  # fmt: skip
-        # a copy is shared with consumers that want the same layout, as the planner pays for it, not with steps to another
+        # a copy is shared with consumers that want the same layout, as the planner pays for it, not with steps to
+        # another
         if (copy := self._existing(producer.name, index, wanted, phase)) is not None:
             return copy
         value, name = tensor.meta["val"], tensor.name

@@ -4,9 +4,10 @@
     embedding(W, i)   ->  embedding(W, i) + scaling * linear(embedding(A.T, i), B)
     any op of W       ->  the same of W + scaling * (B A for each expert)
 
-Runs before differentiation, so the adapters' gradients are autograd's, and sharding follows from the factors of the ops that are
-added: where the base is column-parallel A is read whole and B cut by rows, where it is row-parallel A is cut by columns and the
-output is a partial sum like the base's.
+Runs before differentiation, so the adapters' gradients are autograd's, and sharding follows from the factors of the ops
+that are
+added: where the base is column-parallel A is read whole and B cut by rows, where it is row-parallel A is cut by columns
+and the output is a partial sum like the base's.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from .forward_edit import CASTS, Editor, check_reads, computed_from, finish, is_
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
-def lora(exported: Exported, model: torch.nn.Module) -> Exported:
-    """Rewrites in place, for every site that `LoRA.attach` marked in `model`; a site that has its adapter already stays.
 
-    Raises AdaptError for a layer whose parameter goes into another op than the one that can be adapted, or into none."""
+def lora(exported: Exported, model: torch.nn.Module) -> Exported:
+    """Rewrites in place, for every site that `LoRA.attach` marked in `model`; a site that has its adapter already
+    stays.
+
+    Raises AdaptError for a layer whose parameter goes into another op than the one that can be adapted, or into
+    none."""
     for path, module, site in sites_of(model):
         if is_read(exported, f"{path}.{site.names[0]}"):
             continue
         name = f"{path}.{site.parameter}"
         uses = uses_of(exported, name) if site.kind == "parameter" else uses_in(exported, name, model, module)
         if not uses:
-            raise AdaptError(f"{name} is not used in this call: its adapter would never train", fix="leave it out of the targets")
+            raise AdaptError(
+                f"{name} is not used in this call: its adapter would never train", fix="leave it out of the targets"
+            )
         if site.kind == "parameter":
             for source in dict.fromkeys(computed_from(argument) for _, argument in uses):
                 _whole(exported, path, site, source)
@@ -49,10 +55,13 @@ def check_gradients(captured: Captured) -> Captured:
     """Raises AdaptError for adapters of a joint graph that no gradient reaches."""
     trained = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "gradient"}
     roles = [n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"]
-    lost = [r.name for r in roles if r.kind == "parameter" and r.trainable and is_factor(r.name) and r.name not in trained]
+    lost = [
+        r.name for r in roles if r.kind == "parameter" and r.trainable and is_factor(r.name) and r.name not in trained
+    ]
     if lost:
         raise AdaptError(
-            f"no gradient reaches {len(lost)} adapters, as behind a detach: {lost[0]}", fix="leave their layers out of the targets"
+            f"no gradient reaches {len(lost)} adapters, as behind a detach: {lost[0]}",
+            fix="leave their layers out of the targets",
         )
     return captured
 
@@ -83,7 +92,9 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
         if dropped is not x:  # the base's part of the change comes from what is left of the input
             more = edit.call(autopar.linear.default, dropped, weight)
             change = edit.call(aten.mul.Tensor, more, edit.call(aten.sub.Tensor, scale, 1.0))
-            result = edit.call(aten.add.Tensor, base, edit.call(aten.add.Tensor, change, edit.call(aten.mul.Tensor, delta, scale)))
+            result = edit.call(
+                aten.add.Tensor, base, edit.call(aten.add.Tensor, change, edit.call(aten.mul.Tensor, delta, scale))
+            )
         else:
             result = edit.call(aten.mul.Tensor, edit.call(aten.add.Tensor, base, delta), scale)
     else:
@@ -92,8 +103,8 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
 
 
 def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> None:
-    """The adapter inside of the parameter: (o, i), or (experts, o, i), (experts, i, o) if it is transposed. What is cast from it
-    stays as it is: a cast that is used is a source of its own."""
+    """The adapter inside of the parameter: (o, i), or (experts, o, i), (experts, i, o) if it is transposed. What is
+    cast from it stays as it is: a cast that is used is a source of its own."""
     edit = Editor.behind(exported, source)
     a, b = (edit.cast(edit.parameter(f"{path}.{n}"), source.meta["val"].dtype) for n in site.names)
     shape = source.meta["val"].shape
@@ -108,14 +119,19 @@ def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> No
     else:
         product = edit.call(aten.mm.default, b, a)
     casts = tuple(user for user in source.users if user.target in CASTS)
-    replace_value(source, edit.call(aten.add.Tensor, source, edit.call(aten.mul.Tensor, product, site.scaling)), but=casts)
+    replace_value(
+        source, edit.call(aten.add.Tensor, source, edit.call(aten.mul.Tensor, product, site.scaling)), but=casts
+    )
 
 
 def _length(edit: Editor, weight: fx.Node, a: fx.Node, b: fx.Node, site: LoraSite) -> fx.Node:
-    """(o): the lengths of the rows of W + scaling * B A, constants to the gradient (section 4.3 of arXiv 2402.09353)."""
+    """(o): the lengths of the rows of W + scaling * B A, constants to the gradient (section 4.3 of arXiv
+    2402.09353)."""
     product = edit.call(aten.mul.Tensor, edit.call(aten.mm.default, b, a), site.scaling)
     changed = edit.call(aten.detach.default, edit.call(aten.add.Tensor, weight, product))
-    return edit.call(aten.sqrt.default, edit.call(aten.sum.dim_IntList, edit.call(aten.mul.Tensor, changed, changed), [1]))
+    return edit.call(
+        aten.sqrt.default, edit.call(aten.sum.dim_IntList, edit.call(aten.mul.Tensor, changed, changed), [1])
+    )
 
 
 def _dropout(edit: Editor, x: fx.Node, p: float) -> fx.Node:

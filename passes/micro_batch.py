@@ -1,11 +1,12 @@
 """From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
 
-The graph is cut along the samples as for one more mesh axis (passes/batch_axis.py), so what it computes is what the whole batch
-computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that are sums
-over the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need before the last
-micro-batch has run (the number of valid tokens) follows from the inputs: a graph of its own computes it first, and micro-batches
-read it. What does not depend on the batch (the norm of a weight in the loss) is added in equal shares. Random ops draw the numbers
-of their samples: the random state of a micro-batch has its number.
+The graph is cut along the samples as for one more mesh axis (passes/batch_axis.py), so what it computes is what the
+whole batch
+computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that
+are sums over the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need
+before the last micro-batch has run (the number of valid tokens) follows from the inputs: a graph of its own computes it
+first, and micro-batches read it. What does not depend on the batch (the norm of a weight in the loss) is added in equal
+shares. Random ops draw the numbers of their samples: the random state of a micro-batch has its number.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ SUM, SAME = "sum", "same"
 
 @dataclass(frozen=True)
 class MicroBatched:
-    """captured: the joint graph of one micro-batch, whose placeholders of role "total" take the results of `totals`, a graph of the
-    whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those of all micro-batches
-    become one: "sum", "same", or the dim along which they are joined. `smaller`: the same graph of one sample less, for the last
-    micro-batches of a batch of `samples` that they do not divide; its nodes have the same names."""
+    """captured: the joint graph of one micro-batch, whose placeholders of role "total" take the results of `totals`, a
+    graph of the whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those
+    of all micro-batches become one: "sum", "same", or the dim along which they are joined. `smaller`: the same graph of
+    one sample less, for the last micro-batches of a batch of `samples` that they do not divide; its nodes have the same
+    names."""
 
     captured: Captured
     micro_batches: int
@@ -59,18 +61,21 @@ class MicroBatched:
         return self.smaller is not None and self.sizes[number] < self.sizes[0]
 
     def place(self, number: int) -> int:
-        """Where a micro-batch begins, in those before it or, if they are not equal, in samples: its random state has it."""
+        """Where a micro-batch begins, in those before it or, if they are not equal, in samples: its random state has
+        it."""
         return number if self.smaller is None else sum(self.sizes[:number])
 
 
 def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
-    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by one, and
-    StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
+    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by
+    one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
     _check_roles(captured.graph)
     graph = captured.graph
     roles, samples = output_node(graph).meta["roles"], _samples(captured)
     if micro_batches == 1:
-        return MicroBatched(captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples)
+        return MicroBatched(
+            captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
+        )
     axis, counts = batch_axis(graph, micro_batches, samples), places_of(samples, micro_batches)
     has_random = any(stream_of(node) is not None for node in graph.nodes)
     # equal blocks are alike
@@ -88,9 +93,11 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
 
 
 def _check_roles(graph: fx.Graph) -> None:
-    """Gradients of inputs would have to leave a schedule that is over when the call returns; what one micro-batch writes to a
-    parameter or to the batch, the others would read or overwrite."""
-    parameters = {n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
+    """Gradients of inputs would have to leave a schedule that is over when the call returns; what one micro-batch
+    writes to a parameter or to the batch, the others would read or overwrite."""
+    parameters = {
+        n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"
+    }
     for node, role in zip(output_node(graph).args[0], output_node(graph).meta["roles"]):
         if role.kind == "input_gradient":
             raise StageError(
@@ -100,7 +107,8 @@ def _check_roles(graph: fx.Graph) -> None:
         if role.kind == "input_mutation" or role.kind == "mutation" and role.name in parameters:
             raise StageError(
                 f"the forward writes to {role.name} in place, and in a pipeline each micro-batch would",
-                source=node.meta.get("source") or None, fix="write to it outside of the forward, or use a mesh without pp",
+                source=node.meta.get("source") or None,
+                fix="write to it outside of the forward, or use a mesh without pp",
             )  # fmt: skip
 
 
@@ -109,7 +117,8 @@ def _samples(captured: Captured) -> int:
 
 
 def places_of(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Over how many places along the batch's axis micro-batches span, the larger ones first; all over one if they are equal."""
+    """Over how many places along the batch's axis micro-batches span, the larger ones first; all over one if they are
+    equal."""
     sizes = sizes_of(samples, micro_batches)
     return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
 
@@ -126,9 +135,11 @@ def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.Graph
     return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples), micro_batches, count)
 
 
-def _local(joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True) -> fx.GraphModule:
-    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are alike has to
-    be seen."""
+def _local(
+    joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True
+) -> fx.GraphModule:
+    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are
+    alike has to be seen."""
     joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
     sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
     far = axis.mesh.devices - count  # where the last one begins
@@ -142,8 +153,9 @@ def _local(joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: in
 
 
 def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
-    """What the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact graph are cut, so
-    that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises as that does."""
+    """What the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact graph
+    are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises as
+    that does."""
     _check_roles(captured.graph)
     old, samples = captured.compact, _samples(captured)
     if old is None or micro_batches == 1:
@@ -176,7 +188,9 @@ def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Comp
             if name in new and new[name].target == target:
                 found[key] = new[name]
     compact = Compact(small, old.tower, old.count, home, found)
-    is_whole = all(key in found for node, (origin, block) in home.items() for key in _stands_for(compact, origin, block))
+    is_whole = all(
+        key in found for node, (origin, block) in home.items() for key in _stands_for(compact, origin, block)
+    )
     return compact if is_whole else None
 
 
@@ -188,8 +202,8 @@ def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.
 def _rewritten(
     joint: fx.GraphModule, axis: BatchAxis, micro_batches: int
 ) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
-    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts of its ops
-    and leaves."""
+    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts
+    of its ops and leaves."""
     graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -227,13 +241,15 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
             new[node] = graph.node_copy(node, new.__getitem__)
             if node.op == "placeholder":
                 inputs.append(node.meta["role"].name)
-    graph.output(tuple(new[node] for node in totals)).meta["roles"] = [OutputRole("output", str(i)) for i, _ in enumerate(totals)]
+    graph.output(tuple(new[node] for node in totals)).meta["roles"] = [
+        OutputRole("output", str(i)) for i, _ in enumerate(totals)
+    ]
     return graph_module(joint, graph, "Totals"), tuple(inputs)
 
 
 def _draw_by_place(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
-    """Random ops get the step from one place along the axis to the next, in the graphs of the first place and of the one `far` from
-    it; they read the place of a micro-batch from the random state."""
+    """Random ops get the step from one place along the axis to the next, in the graphs of the first place and of the
+    one `far` from it; they read the place of a micro-batch from the random state."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
         if a.op == "placeholder" and a.meta["role"].kind == "random":
             a.meta["val"] = a.meta["val"].new_empty(3)
@@ -254,7 +270,8 @@ def _forget_axis(local: fx.GraphModule) -> None:
 
 
 def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
-    """Raises MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples stand."""
+    """Raises MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples
+    stand."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
         if a.op != "output" and _said(a) != _said(b):
             raise MicroBatchError(

@@ -1,10 +1,12 @@
-"""Communication that runs while the graph computes: parameters gathered one bucket ahead, gradients reduced one bucket behind.
+"""Communication that runs while the graph computes: parameters gathered one bucket ahead, gradients reduced one bucket
+behind.
 
-A collective starts in one node and is waited for in another. The gather of a bucket of parameters starts as soon as the one before
-it has arrived, and travels while that is computed with; the wait for a bucket of gradients, and what its result goes through on
-its way out of the graph, comes just before the next bucket is packed. So at most one gather and one reduction are on their way at
-a time, and little more memory is held than by waiting at once. The order of collectives is the same on all ranks. Li et al.,
-"PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al., "PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
+A collective starts in one node and is waited for in another. The gather of a bucket of parameters starts as soon as the
+one before it has arrived, and travels while that is computed with; the wait for a bucket of gradients, and what its
+result goes through on its way out of the graph, comes just before the next bucket is packed. So at most one gather and
+one reduction are on their way at a time, and little more memory is held than by waiting at once. The order of
+collectives is the same on all ranks. Li et al., "PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al.,
+"PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from ..graph import output_node
 from .partition import phase_of
 
 REDUCTIONS = (
-    c10d.all_reduce.default, c10d.all_reduce_.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default,
+    c10d.all_reduce.default, c10d.all_reduce_.default, c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
 )  # fmt: skip
 
 
@@ -40,7 +43,11 @@ def wait_of(start: fx.Node) -> fx.Node:
 def _gather_ahead(graph: fx.Graph, phase: str) -> None:
     gathers = []
     for node in graph.nodes:
-        if node.target is c10d.all_gather_into_tensor.default and phase_of(node) == phase and (way := _from_parameters(node)):
+        if (
+            node.target is c10d.all_gather_into_tensor.default
+            and phase_of(node) == phase
+            and (way := _from_parameters(node))
+        ):
             gathers.append((node, way))
     for (before, _), (start, way) in pairwise(gathers):
         order = {node: i for i, node in enumerate(graph.nodes)}
@@ -52,7 +59,8 @@ def _gather_ahead(graph: fx.Graph, phase: str) -> None:
 
 
 def _from_parameters(start: fx.Node) -> set[fx.Node] | None:
-    """The ops between parameters and a gather of them; None if it gathers something else, or what another collective gives."""
+    """The ops between parameters and a gather of them; None if it gathers something else, or what another collective
+    gives."""
     way, left = set(), list(start.all_input_nodes)
     while left:
         node = left.pop()
@@ -68,7 +76,11 @@ def _from_parameters(start: fx.Node) -> set[fx.Node] | None:
 
 
 def _reduce_behind(graph: fx.Graph) -> None:
-    found = [(n, tail) for n in graph.nodes if n.target in REDUCTIONS and n.meta.get("collective") and (tail := _leading_out(n))]
+    found = [
+        (n, tail)
+        for n in graph.nodes
+        if n.target in REDUCTIONS and n.meta.get("collective") and (tail := _leading_out(n))
+    ]
     order = {node: i for i, node in enumerate(graph.nodes)}
     for i, (start, tail) in enumerate(found):
         place = _packed(found[i + 1][0]) if i + 1 < len(found) else output_node(graph)

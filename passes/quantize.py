@@ -4,9 +4,9 @@
     W cast to bf16      ->  the same, straight to bf16
     transpose of W      ->  the same, as Conv1D's weights are packed transposed
 
-Runs after the pass of the adapters, which find their layers by the weight, and before differentiation: nothing here trains, so the
-gradients go past. The weight itself is no parameter of the graph any more. passes/clean.py makes the backward dequantize again, so
-that nothing but the packed tensors is kept for it, or gathered.
+Runs after the pass of the adapters, which find their layers by the weight, and before differentiation: nothing here
+trains, so the gradients go past. The weight itself is no parameter of the graph any more. passes/clean.py makes the
+backward dequantize again, so that nothing but the packed tensors is kept for it, or gathered.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Recomputation: the backward makes forward values again instead of reading saved ones.
 
-A forward op that is computed again and that a backward op reads is copied into the backward, just before its first reader, with
-everything that it needs and that is computed again as well. In a whole block that is all but what leaves the block: the next one
-starts from there (Chen et al., arXiv 1604.06174). Redistributions are made again with what reads them, unless their copies are
-kept; one that the backward makes anyway is made once: parameters gathered for what is computed again serve the backward's own
-ops too.
+A forward op that is computed again and that a backward op reads is copied into the backward, just before its first
+reader, with everything that it needs and that is computed again as well. In a whole block that is all but what leaves
+the block: the next one starts from there (Chen et al., arXiv 1604.06174). Redistributions are made again with what
+reads them, unless their copies are kept; one that the backward makes anyway is made once: parameters gathered for what
+is computed again serve the backward's own ops too.
 """
 
 from __future__ import annotations

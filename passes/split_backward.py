@@ -1,8 +1,8 @@
 """Split a stage's backward in two: B, the gradients that the stage before waits for, and W, those of the parameters.
 
-W may run at any time after B (zero bubble pipeline parallelism: Qi et al., arXiv 2401.10241, section 2). B has the chain of
-gradients through the layers: what the returned gradients and those of several parameters follow from. W is the rest, the gradient
-products of one parameter each; it reads what B or the backward's inputs leave it.
+W may run at any time after B (zero bubble pipeline parallelism: Qi et al., arXiv 2401.10241, section 2). B has the
+chain of gradients through the layers: what the returned gradients and those of several parameters follow from. W is the
+rest, the gradient products of one parameter each; it reads what B or the backward's inputs leave it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .partition import extract
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """input: (inputs of the backward) -> (its returned gradients, then `stash`). weight: (the inputs `kept` of the backward, then
-    `stash`) -> gradients of the parameters. Roles are on the `output` nodes."""
+    """input: (inputs of the backward) -> (its returned gradients, then `stash`). weight: (the inputs `kept` of the
+    backward, then `stash`) -> gradients of the parameters. Roles are on the `output` nodes."""
 
     input: fx.GraphModule
     weight: fx.GraphModule

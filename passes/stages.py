@@ -1,8 +1,9 @@
 """Cut a joint graph into the stages of a pipeline: one joint graph each, with the tensors that pass between them.
 
-autopar/planner/places.py says which op belongs to which stage. A value that a later stage reads goes there with the forward, one
-that an earlier stage reads comes down with the backward, and stages in between hand it on. The gradient of a parameter on several
-stages is a sum over its uses: each stage computes its own part, and the parts are added up over the stages once a step.
+autopar/planner/places.py says which op belongs to which stage. A value that a later stage reads goes there with the
+forward, one that an earlier stage reads comes down with the backward, and stages in between hand it on. The gradient of
+a parameter on several stages is a sum over its uses: each stage computes its own part, and the parts are added up over
+the stages once a step.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from ..sharding import Sharding
 
 aten = torch.ops.aten
 
-Tensor = tuple[str, int, int, int]  # the op that makes it, which item of its value, which of its tensors, number of dims
+Tensor = tuple[
+    str, int, int, int
+]  # the op that makes it, which item of its value, which of its tensors, number of dims
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's joint graph. received, sent: names of the activations that come from the stage before and go to the next one;
-    gradients of `received` go back and those of `sent` arrive, as far as there are any (`returned`, `arriving`, by the same names
-    or those of the backward's own values). parameters: names."""
+    """One stage's joint graph. received, sent: names of the activations that come from the stage before and go to the
+    next one; gradients of `received` go back and those of `sent` arrive, as far as there are any (`returned`,
+    `arriving`, by the same names or those of the backward's own values). parameters: names."""
 
     index: int
     joint: fx.GraphModule
@@ -38,7 +41,9 @@ class Stage:
     arriving: tuple[str, ...]
     returned: tuple[str, ...]
     tensors: Mapping[str, Tensor]  # which output of which op, by the name of what passes between stages
-    outputs: tuple[int | str, ...]  # what each output of the graph is: the position of one of the whole graph's, or a name
+    outputs: tuple[
+        int | str, ...
+    ]  # what each output of the graph is: the position of one of the whole graph's, or a name
 
     @property
     def leaves(self) -> frozenset[str]:
@@ -51,7 +56,9 @@ class Stage:
         names = {n.name for n in self.joint.graph.nodes}
         leaves = {name: layout for name, layout in whole.leaves.items() if name in names}
         leaves |= {name: self._layout(name, whole) for name in (*self.received, *self.arriving)}
-        copies = {(producer, item): name for name, (producer, item, _, _) in self.tensors.items() if name in self.received}
+        copies = {
+            (producer, item): name for name, (producer, item, _, _) in self.tensors.items() if name in self.received
+        }
         kept = {(copies[k[:2]], 0, k[2]) if k[:2] in copies else k for k in whole.kept}
         return replace(
             whole, nodes={name: s for name, s in whole.nodes.items() if name in names}, leaves=leaves,
@@ -66,8 +73,8 @@ class Stage:
 
 
 def cut(joint: fx.GraphModule, cuts: Sequence[str]) -> list[Stage]:
-    """Stages that begin at the forward ops `cuts`, and before the first of them. Raises StageError for names that are no forward
-    ops of the graph, in its order."""
+    """Stages that begin at the forward ops `cuts`, and before the first of them. Raises StageError for names that are
+    no forward ops of the graph, in its order."""
     places = Places(joint.graph, cuts)
     return [_Builder(joint, places, index).stage() for index in range(len(cuts) + 1)]
 

@@ -1,7 +1,8 @@
 """Takes strides out of a joint graph: a device's part of a tensor has other strides than the whole.
 
-`as_strided` and its scatter become reshapes where they only name the elements of a contiguous tensor in order, as the backward of
-a mean over an image does; `new_empty_strided` becomes `new_empty`; and `cat` loses the empty lists of one dim that it ignores.
+`as_strided` and its scatter become reshapes where they only name the elements of a contiguous tensor in order, as the
+backward of a mean over an image does; `new_empty_strided` becomes `new_empty`; and `cat` loses the empty lists of one
+dim that it ignores.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def unstride(graph: fx.Graph) -> None:
             left += [] if _in_order(base, size, stride, offset) and _reshape(node, source, shape) else [node]
     if left:
         raise UnsupportedOpError(
-            f"{len(left)} ops read a tensor by strides, which its parts do not have: {', '.join(n.name for n in left[:8])}",
+            f"{len(left)} ops read a tensor by strides, which its parts do not have: "
+            f"{', '.join(n.name for n in left[:8])}",
             node=describe(left[0]), source=left[0].meta.get("source") or None, fix="use view, permute or unfold",
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Gradients of mixed precision are widened where they are made, so that whatever adds them up adds wide values.
 
-Differentiation casts a gradient back to its parameter's type at the very end, behind the sums over uses of the parameter and the
-views on the way. All of these are linear: the cast moves in front of them. What is left directly in front of it is the op whose
-result is partial when the batch is sharded.
+Differentiation casts a gradient back to its parameter's type at the very end, behind the sums over uses of the
+parameter and the views on the way. All of these are linear: the cast moves in front of them. What is left directly in
+front of it is the op whose result is partial when the batch is sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def widen(graph_module: fx.GraphModule) -> fx.GraphModule:
         if source.op != "call_function" or source.target not in LINEAR or len(source.users) > 1:
             continue
         with graph.inserting_before(source):
-            for argument in dict.fromkeys(a for a in source.all_input_nodes if is_tensor(a) and a.meta["val"].dtype != dtype):
+            for argument in dict.fromkeys(
+                a for a in source.all_input_nodes if is_tensor(a) and a.meta["val"].dtype != dtype
+            ):
                 wide = graph.call_function(CAST, (argument,), {"dtype": dtype})
                 wide.meta = {**cast.meta, "val": argument.meta["val"].to(dtype)}
                 source.replace_input_with(argument, wide)

@@ -7,11 +7,13 @@ import torch
 from autopar.allocations import Allocations
 
 
-def training_step(module: torch.nn.Module, inputs: dict, optimizer: torch.optim.Optimizer, steps: int = 4) -> Allocations:
-    """That step of a compiled model that held most, after one that makes the optimizer's state: forward, backward and update. When
-    a communication library lets go of what it sent differs from step to step. Kinds as in a plan, but for all that is saved for
-    the backward, which is "activations" here, gathered parameters too. The global batch is the caller's and does not count, the
-    parts of it that the model makes do."""
+def training_step(
+    module: torch.nn.Module, inputs: dict, optimizer: torch.optim.Optimizer, steps: int = 4
+) -> Allocations:
+    """That step of a compiled model that held most, after one that makes the optimizer's state: forward, backward and
+    update. When a communication library lets go of what it sent differs from step to step. Kinds as in a plan, but for
+    all that is saved for the backward, which is "activations" here, gathered parameters too. The global batch is the
+    caller's and does not count, the parts of it that the model makes do."""
     found = []
     for _ in range(1 + steps):
         with Allocations() as seen:

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
-gc.set_threshold(20_000, 20, 20)  # graphs are many small objects that stay: looking for garbage in them took a tenth of the time
+gc.set_threshold(
+    20_000, 20, 20
+)  # graphs are many small objects that stay: looking for garbage in them took a tenth of the time
 FOLDER = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--update-golden", action="store_true", help="write the expected texts instead of comparing with them")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the expected texts instead of comparing with them"
+    )
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Training processes of which one fails, and what the others say of it.
 
-    outcome = run("kill", "dp=2,tp=2", plan, victim=3, after=0.1)
+outcome = run("kill", "dp=2,tp=2", plan, victim=3, after=0.1)
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TIMEOUT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """`seconds`: from the fault to the end of the last survivor's process; `errors`: by survivor, (type, ranks named, step, text);
+    """`seconds`: from the fault to the end of the last survivor's process; `errors`: by survivor, (type, ranks named,
+    step, text);
     `codes`: exit codes of survivors; `silent`: survivors that were still there at the end and had to be killed."""
 
     seconds: float
@@ -51,14 +52,18 @@ def inputs() -> tuple:
 
 def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: float = 60,
         backend: str | None = None) -> Outcome:  # fmt: skip
-    """Starts a process a device, waits until all train, `after` seconds later lets `victim` fail, and collects the others.
+    """Starts a process a device, waits until all train, `after` seconds later lets `victim` fail, and collects the
+    others.
     `backend`: of torch.compile, if the graphs go through it."""
     world, context = Mesh.parse(mesh).devices, multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(gloo.PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_main, args=(rank, world, folder, fault if rank == victim else "", mesh, plan, backend),
-                            daemon=True)  # fmt: skip
+            context.Process(
+                target=_main,
+                args=(rank, world, folder, fault if rank == victim else "", mesh, plan, backend),
+                daemon=True,
+            )  # fmt: skip
             for rank in range(world)
         ]
         try:
@@ -127,6 +132,8 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
     except Exception as error:
         ranks = getattr(error, "ranks", None) or (getattr(error, "rank", None),)
         with contextlib.suppress(OSError):
-            Path(folder, f"error-{rank}").write_text(repr((type(error).__name__, ranks, getattr(error, "step", 0), str(error))))
+            Path(folder, f"error-{rank}").write_text(
+                repr((type(error).__name__, ranks, getattr(error, "step", 0), str(error)))
+            )
         sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a program
         sys.exit(3)

@@ -2,7 +2,8 @@
 
     gloo.run(4, check, "dp=2,tp=2")     # check(rank, "dp=2,tp=2") in every process, returns what each of them returns
 
-Processes are forked from a server that has imported all of torch and transformers that a compile needs, so that starting one costs
+Processes are forked from a server that has imported all of torch and transformers that a compile needs, so that
+starting one costs
 little: what is imported after the fork is imported once for each of them, for seconds of CPU time.
 """
 
@@ -26,9 +27,10 @@ PRELOAD = [
     "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "torch._functorch.aot_autograd",
     "torch._inductor.config", "torch._inductor.fx_passes.dedupe_symint_uses", "torch.export._trace",
     "torch.export._unlift", "torch.fx.experimental.validator", "torch._subclasses.schema_check_mode",
-    "torch._inductor.compiler_bisector", "torch._inductor.sizevars", "torch._export.passes.replace_autocast_with_hop_pass",
-    "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto",
-    "autopar", "autopar.runtime.module",
+    "torch._inductor.compiler_bisector", "torch._inductor.sizevars",
+    "torch._export.passes.replace_autocast_with_hop_pass", "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto", "autopar",
+    "autopar.runtime.module",
 ]  # fmt: skip
 
 
@@ -85,9 +87,7 @@ def _main(rank: int, world: int, store: str, pipe, function: Callable, args: tup
     gc.freeze()  # what was there before the fork is never garbage: looking through it would copy it into every process
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on how to gather faster
     try:
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         answer = True, function(rank, *args)
     except BaseException:
         answer = False, traceback.format_exc()

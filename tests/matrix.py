@@ -1,7 +1,7 @@
 """The matrix of what must work together, and a small selection of it in which every pair of values meets.
 
-Pairwise selection: most faults need two of the factors at once (Kuhn, Wallace, Gallo, "Software fault interactions", IEEE TSE
-30(6), 2004), so a run for each pair finds them at a fraction of the whole product.
+Pairwise selection: most faults need two of the factors at once (Kuhn, Wallace, Gallo, "Software fault interactions",
+IEEE TSE 30(6), 2004), so a run for each pair finds them at a fraction of the whole product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SIMULATED_MESHES = ("dp=8", "dp=2,tp=4", "dp=4,tp=4", "dp=2,cp=2,tp=2")
 
 def covering(factors: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Cells of the product of `factors` such that every pair of values of two factors is in one of them; the same cells
-    every time. Greedy: a cell starts with a pair that was not met, and takes of each other factor the value that meets most."""
+    every time. Greedy: a cell starts with a pair that was not met, and takes of each other factor the value that meets
+    most."""
     names = list(factors)
     missing = {
         ((a, x), (b, y)): None for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
@@ -58,15 +59,16 @@ def _pair(names: list[str], one: tuple[str, str], other: tuple[str, str]) -> tup
 
 @dataclass(frozen=True)
 class Cell:
-    """What a run found: `kind` is "right", "wrong" or "refused" (by an AutoparError), `note` the largest error or the reason."""
+    """What a run found: `kind` is "right", "wrong" or "refused" (by an AutoparError), `note` the largest error or the
+    reason."""
 
     kind: str
     note: str
 
 
 def check(family: str, strategy: str, mesh: str, precision: str = "fp32") -> Cell:
-    """One step of a family with all ranks simulated, its loss, gradients and buffers against the unsharded model. "fp64" is the
-    model in that type, the other precisions are those of `autopar.compile`."""
+    """One step of a family with all ranks simulated, its loss, gradients and buffers against the unsharded model.
+    "fp64" is the model in that type, the other precisions are those of `autopar.compile`."""
     model, inputs, captured = _traced(family, precision)
     policy = "bf16" if precision == "bf16" else "fp32"
     try:

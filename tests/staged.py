@@ -1,7 +1,7 @@
 """Stages of a pipeline against one device: traced models in fp64, cuts at any ops, stages played one after the other.
 
-`Case.of` takes a model through its widened capture (autopar/oracle.py), so that sums in another order differ by 1e-15 and a mistake
-by much more, also in the models of transformers, which take their losses in fp32.
+`Case.of` takes a model through its widened capture (autopar/oracle.py), so that sums in another order differ by 1e-15
+and a mistake by much more, also in the models of transformers, which take their losses in fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from autopar.graph import is_op, output_node
 from autopar.hardware import load
 from autopar.mesh import Mesh
 from autopar.micro_batches import join, parts_of
-from autopar.oracle import OneDevice, global_values, norm, one_device_step, relative_error, widened_capture, widened_value
+from autopar.oracle import (
+    OneDevice,
+    global_values,
+    norm,
+    one_device_step,
+    relative_error,
+    widened_capture,
+    widened_value,
+)
 from autopar.passes.micro_batch import MicroBatched
 from autopar.passes.partition import partition
 from autopar.passes.stages import Stage, cut
@@ -55,8 +63,8 @@ class Case:
         return cls(captured, values, one_device_step(captured, values), samples)
 
     def errors(self, step, share: float = 1e-4) -> dict[str, float]:
-        """Relative errors of all outputs, every gradient and every new value of a buffer; those of a gradient with a tiny norm
-        relative to `share` of the largest."""
+        """Relative errors of all outputs, every gradient and every new value of a buffer; those of a gradient with a
+        tiny norm relative to `share` of the largest."""
         floor = share * max(map(norm, self.wanted.gradients.values()), default=0.0)
         found = {f"output {i}": (step.outputs[str(i)], value, 0.0) for i, value in enumerate(self.wanted.outputs)}
         found |= {name: (step.gradients[name], value, floor) for name, value in self.wanted.gradients.items()}
@@ -73,7 +81,8 @@ class Case:
 
 @lru_cache
 def family(name: str, wide: bool = True, batch: int = 4, seq: int = 8) -> Case:
-    """Of a family of transformers. Token models have labels that are ignored in very different numbers from sample to sample."""
+    """Of a family of transformers. Token models have labels that are ignored in very different numbers from sample to
+    sample."""
     torch.manual_seed(0)
     model, inputs = FAMILIES[name](batch, seq)
     return Case.of(model, ragged(inputs), wide)
@@ -132,9 +141,12 @@ class Step:
     buffers: Mapping[str, Tensor]
 
 
-def play_stages(micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor], cuts: Sequence[str] = ()) -> Step:
+def play_stages(
+    micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor], cuts: Sequence[str] = ()
+) -> Step:
     """All micro-batches through all stages and back, without ranks. What passes goes from a stage to the
-    next by its name, and all of it is taken there. `cuts`: where the stages begin, if some micro-batches are smaller."""
+    next by its name, and all of it is taken there. `cuts`: where the stages begin, if some micro-batches are
+    smaller."""
     smaller = stages if micro.smaller is None else cut(micro.smaller.graph_module, cuts)
     each = [[partition(stage.joint) for stage in one] for one in (stages, smaller)]
     outputs: dict[str, list[Tensor]] = {}
@@ -177,13 +189,15 @@ def _kind(role) -> str:
     return "" if isinstance(role, int) else role.kind
 
 
-# plans -----------------------------------------------------------------------------------------------------------------
+# plans
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
 def _sharded(key: int, micro_batches: int, mesh: Mesh, strategy: str, precision: str, recompute: str) -> Plan:
-    options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision, baselines=False,
-                          recompute=recompute, micro_batches=micro_batches, within=mesh, beside=_CAPTURES[key][1])  # fmt: skip
+    options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision,
+                          baselines=False, recompute=recompute, micro_batches=micro_batches, within=mesh,
+                          beside=_CAPTURES[key][1])  # fmt: skip
     return replace(search(_CAPTURES[key][0], inside(mesh), options).plan, micro_batches=1, reduces_once=False)
 
 
@@ -199,4 +213,6 @@ def plan_of(micro: MicroBatched, mesh: str, schedule: str, cuts: Sequence[str] |
     cuts = even_cuts(micro.captured, p * v) if cuts is None else tuple(cuts)
     plan = _sharded(id(micro.captured), micro.micro_batches, whole, strategy, precision, recompute)
     samples = micro.samples if micro.smaller is not None else 0
-    return replace(plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts, samples=samples))
+    return replace(
+        plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts, samples=samples)
+    )

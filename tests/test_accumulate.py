@@ -13,8 +13,9 @@ from autopar.planner.make import Planned
 
 
 @pytest.mark.parametrize("mesh, strategy, ways", [
-    ("dp=8,tp=4", None, 8), ("dp=8,tp=4", "megatron_sp", 8), ("dp=8,tp=4", "fsdp", 32), ("tp=8", None, 1), ("tp=8", "megatron", 1),
-    ("a=2,b=4", "megatron", 2), ("dp=2,cp=2,tp=2", None, 2), ("dp=8,tp=4", "megatron_sp+zero1", 8),
+    ("dp=8,tp=4", None, 8), ("dp=8,tp=4", "megatron_sp", 8), ("dp=8,tp=4", "fsdp", 32), ("tp=8", None, 1),
+    ("tp=8", "megatron", 1), ("a=2,b=4", "megatron", 2), ("dp=2,cp=2,tp=2", None, 2),
+    ("dp=8,tp=4", "megatron_sp+zero1", 8),
 ])  # fmt: skip
 def test_replicas(mesh, strategy, ways):
     assert data_ways(Mesh.parse(mesh), strategy) == ways
@@ -71,7 +72,9 @@ def test_the_fewest_passes(saved, limit, passes, asked):
 
 def test_replicas_stay_whole_and_what_never_fits_is_said():
     search, _ = searches(100, 10)
-    assert fewest(search, 64, ways=16).passes == 4  # more would leave replicas without samples: the best there is recomputes
+    assert (
+        fewest(search, 64, ways=16).passes == 4
+    )  # more would leave replicas without samples: the best there is recomputes
     search, calls = searches(100, 10, impossible=8)
     assert fewest(search, 64).passes == 16 and calls == [1, 4, 16]
     search, _ = searches(100, 10, impossible=64)

@@ -31,8 +31,8 @@ def test_what_is_there_before_and_what_is_written_in_place():
 
 
 def test_the_backward_of_a_chain_frees_what_it_has_read():
-    """At the peak, in the second of three backward ops: x, the three saved values, of which the caller holds the last, the
-    caller's tangent, the gradient that the op reads and the one that it makes."""
+    """At the peak, in the second of three backward ops: x, the three saved values, of which the caller holds the last,
+    the caller's tangent, the gradient that the op reads and the one that it makes."""
     x = torch.ones(256, requires_grad=True)
     with Allocations() as seen:
         y = x.exp().exp().exp()

@@ -27,7 +27,9 @@ def test_plan_of_a_model_without_weights():
     real = autopar.plan(tiny.Regressor(loss=True), "dp=2,tp=2", batch(), **OPTIONS)
     with torch.device("meta"):
         model = tiny.Regressor(loss=True)
-    meta = autopar.plan(model, autopar.Mesh.parse("dp=2,tp=2"), {k: v.to("meta") for k, v in batch().items()}, **OPTIONS)
+    meta = autopar.plan(
+        model, autopar.Mesh.parse("dp=2,tp=2"), {k: v.to("meta") for k, v in batch().items()}, **OPTIONS
+    )
     assert real == meta and real.hash == meta.hash and str(real) == str(meta)
     assert set(real.layouts) == {"up.weight", "up.bias", "down.weight", "down.bias", "x", "target"}
 
@@ -41,7 +43,9 @@ def test_planning_leaves_the_model_alone():
 
 
 def test_pins_are_followed():
-    plan = autopar.plan(tiny.Regressor(loss=True), "dp=2,tp=2", batch(), pin={"*.weight": "tp:S(1)", "up.bias": "R"}, **OPTIONS)
+    plan = autopar.plan(
+        tiny.Regressor(loss=True), "dp=2,tp=2", batch(), pin={"*.weight": "tp:S(1)", "up.bias": "R"}, **OPTIONS
+    )
     assert plan.layouts["up.weight"] == plan.layouts["down.weight"] == "tp:S(1)" and plan.layouts["up.bias"] == "R"
 
 
@@ -90,6 +94,8 @@ def test_models_that_compute_little(model):
     assert 0.0 <= plan.gap < 1e-3 and str(plan)
 
 
-@pytest.mark.parametrize("text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)])
+@pytest.mark.parametrize(
+    "text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)]
+)
 def test_memory_limits(text, bytes_):
     assert bytes_of_text(text) == bytes_

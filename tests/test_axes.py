@@ -34,7 +34,8 @@ def plan(mesh: str, samples: int, **options):
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True), st.booleans())
 def test_every_axis_is_told_of(names, is_cut):
-    """With strategy ddp the batch is cut over all axes, where it can be; a batch of one is whole, and then nothing is cut."""
+    """With strategy ddp the batch is cut over all axes, where it can be; a batch of one is whole, and then nothing is
+    cut."""
     mesh, samples = ",".join(f"{name}=2" for name in names), 4 if is_cut else 1
     found = plan(mesh, samples, strategy="ddp")
     text = str(found)

@@ -50,7 +50,10 @@ def test_a_signature_knows_other_calls():
     ]:  # fmt: skip
         assert signature.match(args, kwargs) is None
     assert signature.match((X[:1],), {"flag": True}, parts=((1, 3), None))
-    assert describe_call((X,), {"y": [Y, X.half()], "flag": True}) == "args[0] (2, 3), flag=True, y.0 (2,), y.1 (2, 3) float16"
+    assert (
+        describe_call((X,), {"y": [Y, X.half()], "flag": True})
+        == "args[0] (2, 3), flag=True, y.0 (2,), y.1 (2, 3) float16"
+    )
     assert describe_call((), {}) == "nothing"
     with pytest.raises(InputError, match=r"args\[0\] is empty"):
         CallSignature.of((X[:0],), {})
@@ -94,7 +97,11 @@ def test_returns_are_rebuilt(output, names, loss):
 
 
 def test_returns_refuse_what_they_cannot_see_into():
-    for output, message in [({"y": object(), "x": X}, "returns a object as y"), (None, "returns no tensor"), ([1.0], "no tensor")]:
+    for output, message in [
+        ({"y": object(), "x": X}, "returns a object as y"),
+        (None, "returns no tensor"),
+        ([1.0], "no tensor"),
+    ]:
         with pytest.raises(CaptureError, match=message):
             Returns().take_apart(output)
 

@@ -88,7 +88,9 @@ def test_leaves_and_where_they_come_from(case):
     assert all(".py:" in n.meta["source"] for n in ops)
     names = {name for name, _ in model.named_modules()}
     placed = [n for n in ops if n.meta["module"]]
-    assert {n.meta["module"] for n in placed} <= names and len(placed) >= len(ops) - 4  # the loss is in no module of the user's
+    assert {n.meta["module"] for n in placed} <= names and len(placed) >= len(
+        ops
+    ) - 4  # the loss is in no module of the user's
     assert {n.meta["phase"] for n in ops} == {"forward", "backward"}
 
 
@@ -114,7 +116,9 @@ def test_move(case):
 
 def test_a_model_is_left_as_it_was():
     model, inputs = tiny.gpt2(n_layer=1)
-    before = {n: (id(p), p.clone()) for n, p in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    before = {
+        n: (id(p), p.clone()) for n, p in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
     api.trace(model, inputs)
     after = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     assert list(after) == list(before)
@@ -133,9 +137,8 @@ def test_tracing_works_without_gradients():
         assert fingerprint(api.trace(tiny.Regressor(), (x,)).graph) == expected
 
 
-
-
-# what cannot be captured -----------------------------------------------------------------------------------------------
+# what cannot be captured
+# -----------------------------------------------------------------------------------------------
 
 
 class Branching(tiny.Regressor):
@@ -175,5 +178,7 @@ def test_a_gradient_inside_of_the_forward_is_refused():
 
 def test_random_ops_without_a_formula_are_refused():
     x, _ = tiny.Regressor.batch()
-    with pytest.raises(UnsupportedOpError, match="would draw other numbers on every device: randperm(.|\n)*fix: use one of"):
+    with pytest.raises(
+        UnsupportedOpError, match="would draw other numbers on every device: randperm(.|\n)*fix: use one of"
+    ):
         api.trace(tiny.Shuffled(), (x,))

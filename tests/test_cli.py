@@ -22,8 +22,8 @@ def plan(*words: str) -> list[str]:
 
 
 def autopar(*words: str, **environment: str) -> subprocess.Popen:
-    """The command in a process and a process group of its own, which an interrupt reaches even where this one ignores it, as
-    shells make background jobs do."""
+    """The command in a process and a process group of its own, which an interrupt reaches even where this one ignores
+    it, as shells make background jobs do."""
     return subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
@@ -230,23 +230,39 @@ def test_train_under_torchrun(tmp_path):
     process = subprocess.Popen(
         [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "pp=2", "--steps", "2", "--lora", "r=2",
          "--save-adapter", str(tmp_path / "adapter")], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )  # fmt: skip
     try:
         out, err = process.communicate(timeout=200)
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 0, err
-    assert out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out  # the first rank alone speaks
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert (
+        out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out
+    )  # the first rank alone speaks
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
-    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the name of the
-    run and the time, which are in the manifest)."""
+    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the
+    name of the run and the time, which are in the manifest)."""
     from autopar.commands import train_rank
 
-    words = ["train", "--model", "gpt:hidden=16,layers=1,heads=2,vocab=256,seq=8", "--mesh", "dp=1", "--batch", "2", "--seq", "8"]
+    words = [
+        "train",
+        "--model",
+        "gpt:hidden=16,layers=1,heads=2,vocab=256,seq=8",
+        "--mesh",
+        "dp=1",
+        "--batch",
+        "2",
+        "--seq",
+        "8",
+    ]
     words += ["--steps", "6", "--every", "2", "--keep", "2", "--resume", "--checkpoint"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

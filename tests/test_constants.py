@@ -54,7 +54,8 @@ def scaled(by):
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from([*Color, X.dtype]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3).map(Mapping)
-    | st.builds(lambda a: Plain(a=a), inner) | st.builds(Slotted, inner) | st.builds(Data, names=st.lists(inner, max_size=2))
+    | st.builds(lambda a: Plain(a=a), inner) | st.builds(Slotted,
+                                                         inner) | st.builds(Data, names=st.lists(inner, max_size=2))
     | st.builds(scaled, inner) | st.builds(lambda a: functools.partial(max, a), inner),
     max_leaves=6,
 )  # fmt: skip
@@ -74,9 +75,10 @@ def test_what_pickle_writes_decides(one, other):
 
 
 @pytest.mark.parametrize("one, other", [
-    (True, 1), (1, 1.0), (Plain(a=1), Plain(a=2)), (Plain(a=1), Plain(b=1)), (Slotted(1), Slotted(2)), (Data(2.0), Data()),
-    (scaled(2), scaled(3)), (lambda x: x, lambda x: x + 1), (Color.RED, Color.BLUE), ([1], (1,)), ({"a": 1}, Mapping(a=1)),
-    (functools.partial(max, 1), functools.partial(min, 1)), (Plain().__init__, Plain(a=1).__init__), (0.0, -0.0),
+    (True, 1), (1, 1.0), (Plain(a=1), Plain(a=2)), (Plain(a=1), Plain(b=1)), (Slotted(1), Slotted(2)),
+    (Data(2.0), Data()), (scaled(2), scaled(3)), (lambda x: x, lambda x: x + 1), (Color.RED, Color.BLUE), ([1], (1,)),
+    ({"a": 1}, Mapping(a=1)), (functools.partial(max, 1), functools.partial(min, 1)),
+    (Plain().__init__, Plain(a=1).__init__), (0.0, -0.0),
 ])  # fmt: skip
 def test_what_differs(one, other):
     assert value_of(one, "x") != value_of(other, "x")
@@ -92,8 +94,8 @@ def test_an_object_that_is_changed_is_another_argument():
 
 
 @pytest.mark.parametrize("value, message", [
-    (Plain(mask=X), "tensor inside of an object"), (scaled(X), "tensor inside of an object"), (threading.Lock(), "cannot be told"),
-    ((i for i in range(3)), "cannot be told"),
+    (Plain(mask=X), "tensor inside of an object"), (scaled(X), "tensor inside of an object"),
+    (threading.Lock(), "cannot be told"), ((i for i in range(3)), "cannot be told"),
 ])  # fmt: skip
 def test_refused_at_the_first_call(value, message):
     with pytest.raises(InputError, match=message) as caught:

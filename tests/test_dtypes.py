@@ -39,10 +39,11 @@ class Product(nn.Module):
 
 
 LAYERS = {
-    "linear": (lambda: nn.Linear(4, 4), (8, 4)), "product": (Product, (8, 4)), "layer_norm": (lambda: nn.LayerNorm(4), (8, 4)),
-    "rms_norm": (lambda: nn.RMSNorm(4), (8, 4)), "batch_norm": (lambda: nn.BatchNorm1d(4), (8, 4)),
-    "group_norm": (lambda: nn.GroupNorm(2, 4), (8, 4)), "convolution": (lambda: nn.Conv1d(4, 4, 2), (8, 4, 4)),
-    "embedding": (lambda: nn.Embedding(4, 4), (8, 4)), "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), (8, 4, 4)),
+    "linear": (lambda: nn.Linear(4, 4), (8, 4)), "product": (Product, (8, 4)),
+    "layer_norm": (lambda: nn.LayerNorm(4), (8, 4)), "rms_norm": (lambda: nn.RMSNorm(4), (8, 4)),
+    "batch_norm": (lambda: nn.BatchNorm1d(4), (8, 4)), "group_norm": (lambda: nn.GroupNorm(2, 4), (8, 4)),
+    "convolution": (lambda: nn.Conv1d(4, 4, 2), (8, 4, 4)), "embedding": (lambda: nn.Embedding(4, 4), (8, 4)),
+    "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), (8, 4, 4)),
 }  # fmt: skip
 
 
@@ -74,7 +75,9 @@ def test_targets_of_a_loss(dtype, weighted):
     model = Model(nn.Linear(4, 4), lambda y, target: functional.cross_entropy(y, target, weight))
     x, target = torch.randn(8, 4), torch.ones(8).to(dtype)
     if _runs(model, x, target):
-        with contextlib.nullcontext() if dtype is not torch.uint8 else contextlib.suppress(CaptureError):  # torch cannot trace it
+        with (
+            contextlib.nullcontext() if dtype is not torch.uint8 else contextlib.suppress(CaptureError)
+        ):  # torch cannot trace it
             api.trace(model, (x, target))
     else:
         with pytest.raises(AutoparError):
@@ -84,7 +87,9 @@ def test_targets_of_a_loss(dtype, weighted):
 def test_the_error_has_torchs_words_and_the_line(capfd):
     model = Model(nn.Linear(4, 4))
     for call in (lambda x: autopar.plan(model, "dp=2", (x,), hardware="cpu-gloo"), lambda x: api.trace(model, (x,))):
-        with pytest.raises(CaptureError, match="mat1 and mat2 must have the same dtype, but got Double and Float") as caught:
+        with pytest.raises(
+            CaptureError, match="mat1 and mat2 must have the same dtype, but got Double and Float"
+        ) as caught:
             call(torch.ones(8, 4, dtype=torch.float64))
         assert "test_dtypes.py:" in caught.value.source and "input float64, weight float32" in caught.value.message
     ids = Model(nn.Embedding(4, 4))
@@ -101,7 +106,8 @@ def test_mixed_precision_casts_what_it_casts():
 def test_on_the_command_line(tmp_path, capsys):
     file = tmp_path / "doubles.py"
     file.write_text(
-        "import torch\nfrom torch import nn\n\nclass Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "import torch\nfrom torch import nn\n\nclass Model(nn.Module):\n    def __init__(self):\n        "
+        "super().__init__()\n"
         "        self.layer = nn.Linear(4, 4)\n\n    def forward(self, x):\n        return self.layer(x).mean()\n\n"
         "def build():\n    return Model(), dict(x=torch.ones(8, 4, dtype=torch.float64))\n"
     )

@@ -45,15 +45,19 @@ COMPUTES = toy(flops=1e9, memory=1e18, link=1e18)
 
 @pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_a_pipeline_has_the_flops_and_the_bubble_of_the_paper(schedule, stages):
-    """Section 2.2 of the same: idle over ideal time is (p - 1) / (v m), here over the whole step; all but the head is even."""
+    """Section 2.2 of the same: idle over ideal time is (p - 1) / (v m), here over the whole step; all but the head is
+    even."""
     ranks, many, layers, hidden, batch, vocab = 2, 4, 4, 64, 16, 8
     e = estimated(
-        f"gpt:hidden={hidden},layers={layers},heads=4,vocab={vocab},seq={SEQ}", f"pp={ranks},tp=2", batch, schedule=schedule,
-        stages_per_rank=stages, micro_batches=many, strategy="megatron", recompute="full", hardware=COMPUTES,
+        f"gpt:hidden={hidden},layers={layers},heads=4,vocab={vocab},seq={SEQ}", f"pp={ranks},tp=2", batch,
+        schedule=schedule, stages_per_rank=stages, micro_batches=many, strategy="megatron", recompute="full",
+        hardware=COMPUTES,
     )  # fmt: skip
     common = batch * SEQ * layers * hidden**2
     assert e.model_flops == pytest.approx(72 * common * (1 + SEQ / (6 * hidden) + vocab / (12 * layers * hidden)))
-    assert e.hardware_flops == pytest.approx(96 * common * (1 + SEQ / (6 * hidden) + vocab / (16 * layers * hidden)) - 8 * common)
+    assert e.hardware_flops == pytest.approx(
+        96 * common * (1 + SEQ / (6 * hidden) + vocab / (16 * layers * hidden)) - 8 * common
+    )
     pipeline, each = e.plan.pipeline, layers // (ranks * stages) * (12 * hidden**2 + 13 * hidden)
     outside = [(vocab + SEQ) * hidden, *[0] * (ranks * stages - 2), (vocab + 2) * hidden]  # the head is the embedding
     assert [cost.parameters for cost in pipeline.costs] == [each + more for more in outside]
@@ -61,7 +65,9 @@ def test_a_pipeline_has_the_flops_and_the_bubble_of_the_paper(schedule, stages):
     if stages == 1:
         seconds = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in pipeline.costs]
         assert pipeline.played().seconds == pytest.approx(sum(seconds) + (many - 1) * max(seconds))
-    computed = 24 * common / many * (1 + SEQ / (12 * hidden) + vocab / (12 * layers * hidden))  # half of the scores are masked
+    computed = (
+        24 * common / many * (1 + SEQ / (12 * hidden) + vocab / (12 * layers * hidden))
+    )  # half of the scores are masked
     assert sum(c.forward_seconds for c in pipeline.costs) * 2 * 1e9 == pytest.approx(computed, rel=1e-3)
 
 
@@ -87,8 +93,10 @@ def test_zero_beside_tensor_parallelism():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [
-    "mlp:hidden=64,layers=2", "llama:hidden=64,layers=2,heads=4,vocab=256", "vit:hidden=64,layers=2,heads=4,image=32,patch=8",
-    "moe:hidden=64,layers=1,heads=4,kv_heads=2,ffn=64,vocab=256,experts=4,active=2", "resnet:depth=10,width=8,image=16,classes=10",
+    "mlp:hidden=64,layers=2", "llama:hidden=64,layers=2,heads=4,vocab=256",
+    "vit:hidden=64,layers=2,heads=4,image=32,patch=8",
+    "moe:hidden=64,layers=1,heads=4,kv_heads=2,ffn=64,vocab=256,experts=4,active=2",
+    "resnet:depth=10,width=8,image=16,classes=10",
 ])  # fmt: skip
 def test_every_builder(model):
     e = estimated(model, strategy="ddp", mesh="dp=2", micro_batches=2)
@@ -96,7 +104,19 @@ def test_every_builder(model):
 
 
 def test_the_command(capsys):
-    words = ["estimate", "--model", GPT, "--mesh", "dp=2,tp=2", "--batch", "16", "--seq", str(SEQ), "--strategy", "megatron_sp"]
+    words = [
+        "estimate",
+        "--model",
+        GPT,
+        "--mesh",
+        "dp=2,tp=2",
+        "--batch",
+        "16",
+        "--seq",
+        str(SEQ),
+        "--strategy",
+        "megatron_sp",
+    ]
     assert main([*words, "--zero", "1", "--micro-batch", "2", "--recompute", "selective", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["micro_batches"], data["samples"], data["strategy"]) == (4, 4, "megatron_sp+zero1")

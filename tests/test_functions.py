@@ -46,7 +46,9 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("tp=3", None)])
 def test_a_backward_of_ones_own(mesh, strategy):
-    report = verify_model(Model(lambda y: TripledGradient.apply(y, 3.0)), (4 * torch.randn(6, 8),), mesh, strategy=strategy)
+    report = verify_model(
+        Model(lambda y: TripledGradient.apply(y, 3.0)), (4 * torch.randn(6, 8),), mesh, strategy=strategy
+    )
     assert report.match and set(report.gradient_errors) == {"layer.weight", "layer.bias"}
 
 

@@ -1,5 +1,5 @@
-"""Family x strategy x mesh: every pair of values meets in a cell, and every family in fp64 and bf16, strategy and mesh in all
-precisions. The whole product is benchmarks/matrix.py."""
+"""Family x strategy x mesh: every pair of values meets in a cell, and every family in fp64 and bf16, strategy and mesh
+in all precisions. The whole product is benchmarks/matrix.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CELLS = covering(FACTORS)
 PRECISION = dict.fromkeys(FAMILIES, "fp64") | {"mixtral": "fp32", "resnet": "bf16"}
 SLOW = ("llama", "t5", "bert", "resnet")
 OTHERS = [
-    ("gpt2", "fsdp", "dp=2", "bf16"), ("llama", "megatron_sp", "tp=2", "bf16"), ("mixtral", "megatron_sp", "tp=2", "bf16"),
-    ("bert", "auto", "dp=2", "bf16"), ("vit", "zero1", "dp=2", "bf16"), ("t5", "megatron", "tp=2", "bf16"),
-    ("resnet", "ddp", "dp=2", "fp64"),
+    ("gpt2", "fsdp", "dp=2", "bf16"), ("llama", "megatron_sp", "tp=2", "bf16"),
+    ("mixtral", "megatron_sp", "tp=2", "bf16"), ("bert", "auto", "dp=2", "bf16"), ("vit", "zero1", "dp=2", "bf16"),
+    ("t5", "megatron", "tp=2", "bf16"), ("resnet", "ddp", "dp=2", "fp64"),
 ]  # fmt: skip
 
 

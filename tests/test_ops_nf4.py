@@ -43,13 +43,15 @@ def test_codes_are_those_of_bitsandbytes():
     for quant_type in CODES:
         packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type=quant_type, compress_statistics=False)
         mine = quantize(weight, quant_type, 64, False)
-        assert torch.equal(packed.view(-1), mine["packed"].view(-1)) and torch.equal(state.absmax, mine["absmax"].view(-1))
+        assert torch.equal(packed.view(-1), mine["packed"].view(-1)) and torch.equal(
+            state.absmax, mine["absmax"].view(-1)
+        )
         assert torch.equal(functional.dequantize_4bit(packed, state), back(mine, quant_type))
 
 
 def test_doubly_quantized_scales_are_those_of_torchao():
-    """torchao's tiles are 256 neighbours in memory: ours are as well in a matrix of four blocks a row. Its code book is rounded to
-    four digits, so a value between two codes may go to the other one."""
+    """torchao's tiles are 256 neighbours in memory: ours are as well in a matrix of four blocks a row. Its code book is
+    rounded to four digits, so a value between two codes may go to the other one."""
     nf4_tensor = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     weight = normal(256, 256)
     theirs, mine = nf4_tensor.NF4Tensor.from_tensor(weight, 64, 256), quantize(weight, "nf4", 64, True)
@@ -69,7 +71,9 @@ def test_values_go_to_the_nearest_code(quant_type):
     found = back(parts, quant_type, torch.float64)
     codes = torch.tensor(CODES.get(quant_type) or [i / 127 for i in range(-127, 128)])
     choices = parts["absmax"].repeat_interleave(64, 1).unsqueeze(-1) * codes
-    torch.testing.assert_close((found - weight).abs(), (choices - weight.unsqueeze(-1)).abs().amin(-1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        (found - weight).abs(), (choices - weight.unsqueeze(-1)).abs().amin(-1), atol=1e-6, rtol=0
+    )
     assert not found[:, 128:].any()
     doubly = back(quantize(weight, quant_type, 64, True), quant_type)
     assert (doubly - found).abs().max() <= 0.01 * weight.abs().max()
@@ -84,8 +88,8 @@ def test_blocks_of_nothing_and_narrow_types():
 
 
 @pytest.mark.parametrize("shape, block_size, double_quant", [
-    ((256, 128), 16, True), ((384, 512), 32, True), ((512, 64), 64, True), ((2, 128, 128), 16, True), ((6, 128), 16, False),
-    ((7, 96), 16, False),
+    ((256, 128), 16, True), ((384, 512), 32, True), ((512, 64), 64, True), ((2, 128, 128), 16, True),
+    ((6, 128), 16, False), ((7, 96), 16, False),
 ])  # fmt: skip
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_a_shard_dequantizes_to_the_shard(shape, block_size, double_quant, quant_type):
@@ -108,7 +112,9 @@ def test_a_shard_dequantizes_to_the_shard(shape, block_size, double_quant, quant
 def test_no_tile_is_cut():
     """192 rows are three tiles: two devices cannot hold them in halves, three can."""
     parts = quantize(normal(192, 256), "nf4", 64, True)
-    node, inputs = make_node(torch.ops.autopar.dequantize.default, *(parts[part] for part in PARTS), "nf4", torch.float32)
+    node, inputs = make_node(
+        torch.ops.autopar.dequantize.default, *(parts[part] for part in PARTS), "nf4", torch.float32
+    )
     rows = Layout((("x",), ()))
     for devices, allowed in ((2, False), (3, True)):
         mesh = Mesh.parse(f"x={devices}")
@@ -117,7 +123,9 @@ def test_no_tile_is_cut():
 
 
 def test_bits_a_weight():
-    for (rows, columns), double_quant in itertools.product([(4096, 4096), (1024, 4096), (896, 4864), (128, 896)], (True, False)):
+    for (rows, columns), double_quant in itertools.product(
+        [(4096, 4096), (1024, 4096), (896, 4864), (128, 896)], (True, False)
+    ):
         forms = forms_of_parts((rows, columns), "nf4", 64, double_quant)
         bits = 8 * sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in forms.values()) / (rows * columns)
         assert bits <= 4.13 if double_quant else bits == 4.5

@@ -40,7 +40,9 @@ def test_squares_is_widynskis():
 
 
 def test_keys_are_odd_and_differ():
-    keys = [key_of(seed, offset, stream) for seed in (-1, 0, 1, 2**63 - 1) for offset in range(8) for stream in range(8)]
+    keys = [
+        key_of(seed, offset, stream) for seed in (-1, 0, 1, 2**63 - 1) for offset in range(8) for stream in range(8)
+    ]
     assert len(set(keys)) == len(keys) and all(k % 2 and -(2**63) <= k < 2**63 for k in keys)
     ones = [bin(k % 2**64).count("1") for k in keys]
     assert 14 <= min(ones) and max(ones) <= 50  # a key is a fair number of ones and zeros
@@ -75,7 +77,8 @@ def test_streams_offsets_and_seeds_are_independent():
 def test_uniform_and_normal(dtype):
     state, size = torch.tensor([3, 4]), [250, 200]
     u, n = (
-        op(state, size, 0, 0, contiguous_strides(size), dtype=dtype, device=CPU) for op in (autopar.uniform, autopar.normal)
+        op(state, size, 0, 0, contiguous_strides(size), dtype=dtype, device=CPU)
+        for op in (autopar.uniform, autopar.normal)
     )
     assert u.dtype == n.dtype == dtype and 0 <= u.min() and u.max() < 1
     counts = torch.histc(u.double(), 16, 0, 1)
@@ -98,7 +101,9 @@ def test_the_backward_draws_the_same_mask():
 
 
 OPS = [
-    lambda shape, state: make_node(autopar.dropout.default, torch.randn(shape), state, 0.4, 1, 0, contiguous_strides(shape)),
+    lambda shape, state: make_node(
+        autopar.dropout.default, torch.randn(shape), state, 0.4, 1, 0, contiguous_strides(shape)
+    ),
     lambda shape, state: make_node(
         autopar.uniform.default, state, list(shape), 1, 0, contiguous_strides(shape), dtype=torch.float32, device=CPU
     ),
@@ -127,7 +132,12 @@ def test_every_layout_draws_its_part_of_the_whole(axes):
             args = tuple(next(values) if hasattr(a, "op") else a for a in node.args)
             args, kwargs = local_call(node, strategy, mesh, here, args, node.kwargs)
             mine = node.target(*args, **kwargs)
-            assert torch.equal(mine, local_part(node.meta["val"], layout, mesh, here)), (shape, layout.text(), mesh, rank)
+            assert torch.equal(mine, local_part(node.meta["val"], layout, mesh, here)), (
+                shape,
+                layout.text(),
+                mesh,
+                rank,
+            )
 
 
 def test_parts_are_not_offered():

@@ -17,8 +17,11 @@ from autopar.planner.make import PlanOptions
 from tests.planner.planning import captured, toy
 from tests.test_plan_pipeline import GPT, check_step, trace_of
 
-# nodes of two devices; what leaves them is slow, so that gradients of all parameters cost more than a stage's activations
-NODES = replace(toy(flops=1e8, memory=1e10), links=(Tier("in", 2, 0.0, 1e9, 1 << 40), Tier("out", None, 0.0, 2e5, 1 << 40)))
+# nodes of two devices; what leaves them is slow, so that gradients of all parameters cost more than a stage's
+# activations
+NODES = replace(
+    toy(flops=1e8, memory=1e10), links=(Tier("in", 2, 0.0, 1e9, 1 << 40), Tier("out", None, 0.0, 2e5, 1 << 40))
+)
 
 
 def found(devices: int = 4, hardware=NODES, graph=None, schedule: str = "auto", **options):
@@ -45,7 +48,9 @@ def test_stages_win_where_gradients_are_dear():
     told = {one.mesh: one for one in plan.meshes}
     assert str(plan.mesh) in told and any("pp" not in mesh for mesh in told)
     assert plan.step_seconds <= meshes.search(trace_of(GPT), 4, PlanOptions(NODES, baselines=False)).plan.step_seconds
-    assert all(plan.step_seconds <= 1.1 * one.step_seconds for one in plan.meshes if one.step_seconds)  # others are estimates
+    assert all(
+        plan.step_seconds <= 1.1 * one.step_seconds for one in plan.meshes if one.step_seconds
+    )  # others are estimates
     assert "meshes tried" in str(plan)
     check_step(GPT, plan)
 

@@ -49,8 +49,9 @@ def test_planning_time_is_not_part_of_a_plan(plan):
 
 
 @pytest.mark.parametrize(("model", "mesh", "options"), [
-    ("mlp:hidden=64,layers=4", "dp=4", {"memory_bytes": 2.9e6, "batch": 512, "seq": 1}), (GPT, "a=2,b=2", {"strategy": "hsdp"}),
-    ("gpt:hidden=36,layers=1,heads=4,vocab=65,seq=16", "tp=3", {}), (GPT, "dp=1", {}), (GPT, "tp=2", {"pin": {"*": "R"}}),
+    ("mlp:hidden=64,layers=4", "dp=4", {"memory_bytes": 2.9e6, "batch": 512, "seq": 1}),
+    (GPT, "a=2,b=2", {"strategy": "hsdp"}), ("gpt:hidden=36,layers=1,heads=4,vocab=65,seq=16", "tp=3", {}),
+    (GPT, "dp=1", {}), (GPT, "tp=2", {"pin": {"*": "R"}}),
 ])  # fmt: skip
 def test_round_trip_of_other_plans(model, mesh, options, tmp_path):
     plan = make(model, mesh, **options)
@@ -70,9 +71,9 @@ def test_every_field_is_covered_by_the_hash(plan):
 
 
 @pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"null", b"3", b'"plan"', b"{}", b"\xff\xfe\x00", b"\x80\x04K\x01.", b"PK\x03\x04", b"[" * 100_000,
-    b'{"version": 4}', b'{"version": "1"}', b'{"version": true}', b'{"version": NaN}', b'{"a": 1, "a": 2}', b"1e999999",
-    b'{"version": 4, "hash": null}', b'{"version": 4, "hash": ' + b"9" * 5000 + b"}",
+    b"", b"{", b"[]", b"null", b"3", b'"plan"', b"{}", b"\xff\xfe\x00", b"\x80\x04K\x01.", b"PK\x03\x04",
+    b"[" * 100_000, b'{"version": 4}', b'{"version": "1"}', b'{"version": true}', b'{"version": NaN}',
+    b'{"a": 1, "a": 2}', b"1e999999", b'{"version": 4, "hash": null}', b'{"version": 4, "hash": ' + b"9" * 5000 + b"}",
 ])  # fmt: skip
 def test_garbage(content, tmp_path):
     (tmp_path / "plan.json").write_bytes(content)
@@ -124,7 +125,8 @@ def test_a_cut_file_is_noticed(plan, file):
 
 
 def test_keys(plan, tmp_path):
-    """A plan saved with a key loads with that key and without one; one that was not signed with it does not load with it."""
+    """A plan saved with a key loads with that key and without one; one that was not signed with it does not load with
+    it."""
     signed, plain = tmp_path / "signed.json", tmp_path / "plain.json"
     plan.save(signed, key="secret")
     plan.save(plain)
@@ -140,8 +142,9 @@ def test_keys(plan, tmp_path):
 
 
 @pytest.mark.parametrize("text, reason", [
-    ('{"version": 4, "version": 4}', "two values under one key"), ('{"a": NaN}', "finite"), ('{"a": -Infinity}', "finite"),
-    ('{"a": 1e999}', "not a finite"), ('{"a": 1234567890123456789}', "19 digits"), ("[" * 65 + "]" * 65, "deeper than 64"),
+    ('{"version": 4, "version": 4}', "two values under one key"), ('{"a": NaN}', "finite"),
+    ('{"a": -Infinity}', "finite"), ('{"a": 1e999}', "not a finite"), ('{"a": 1234567890123456789}', "19 digits"),
+    ("[" * 65 + "]" * 65, "deeper than 64"),
 ])  # fmt: skip
 def test_json_that_is_refused(text, reason, tmp_path):
     (tmp_path / "plan.json").write_text(text)
@@ -150,10 +153,12 @@ def test_json_that_is_refused(text, reason, tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    '"' + '\\"' * 1_000_000, '"' * 1_000_001, '"' + "\\\\" * 1_000_000 + "\\", '["' + "a" * 8_000_000, '["' * 32 + '\\"]' * 500_000,
+    '"' + '\\"' * 1_000_000, '"' * 1_000_001, '"' + "\\\\" * 1_000_000 + "\\", '["' + "a" * 8_000_000,
+    '["' * 32 + '\\"]' * 500_000,
 ], ids=["quotes", "empty strings", "backslashes", "letters", "brackets"])  # fmt: skip
 def test_strings_without_an_end(text, tmp_path):
-    """In a time that grows with the length of the file alone; it was an hour where each quote looked for its end again."""
+    """In a time that grows with the length of the file alone; it was an hour where each quote looked for its end
+    again."""
     (tmp_path / "plan.json").write_text(text)
     start = time.process_time()
     with pytest.raises(PlanFormatError):
@@ -162,8 +167,8 @@ def test_strings_without_an_end(text, tmp_path):
 
 
 def test_fuzzed_files(tmp_path):
-    """Typed errors only, nothing executed or imported; what still loads fits the graph or says that it does not, and what fits
-    gives right numbers."""
+    """Typed errors only, nothing executed or imported; what still loads fits the graph or says that it does not, and
+    what fits gives right numbers."""
     model, inputs = build("mlp:hidden=16,layers=2", batch=4, seq=2, device="cpu", seed=0)
     plan, graph = plan_and_capture(model, "dp=2,tp=2", inputs, hardware=toy(), baselines=False, strategy="megatron_sp")
     values = global_values(graph, model, inputs)

@@ -9,7 +9,15 @@ from torch import nn
 
 from autopar import Plan, api, oracle
 from autopar.cli import main
-from autopar.errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StageError, StrategyError
+from autopar.errors import (
+    AutoparError,
+    MemoryInfeasibleError,
+    MeshError,
+    MicroBatchError,
+    PipelineError,
+    StageError,
+    StrategyError,
+)
 from autopar.mesh import Mesh
 from autopar.models import build
 from autopar.plan import fingerprint
@@ -85,7 +93,8 @@ def test_stages_have_names_in_order():
     assert names[0].startswith("wte to h.") and names[-1].endswith("to lm_head")
 
 
-# schedules and micro-batches --------------------------------------------------------------------------------------------
+# schedules and micro-batches
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_schedule_is_taken_and_the_others_are_told():
@@ -111,7 +120,10 @@ def test_the_step_is_that_of_the_played_schedule():
                  [c.transfer_seconds for c in costs[:-1]]).seconds  # fmt: skip
     assert alone <= found.plan.step_seconds <= alone + max(found.judged.once_seconds) * (1 + 1e-9)
     assert found.plan.pipeline.played().seconds == alone
-    assert 0 < found.plan.bound <= found.plan.step_seconds and found.plan.gap == 1 - found.plan.bound / found.plan.step_seconds
+    assert (
+        0 < found.plan.bound <= found.plan.step_seconds
+        and found.plan.gap == 1 - found.plan.bound / found.plan.step_seconds
+    )
 
 
 def test_more_micro_batches_wait_less():
@@ -150,7 +162,8 @@ def test_no_expert_is_better():
     assert not alone.alternatives
 
 
-# memory -----------------------------------------------------------------------------------------------------------------
+# memory
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_names_the_stage_and_what_is_missing():
@@ -189,20 +202,24 @@ def test_memory_decides_between_schedules():
 
 
 def test_recomputation_that_is_asked_for_is_done():
-    none, full = (planned(GPT, "pp=2", options={"recompute": r}, schedule="1f1b", micro_batches=4).plan for r in ("none", "full"))
+    none, full = (
+        planned(GPT, "pp=2", options={"recompute": r}, schedule="1f1b", micro_batches=4).plan for r in ("none", "full")
+    )
     assert len(full.recomputed) == 8 and not none.recomputed
     assert all(f.activation_bytes < n.activation_bytes for f, n in zip(full.pipeline.costs, none.pipeline.costs))
     assert full.step_seconds > none.step_seconds
 
 
-# what cannot be ---------------------------------------------------------------------------------------------------------
+# what cannot be
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error, asked", [
     (StrategyError, {"schedule": "2f2b"}), (StrategyError, {"schedule": "1f1b", "stages_per_rank": 2}),
-    (MicroBatchError, {"micro_batches": 99}), (PipelineError, {"micro_batches": 0}), (PipelineError, {"micro_batches": "8"}),
-    (StageError, {"mesh": "pp=64"}), (StageError, {"mesh": "pp=8", "schedule": "interleaved_1f1b", "stages_per_rank": 8}),
-    (MeshError, {"mesh": "dp=4"}), (MeshError, {"mesh": "pp=1,dp=4"}), (StrategyError, {"options": {"pin": {"*": "pp:S(0)"}}}),
+    (MicroBatchError, {"micro_batches": 99}), (PipelineError, {"micro_batches": 0}),
+    (PipelineError, {"micro_batches": "8"}), (StageError, {"mesh": "pp=64"}),
+    (StageError, {"mesh": "pp=8", "schedule": "interleaved_1f1b", "stages_per_rank": 8}), (MeshError, {"mesh": "dp=4"}),
+    (MeshError, {"mesh": "pp=1,dp=4"}), (StrategyError, {"options": {"pin": {"*": "pp:S(0)"}}}),
     (StrategyError, {"options": {"strategy": "ddpp"}}),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_with_a_remedy(error, asked):
@@ -211,7 +228,8 @@ def test_wrong_arguments_are_refused_with_a_remedy(error, asked):
     assert type(refused.value) is error and refused.value.fix
 
 
-# files, text, simulation ------------------------------------------------------------------------------------------------
+# files, text, simulation
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_file_keeps_the_pipeline(tmp_path):
@@ -266,4 +284,6 @@ def check_step(name: str, plan: Plan) -> None:
     assert set(got.gradients) == set(expected.gradients)
     largest = max(gradient.norm() for gradient in expected.gradients.values())
     for parameter, gradient in expected.gradients.items():
-        assert (got.gradients[parameter] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-4 * largest), parameter
+        assert (got.gradients[parameter] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-4 * largest), (
+            parameter
+        )

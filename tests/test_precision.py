@@ -27,7 +27,8 @@ def errors(mine: dict, whole: dict) -> float:
 
 
 @pytest.mark.parametrize("name, mesh, strategy", [
-    ("gpt2", "tp=2", "megatron_sp"), ("gpt2", "dp=3", "fsdp"), ("llama", "dp=2,tp=2", "megatron"), ("llama", "dp=2", "auto"),
+    ("gpt2", "tp=2", "megatron_sp"), ("gpt2", "dp=3", "fsdp"), ("llama", "dp=2,tp=2", "megatron"),
+    ("llama", "dp=2", "auto"),
 ])  # fmt: skip
 def test_step_against_the_policy_and_against_fp32(name, mesh, strategy):
     model, inputs = MODELS[name]()
@@ -65,8 +66,13 @@ def test_gathers_are_narrow_and_reductions_wide():
     gathers = {dtype for _, kind, dtype in found if kind == "all_gather"}
     sums = {dtype for phase, kind, dtype in found if kind in ("reduce_scatter", "all_to_all") and phase == "backward"}
     assert gathers == {"bfloat16"} and sums == {"float32"}, found
-    masters = [n.meta["val"].dtype for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"]
-    gradients = [n.meta["val"].dtype for n, r in zip(output_node(captured.graph).args[0], output_node(captured.graph).meta["roles"])
+    masters = [
+        n.meta["val"].dtype
+        for n in captured.graph.nodes
+        if n.op == "placeholder" and n.meta["role"].kind == "parameter"
+    ]
+    gradients = [n.meta["val"].dtype for n, r in zip(output_node(captured.graph).args[0],
+                                                     output_node(captured.graph).meta["roles"])
                  if r.kind == "gradient"]  # fmt: skip
     assert set(masters) == set(gradients) == {torch.float32}
 
@@ -77,14 +83,20 @@ class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.weight, self.frozen = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.randn(8), requires_grad=False)
+        self.weight, self.frozen = (
+            nn.Parameter(torch.randn(8, 8) / 3),
+            nn.Parameter(torch.randn(8), requires_grad=False),
+        )
         self.norm = nn.BatchNorm1d(8)
         self.register_buffer("kept", torch.tensor([1.0 + 2**-20] * 8), persistent=False)
         self.register_buffer("cast", torch.tensor([1.0 + 2**-20] * 8))
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x, target):
-        self.seen = {n: getattr(self, n).dtype for n in ("weight", "kept", "cast")} | {"x": x.dtype, "norm": self.norm.weight.dtype}
+        self.seen = {n: getattr(self, n).dtype for n in ("weight", "kept", "cast")} | {
+            "x": x.dtype,
+            "norm": self.norm.weight.dtype,
+        }
         y = torch.relu(x @ self.weight) @ self.weight.t() * self.cast + self.frozen
         return nn.functional.mse_loss(self.norm(y), target)
 
@@ -102,7 +114,9 @@ def test_what_is_cast(mesh):
 def test_gradients_of_a_shared_weight_are_added_wide():
     captured = api.trace(Twice(), (torch.randn(8, 8), torch.randn(8, 8)), precision="bf16")
     output = output_node(captured.graph)
-    (gradient,) = [n for n, r in zip(output.args[0], output.meta["roles"]) if r.kind == "gradient" and r.name == "weight"]
+    (gradient,) = [
+        n for n, r in zip(output.args[0], output.meta["roles"]) if r.kind == "gradient" and r.name == "weight"
+    ]
     assert gradient.target is torch.ops.aten.add.Tensor
     assert {a.meta["val"].dtype for a in gradient.all_input_nodes} == {torch.float32}
 
@@ -125,7 +139,11 @@ def test_buffers_that_a_forward_writes_keep_their_values():
 
 def test_narrowed_leaves_what_is_not_wider():
     half, whole = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.int64)
-    assert narrowed(half, torch.bfloat16) is half and narrowed(whole, torch.bfloat16) is whole and narrowed("x", None) == "x"
+    assert (
+        narrowed(half, torch.bfloat16) is half
+        and narrowed(whole, torch.bfloat16) is whole
+        and narrowed("x", None) == "x"
+    )
     assert narrowed(torch.ones(2, dtype=torch.float64), torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(StrategyError, match="no precision 'fp16'"):
         api.plan(nn.Linear(2, 2), "dp=2", (torch.ones(2, 2),), precision="fp16")

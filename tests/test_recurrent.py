@@ -1,4 +1,5 @@
-"""Recurrent cells and layers on meshes with stages: few ops, some of them without any seconds, and chains of partial sums."""
+"""Recurrent cells and layers on meshes with stages: few ops, some of them without any seconds, and chains of partial
+sums."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LAYERS = ("LSTM", "GRU", "RNN")
 
 
 class Recurrent(nn.Module):
-    """Linear, recurrence over the sequence, linear; a cell alone if `steps` is None. x (B, S, 6), or (B, 6) for a cell alone."""
+    """Linear, recurrence over the sequence, linear; a cell alone if `steps` is None. x (B, S, 6), or (B, 6) for a cell
+    alone."""
 
     def __init__(self, kind: str, steps: bool = True):
         super().__init__()

@@ -1,4 +1,5 @@
-"""What no joint graph can hold is one error with the reason and the user's line, and nothing of torch's own is printed."""
+"""What no joint graph can hold is one error with the reason and the user's line, and nothing of torch's own is
+printed."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ REFUSED = {
     "func.grad of inputs": (
         lambda m, x: torch.func.grad(lambda z: m.layer(z).sum())(x), X, "torch.func.grad", "outside of the model",
     ),
-    "jacfwd": (lambda m, x: torch.func.jacfwd(lambda z: m.layer(z).sum(0))(x), X, "torch.func.jvp", "outside of the model"),
+    "jacfwd": (lambda m, x: torch.func.jacfwd(lambda z: m.layer(z).sum(0))(x), X, "torch.func.jvp",
+               "outside of the model"),
     "masked_select": (lambda m, x: torch.masked_select(m.layer(x), x > 0), X, "aten.masked_select", "torch.where"),
     "nonzero": (lambda m, x: m.layer(x)[(x[:, 0] > 0).nonzero()[:, 0]], X, "aten.nonzero", "torch.where"),
     "mask as an index": (lambda m, x: m.layer(x)[x[:, 0] > 0], X, "aten.index.Tensor", "torch.where"),

@@ -1,4 +1,5 @@
-"""A pipeline on all its ranks gives what one device gives: models x meshes x schedules x strategies, each pair of values once.
+"""A pipeline on all its ranks gives what one device gives: models x meshes x schedules x strategies, each pair of
+values once.
 
 benchmarks/pipeline_matrix.py has the whole product."""
 
@@ -106,7 +107,9 @@ def test_adapters(adaptation):
     check(case, 2, str(adaptation), mesh="pp=2,dp=2", schedule="1f1b", strategy="fsdp")
 
 
-@pytest.mark.parametrize("schedule, mesh, strategy", [("1f1b", "pp=2,dp=2", "fsdp"), ("zbv", "pp=2,tp=2", "megatron_sp")])
+@pytest.mark.parametrize(
+    "schedule, mesh, strategy", [("1f1b", "pp=2,dp=2", "fsdp"), ("zbv", "pp=2,tp=2", "megatron_sp")]
+)
 def test_bf16_with_fp32_masters(schedule, mesh, strategy):
     """One device in bf16 is as near as its rounding, and the same graph in fp32 shows that this is all."""
     model, inputs = tiny.gpt2(n_layer=1)
@@ -122,7 +125,8 @@ def test_bf16_with_fp32_masters(schedule, mesh, strategy):
     wide.check(simulate_pipeline(wide.captured, plan, wide.values), "in fp32", 1e-5)
 
 
-# what passes, and what is kept ------------------------------------------------------------------------------------------
+# what passes, and what is kept
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "zbv"])
@@ -144,8 +148,12 @@ def test_blocks_send_two_values_a_cut_and_micro_batch():
     for count in (1, 4):
         captured = micro_batch(case.captured, count).captured
         modules = {n.name: n.meta["module"] for n in captured.graph.nodes}
-        blocks = sorted({".".join(m.split(".")[:2]) for m in modules.values() if m.count(".") and m.split(".")[1].isdigit()})
-        cuts = tuple(next(op for op in staged.forward_ops(captured) if modules[op].startswith(block)) for block in blocks[1:])
+        blocks = sorted(
+            {".".join(m.split(".")[:2]) for m in modules.values() if m.count(".") and m.split(".")[1].isdigit()}
+        )
+        cuts = tuple(
+            next(op for op in staged.forward_ops(captured) if modules[op].startswith(block)) for block in blocks[1:]
+        )
         assert len(cuts) == 3, blocks
         step = check(case, count, "blocks", mesh="pp=4", schedule="1f1b", cuts=cuts)
         assert set(step.sends.values()) == {count} and sum(step.sends.values()) == 2 * 3 * count
@@ -173,20 +181,27 @@ def test_gradients_are_reduced_once_a_step():
         step = simulate_pipeline(case.captured, plan, case.values)
         for stage, sent in zip(stages_of(case.captured, plan)[1], step.bytes_sent):
             mine = sum(bytes_of(case.wanted.gradients[name]) for name in stage.parameters)
-            assert all(mine <= bytes_ <= mine + 256 for bytes_ in sent), (count, stage.index, mine, sent)  # and the loss
+            assert all(mine <= bytes_ <= mine + 256 for bytes_ in sent), (
+                count,
+                stage.index,
+                mine,
+                sent,
+            )  # and the loss
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_parameters_that_are_kept_are_gathered_once_a_step(strategy):
-    """However many micro-batches there are, ZeRO-1 gathers as often and holds as much; ZeRO-3 gathers in each of them. Both emit
-    what they plan."""
+    """However many micro-batches there are, ZeRO-1 gathers as often and holds as much; ZeRO-3 gathers in each of them.
+    Both emit what they plan."""
     graph = captured("gpt:layers=2,hidden=32,heads=2,vocab=32,tied=false")
     options, gathers, kept_bytes = PlanOptions(load("cpu-gloo"), strategy=strategy), [], []
     for count in (2, 4):
         plan = plan_pipeline(graph, Mesh.parse("pp=2,dp=2"), options, schedule="1f1b", micro_batches=count).plan
         calls: Counter = Counter()
         for programs in Lowered.of(graph, replace(plan, bucket_bytes=0.0), check=False).stages:
-            for _, what, _ in programs[0].collectives():  # "stage 0 forward all_gather_into_tensor float32 over dp: ..."
+            for _, what, _ in programs[
+                0
+            ].collectives():  # "stage 0 forward all_gather_into_tensor float32 over dp: ..."
                 _, _, phase, kind, *_ = what.split()
                 calls[phase] += kind == "all_gather_into_tensor"
         emitted = calls["copies"] + count * (calls["forward"] + calls["backward"])
@@ -211,7 +226,8 @@ def test_all_ranks_of_a_stage_call_the_same():
         assert calls[0] and all(c == calls[0] for c in calls)
 
 
-# refusals --------------------------------------------------------------------------------------------------------------
+# refusals
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_not_received_is_an_error():

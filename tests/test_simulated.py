@@ -10,7 +10,9 @@ from autopar.oracle import global_values
 from autopar.simulated import plan_and_capture, simulate_step
 
 MODELS = ["gpt2-tiny:layers=1", "llama-tiny:layers=1", "mlp-tiny:layers=1"]
-AUTO = [(model, mesh, None) for model in MODELS for mesh in ("dp=8", "dp=2,tp=4")] + [("gpt2-tiny:layers=2", "dp=4,tp=4", None)]
+AUTO = [(model, mesh, None) for model in MODELS for mesh in ("dp=8", "dp=2,tp=4")] + [
+    ("gpt2-tiny:layers=2", "dp=4,tp=4", None)
+]
 EXPERTS = [
     ("gpt2-tiny:layers=1", "dp=2,tp=4", "megatron"),
     ("llama-tiny:layers=1", "dp=2,tp=4", "megatron_sp"),
@@ -34,7 +36,9 @@ def test_a_step_is_that_of_the_unsharded_model(model, mesh, strategy):
 
 def test_results_by_name():
     module, inputs = build("mlp-tiny:layers=1", batch=4, seq=4, device="cpu")
-    plan, captured = plan_and_capture(module, "dp=2,tp=2", inputs, strategy="megatron", hardware="cpu-gloo", baselines=False)
+    plan, captured = plan_and_capture(
+        module, "dp=2,tp=2", inputs, strategy="megatron", hardware="cpu-gloo", baselines=False
+    )
     step = simulate_step(captured, plan, global_values(captured, module, inputs))
     loss = module(**inputs).loss
     loss.backward()
@@ -76,8 +80,8 @@ def test_a_window_of_attention(mesh, strategy):
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     inputs = dict(input_ids=ids, labels=ids)
     module = MistralForCausalLM(MistralConfig(
-        vocab_size=64, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3,
-        sliding_window=5,
+        vocab_size=64, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, sliding_window=5,
     ))  # fmt: skip
     report = verify_model(module, inputs, mesh, strategy=strategy)
     assert report.match and module.config.sliding_window < ids.shape[1], str(report)
@@ -94,8 +98,9 @@ class Strided(nn.Module):
         self.kind, self.linear = kind, nn.Linear(8, 8)
         self.layer = {
             "group norm": lambda: nn.GroupNorm(2, 8), "lstm": lambda: nn.LSTM(8, 5, batch_first=True),
-            "gru": lambda: nn.GRU(8, 5, batch_first=True), "pool": lambda: nn.AvgPool1d(2), "layer norm": lambda: nn.LayerNorm(3),
-            "batch norm": lambda: nn.BatchNorm1d(8), "conv": lambda: nn.Conv1d(8, 4, 3),
+            "gru": lambda: nn.GRU(8, 5, batch_first=True), "pool": lambda: nn.AvgPool1d(2),
+            "layer norm": lambda: nn.LayerNorm(3), "batch norm": lambda: nn.BatchNorm1d(8),
+            "conv": lambda: nn.Conv1d(8, 4, 3),
         }[kind]()  # fmt: skip
 
     def forward(self, x):
@@ -116,7 +121,8 @@ def test_kernels_that_do_not_look_at_strides(kind, strategy):
 
 
 class ReturnsWhatItHas(nn.Module):
-    """Outputs that are parameters, views of them and views of each other; without a loss each of them has a gradient."""
+    """Outputs that are parameters, views of them and views of each other; without a loss each of them has a
+    gradient."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +134,9 @@ class ReturnsWhatItHas(nn.Module):
         return y, y.t(), self.linear.weight, self.linear.weight.t(), self.linear.bias[2:], self.fixed, x, y, y.detach()
 
 
-@pytest.mark.parametrize("mesh, strategy", [("dp=2", "ddp"), ("dp=3", "fsdp"), ("tp=3", "megatron"), ("dp=2,tp=2", None)])
+@pytest.mark.parametrize(
+    "mesh, strategy", [("dp=2", "ddp"), ("dp=3", "fsdp"), ("tp=3", "megatron"), ("dp=2,tp=2", None)]
+)
 def test_parameters_and_views_as_outputs(mesh, strategy):
     torch.manual_seed(0)
     report = verify_model(ReturnsWhatItHas(), {"x": torch.randn(4, 6)}, mesh, strategy=strategy)

@@ -1,4 +1,5 @@
-"""Batches that the number of micro-batches does not divide: sizes differ by at most one sample, and nothing else differs."""
+"""Batches that the number of micro-batches does not divide: sizes differ by at most one sample, and nothing else
+differs."""
 
 from __future__ import annotations
 
@@ -91,8 +92,9 @@ def test_every_schedule(schedule):
 
 
 @pytest.mark.parametrize("name, samples, count, mesh, strategy", [
-    ("llama", 10, 4, "pp=2,dp=2,tp=2", "auto"), ("llama", 7, 2, "pp=2,dp=2", "fsdp"), ("bert", 5, 3, "pp=2,tp=2", "megatron_sp"),
-    ("vit", 7, 2, "pp=2,dp=2", "zero1"), ("t5", 5, 2, "pp=2,dp=2", "auto"), ("gpt2", 10, 4, "pp=2,dp=2", "ddp"),
+    ("llama", 10, 4, "pp=2,dp=2,tp=2", "auto"), ("llama", 7, 2, "pp=2,dp=2", "fsdp"),
+    ("bert", 5, 3, "pp=2,tp=2", "megatron_sp"), ("vit", 7, 2, "pp=2,dp=2", "zero1"), ("t5", 5, 2, "pp=2,dp=2", "auto"),
+    ("gpt2", 10, 4, "pp=2,dp=2", "ddp"),
 ])  # fmt: skip
 def test_strategies(name, samples, count, mesh, strategy):
     case = staged.family(name, batch=samples)
@@ -132,7 +134,9 @@ def test_the_plan_counts_them(tmp_path):
     assert "4 micro-batches of 3 and 2 samples" in str(plan) and plan.pipeline.samples == 10
     assert plan.pipeline.played().seconds <= plan.step_seconds and plan.bound <= plan.step_seconds
     _, larger = tiny.gpt2(batch=12)
-    again = api.search(model, "pp=2", larger, hardware="cpu-gloo", baselines=False, micro_batches=4, schedule="1f1b").plan
+    again = api.search(
+        model, "pp=2", larger, hardware="cpu-gloo", baselines=False, micro_batches=4, schedule="1f1b"
+    ).plan
     assert plan.step_seconds < again.step_seconds and again.pipeline.samples == 0
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
@@ -155,7 +159,9 @@ def _train(rank: int) -> float:
     batch["labels"] = batch["input_ids"].clone()
     for i in range(7):
         batch["labels"][i, : 2 * i] = -100
-    parallel, reference = pair(model, device_mesh("pp=2,dp=2"), batch, micro_batches=4, schedule="1f1b", outputs="everywhere")
+    parallel, reference = pair(
+        model, device_mesh("pp=2,dp=2"), batch, micro_batches=4, schedule="1f1b", outputs="everywhere"
+    )
     for samples in (7, 5, 7, 2):
         part = {name: value[:samples] for name, value in batch.items()}
         output, expected = parallel(**part), reference(**part)

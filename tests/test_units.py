@@ -5,7 +5,14 @@ from autopar.units import byte_column, column, ms, percent, size, table
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(0, "0.000 ms"), (3.2e-6, "0.003 ms"), (7.926e-3, "7.93 ms"), (0.2806, "280.6 ms"), (9.5, "9500.0 ms"), (61.5, "61.50 s")],
+    [
+        (0, "0.000 ms"),
+        (3.2e-6, "0.003 ms"),
+        (7.926e-3, "7.93 ms"),
+        (0.2806, "280.6 ms"),
+        (9.5, "9500.0 ms"),
+        (61.5, "61.50 s"),
+    ],
 )
 def test_ms(seconds, text):
     assert ms(seconds) == text

@@ -25,7 +25,14 @@ def huggingface(name: str):
     ids = torch.randint(1, 90, (4, 16))
     if name == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=96, n_positions=64, n_embd=32, n_layer=DEPTH, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            vocab_size=96,
+            n_positions=64,
+            n_embd=32,
+            n_layer=DEPTH,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
         return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
     if name == "bert":

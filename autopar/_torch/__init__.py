@@ -1,5 +1,5 @@
-"""The only place that touches torch's private interfaces, each behind a small function of autopar's own; those of gradients and
-autocast that are switched on and off are in regions.py.
+"""The only place that touches torch's private interfaces, each behind a small function of autopar's own; those of
+gradients and autocast that are switched on and off are in regions.py.
 
 Written for torch >= 2.11, < 2.14.
 """
@@ -102,7 +102,8 @@ def has_no_value(value: object) -> bool:
 
 @contextlib.contextmanager
 def _without_linalg_checks():
-    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a graph
+    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a
+    graph
     keeps: such a matrix then gives what LAPACK leaves behind."""
     holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = holder.effect
@@ -139,12 +140,12 @@ def _mean_dim(x, dim, keepdim=False, dtype=None):
 def joint_graph(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], decompositions: dict[object, Callable]
 ) -> tuple[fx.GraphModule, list, list]:
-    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output. Ops in
-    `decompositions` are traced into what they stand for.
+    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output. Ops
+    in `decompositions` are traced into what they stand for.
 
-    Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index), ("zero", "") of
-    the tangent of a mutation, and ("output", index), ("gradient", parameter name), ("input_gradient", input index), ("mutation",
-    name of a parameter or buffer), ("input_mutation", input index)."""
+    Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index),
+    ("zero", "") of the tangent of a mutation, and ("output", index), ("gradient", parameter name), ("input_gradient",
+    input index), ("mutation", name of a parameter or buffer), ("input_mutation", input index)."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
@@ -243,8 +244,8 @@ def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype):
 
 
 def as_dtensor(local: torch.Tensor, spec, kind: type | None = None) -> torch.Tensor:
-    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd. `kind`: a class of
-    DTensors."""
+    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd. `kind`: a
+    class of DTensors."""
     from torch.distributed.tensor import DTensor
 
     return (kind or DTensor)(local, spec, requires_grad=False)
@@ -261,7 +262,8 @@ def local_of(dtensor) -> torch.Tensor:
 
 
 def set_local(dtensor, local: torch.Tensor) -> None:
-    """From here on `local`, of the same form, holds the values of a DTensor, and what held them before is left as it is."""
+    """From here on `local`, of the same form, holds the values of a DTensor, and what held them before is left as it
+    is."""
     dtensor._local_tensor = local
 
 
@@ -272,7 +274,8 @@ def write_local(dtensor, local: torch.Tensor) -> None:
 
 
 def release_saved(ctx) -> None:
-    """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is retained."""
+    """Let an autograd.Function's context forget its saved tensors before its backward runs, unless the graph is
+    retained."""
     if hasattr(ctx, "maybe_clear_saved_tensors"):
         ctx.maybe_clear_saved_tensors()
 
@@ -312,8 +315,8 @@ def default_store():
 
 
 def accumulates(node) -> bool:
-    """Whether the backward that runs now adds to the `.grad` of a leaf, given its AccumulateGrad node; `torch.autograd.grad` only
-    returns gradients."""
+    """Whether the backward that runs now adds to the `.grad` of a leaf, given its AccumulateGrad node;
+    `torch.autograd.grad` only returns gradients."""
     if node is None:  # of a tensor that requires no gradient
         return False
     try:
@@ -334,13 +337,16 @@ def is_in_backward() -> bool:
 
 @functools.cache
 def pipelining():
-    """torch.distributed.pipelining's engine: (base class of stages, schedule that runs lists of actions, action, adds sends and
-    receives to lists of actions)."""
+    """torch.distributed.pipelining's engine: (base class of stages, schedule that runs lists of actions, action, adds
+    sends and receives to lists of actions)."""
     from torch.distributed.pipelining import schedules, stage
 
     def actions(orders) -> dict:
         """{rank: actions} from orders of (kind, stage, micro-batch), kinds written F, B, I and W."""
         kinds = schedules._ComputationType
-        return {rank: [schedules._Action(s, kinds.from_str(kind), i) for kind, s, i in order] for rank, order in enumerate(orders)}
+        return {
+            rank: [schedules._Action(s, kinds.from_str(kind), i) for kind, s, i in order]
+            for rank, order in enumerate(orders)
+        }
 
     return stage._PipelineStageBase, schedules._PipelineScheduleRuntime, actions, schedules._add_send_recv

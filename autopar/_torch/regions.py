@@ -19,8 +19,9 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def plain_regions():
-    """Inside, an exported graph keeps a node where gradients or autocast are switched on or off, and all ops in one graph. As
-    submodules, which torch makes of such regions, it loses a `no_grad` that begins inside of an `autocast`."""
+    """Inside, an exported graph keeps a node where gradients or autocast are switched on or off, and all ops in one
+    graph. As submodules, which torch makes of such regions, it loses a `no_grad` that begins inside of an
+    `autocast`."""
     from torch._export.passes import replace_autocast_with_hop_pass as autocast
     from torch._export.passes import replace_set_grad_with_hop_pass as set_grad
 
@@ -51,10 +52,15 @@ def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
 
 
 def autocast_switch(node: fx.Node) -> tuple | None:
-    """(device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None for others."""
+    """(device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None for
+    others."""
     if node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast:
         return ()
-    return tuple(node.args[:3]) if node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast else None
+    return (
+        tuple(node.args[:3])
+        if node.op == "call_function" and node.target is torch.amp.autocast_mode._enter_autocast
+        else None
+    )
 
 
 def no_autocast():
@@ -66,7 +72,8 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def has_autocast_kernel(target, device: str) -> bool:
-    """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made of."""
+    """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made
+    of."""
     keys = (_AUTOCAST_KEYS[device], "CompositeImplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key) for key in keys)
 
@@ -95,7 +102,9 @@ class _StandIn(torch.Tensor):
 
     @staticmethod
     def __new__(cls, value: torch.Tensor, device: str, run: Callable):
-        return torch.Tensor._make_wrapper_subclass(cls, value.shape, strides=value.stride(), dtype=value.dtype, device=device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=device
+        )
 
     def __init__(self, value: torch.Tensor, device: str, run: Callable):
         self.run = run
@@ -110,7 +119,8 @@ class _StandIn(torch.Tensor):
 
 
 def stand_in(value: torch.Tensor, device: str, run: Callable) -> torch.Tensor:
-    """A tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op, args, kwargs)`."""
+    """A tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op, args,
+    kwargs)`."""
     return _StandIn(value, device, run)
 
 
@@ -121,4 +131,6 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     given = dict(zip((a.name for a in schema.arguments), node.args)) | dict(node.kwargs)
     found = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [n for value in found for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)]
+    return [
+        n for value in found for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)
+    ]

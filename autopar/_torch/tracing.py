@@ -1,4 +1,5 @@
-"""Torch's private interfaces to what a trace must see or leave alone: its flag, its prints, transforms, checkpoints and hooks."""
+"""Torch's private interfaces to what a trace must see or leave alone: its flag, its prints, transforms, checkpoints and
+hooks."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ def without_prints():
 
 @contextlib.contextmanager
 def transforms(entered: Callable[[str], object]):
-    """Inside, `entered` is told the name of every transform of torch.func that begins: "torch.vmap", "torch.func.grad" (and
-    vjp, jacrev) or "torch.func.jvp" (jacfwd too)."""
+    """Inside, `entered` is told the name of every transform of torch.func that begins: "torch.vmap", "torch.func.grad"
+    (and vjp, jacrev) or "torch.func.jvp" (jacfwd too)."""
     from torch._functorch import eager_transforms, vmap
 
-    places = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting", "torch.func.grad"),
+    places = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting",
+                                                               "torch.func.grad"),
               (eager_transforms, "jvp_increment_nesting", "torch.func.jvp"))  # fmt: skip
     before = [getattr(module, function) for module, function, _ in places]
 
@@ -73,7 +75,12 @@ def hooks_of_all_modules() -> list[dict]:
     """The tables of hooks that run for every module."""
     from torch.nn.modules import module
 
-    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    names = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
     return [getattr(module, name) for name in names]
 
 

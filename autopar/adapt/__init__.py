@@ -1,5 +1,5 @@
-"""Adaptations of a model, planned and sharded with the rest: what to change (the classes here), and what they add to the model
-(see attach.py). The passes that change the graph are in passes/, under the same names."""
+"""Adaptations of a model, planned and sharded with the rest: what to change (the classes here), and what they add to
+the model (see attach.py). The passes that change the graph are in passes/, under the same names."""
 
 from .fake_quant import FakeQuant
 from .lora import LoRA

@@ -1,7 +1,7 @@
 """What adaptations add to a model before it is traced, and how it is taken away again.
 
-The user's model file stays as it is: its forward neither knows nor reads what is added here. Passes over the traced graph read it
-(see passes/lora.py), and `autopar.compile` takes it over with the rest of the parameters.
+The user's model file stays as it is: its forward neither knows nor reads what is added here. Passes over the traced
+graph read it (see passes/lora.py), and `autopar.compile` takes it over with the rest of the parameters.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Replaced:
-    """A parameter that the compiled model does not have: it has `names`, which `compute` makes from its value, in this order."""
+    """A parameter that the compiled model does not have: it has `names`, which `compute` makes from its value, in this
+    order."""
 
     names: tuple[str, ...]
     compute: Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class Attachment:
-    """Changes of one model. `device` is where values that are added live; on "meta" nothing is drawn. `seed`: of what is drawn.
+    """Changes of one model. `device` is where values that are added live; on "meta" nothing is drawn. `seed`: of what
+    is drawn.
     `reads_files`: the values that the model has now are not those that it will have."""
 
     def __init__(self, model: nn.Module, device: str | torch.device = "meta", seed: int = 0, reads_files: bool = False):
@@ -50,12 +52,14 @@ class Attachment:
         self, path: str, name: str, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         compute: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> None:  # fmt: skip
-        """Frozen parameters of these names, shapes and dtypes take the place of parameter `name` of the module at `path`. They have
-        no values here: whoever takes the model over computes them, one parameter at a time. The user's forward is traced with the
-        one that they replace."""
+        """Frozen parameters of these names, shapes and dtypes take the place of parameter `name` of the module at
+        `path`. They have no values here: whoever takes the model over computes them, one parameter at a time. The
+        user's forward is traced with the one that they replace."""
         module, whole = self.model.get_submodule(path), f"{path}." if path else ""
         for new, (shape, dtype) in forms.items():
-            module.register_parameter(new, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
+            module.register_parameter(
+                new, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+            )
             self._undo.append(lambda n=new: module._parameters.pop(n))
         self.replaced[whole + name] = Replaced(tuple(whole + new for new in forms), compute)
 

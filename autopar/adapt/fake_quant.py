@@ -1,8 +1,8 @@
 """Fake quantization: which layers train as if their weights and inputs were small integers, in the words of torchao.
 
-Training rounds weights, and the inputs of linear layers if asked, to a grid (see grid.py) and goes on in floating point, so that
-the model learns to live with the rounding (quantization-aware training, arXiv 1712.05877); `autopar.convert` then stores the
-integers. Of a module M there may be added
+Training rounds weights, and the inputs of linear layers if asked, to a grid (see grid.py) and goes on in floating
+point, so that the model learns to live with the rounding (quantization-aware training, arXiv 1712.05877);
+`autopar.convert` then stores the integers. Of a module M there may be added
 
     M.weight_fake_quantizer.scale          (o, groups), a trained scale (LSQ, arXiv 1902.08153)
     M.activation_fake_quantizer.min_val    (), the range of the inputs that an observer has seen; infinite before the first
@@ -41,17 +41,18 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class FakeQuant:
-    """Quantization-aware training for `autopar.compile(..., adapt=[FakeQuant("int4", group_size=32, activations="int8")])`.
+    """Quantization-aware training for `autopar.compile(..., adapt=[FakeQuant("int4", group_size=32,
+    activations="int8")])`.
 
-    dtype: of the weights, "int2" to "int8" (or torch.int8); granularity: "per_channel", a scale for each row (also "per_row" or
-    "per_axis"), or "per_group", one for each `group_size` elements of it, which alone says the same. mapping_type: "symmetric", or
-    "asymmetric" with a zero point. scale_precision: type of the scales, torch.float32 or torch.bfloat16. range_learning: scales are
-    trained (LSQ) instead of following from the weights at every step.
-    activations: dtype of the inputs of linear layers, None to leave them. activation_granularity: "per_token", scales follow from
-    each token, or "per_tensor", from a range that an observer keeps in buffers: "moving_average_minmax" with the weight
-    averaging_constant for the new, "minmax", or "frozen" for ranges that a checkpoint brings. activation_mapping_type as above.
-    target_modules, exclude_modules: ends of module names, a regular expression for whole names, or "all-linear".
-    Raises AdaptError for values that mean nothing."""
+    dtype: of the weights, "int2" to "int8" (or torch.int8); granularity: "per_channel", a scale for each row (also
+    "per_row" or "per_axis"), or "per_group", one for each `group_size` elements of it, which alone says the same.
+    mapping_type: "symmetric", or "asymmetric" with a zero point. scale_precision: type of the scales, torch.float32 or
+    torch.bfloat16. range_learning: scales are trained (LSQ) instead of following from the weights at every step.
+    activations: dtype of the inputs of linear layers, None to leave them. activation_granularity: "per_token", scales
+    follow from each token, or "per_tensor", from a range that an observer keeps in buffers: "moving_average_minmax"
+    with the weight averaging_constant for the new, "minmax", or "frozen" for ranges that a checkpoint brings.
+    activation_mapping_type as above. target_modules, exclude_modules: ends of module names, a regular expression for
+    whole names, or "all-linear". Raises AdaptError for values that mean nothing."""
 
     dtype: str = "int8"
     granularity: str | None = None
@@ -79,22 +80,33 @@ class FakeQuant:
         for name, allowed in (("dtype", DTYPES), *CHOICES.items()):
             value = getattr(self, name)
             if value not in allowed:
-                raise AdaptError(f"FakeQuant has {name}={value!r}", fix=f"one of {nearest(str(value), map(str, allowed))}")
+                raise AdaptError(
+                    f"FakeQuant has {name}={value!r}", fix=f"one of {nearest(str(value), map(str, allowed))}"
+                )
         size = self.group_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
-            raise AdaptError(f"FakeQuant has group_size={size!r}", fix="elements of a row that share a scale, 2 or more")
+            raise AdaptError(
+                f"FakeQuant has group_size={size!r}", fix="elements of a row that share a scale, 2 or more"
+            )
         if (size is not None) != (self.granularity == "per_group"):
-            raise AdaptError(f"FakeQuant has granularity={self.granularity!r} and group_size={size}", fix="give both, or neither")
+            raise AdaptError(
+                f"FakeQuant has granularity={self.granularity!r} and group_size={size}", fix="give both, or neither"
+            )
         if self.range_learning and self.mapping_type != "symmetric":
             raise AdaptError("range_learning has a trained scale and no zero point", fix='mapping_type="symmetric"')
         if not is_number(self.averaging_constant) or not 0 < self.averaging_constant <= 1:
-            raise AdaptError(f"FakeQuant has averaging_constant={self.averaging_constant!r}", fix="a number from above 0 to 1")
+            raise AdaptError(
+                f"FakeQuant has averaging_constant={self.averaging_constant!r}", fix="a number from above 0 to 1"
+            )
         if not self.target_modules:
-            raise AdaptError("FakeQuant has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"')
+            raise AdaptError(
+                "FakeQuant has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"'
+            )
 
     @staticmethod
     def parse(text: str) -> FakeQuant:
-        """From text such as "int8" or "int4,group_size=32,activations=int8": the dtype, then fields by name. Raises AdaptError."""
+        """From text such as "int8" or "int4,group_size=32,activations=int8": the dtype, then fields by name. Raises
+        AdaptError."""
         return parse(FakeQuant, text, first="dtype")
 
     @property
@@ -105,11 +117,13 @@ class FakeQuant:
     def activation_grid(self) -> Grid | None:
         if self.activations is None:
             return None
-        return Grid(self.activations, self.activation_granularity, self.activation_mapping_type, None, self.scale_precision)
+        return Grid(
+            self.activations, self.activation_granularity, self.activation_mapping_type, None, self.scale_precision
+        )
 
     def attach(self, to: Attachment) -> None:
-        """Mark the layers and add what is trained or observed. Raises AdaptError for targets that the model does not have, that
-        are no linear layer or embedding, or whose rows are not whole groups."""
+        """Mark the layers and add what is trained or observed. Raises AdaptError for targets that the model does not
+        have, that are no linear layer or embedding, or whose rows are not whole groups."""
         if already := next((path for path, _, _ in sites_of(to.model)), None):
             raise AdaptError(f"{already} is fake-quantized already", fix="compile the model that it was attached to")
         for path in self._found(to.model):
@@ -139,7 +153,8 @@ class FakeQuant:
             near = sorted(sizes, key=lambda n: abs(n - self.group_size))[:3]
             raise AdaptError(
                 f"group_size={self.group_size} does not divide the {site.shape[1]} inputs of {path}",
-                shape=site.shape, fix=f"one of {', '.join(map(str, sorted(near)))}, or leave the layer out by exclude_modules",
+                shape=site.shape, fix=f"one of {', '.join(map(str, sorted(near)))}, or leave the layer out by "
+                                      f"exclude_modules",
             )  # fmt: skip
         return site
 
@@ -150,7 +165,8 @@ class FakeQuant:
             return torch.empty(rows, grid.groups(features), dtype=self.scale_precision, device=to.device)
         if weight.is_meta or to.reads_files:
             raise AdaptError(
-                f"{path} has no values yet from which its first scale follows", fix="compile a model with values, without weights="
+                f"{path} has no values yet from which its first scale follows",
+                fix="compile a model with values, without weights=",
             )
         weight = weight.t() if site.is_transposed else weight
         grouped = weight.float().reshape(rows, grid.groups(features), -1)
@@ -160,7 +176,8 @@ class FakeQuant:
 
 @dataclass(frozen=True)
 class QuantSite:
-    """One fake-quantized layer. `kind`: "linear" or "embedding"; `is_transposed`: its weight is (i, o); `shape`: (o, i)."""
+    """One fake-quantized layer. `kind`: "linear" or "embedding"; `is_transposed`: its weight is (i, o); `shape`: (o,
+    i)."""
 
     kind: str
     is_transposed: bool

@@ -1,13 +1,15 @@
-"""Grids of integers that values are rounded to: how many, which values share a scale, and how the scale follows from a range.
+"""Grids of integers that values are rounded to: how many, which values share a scale, and how the scale follows from a
+range.
 
-The words are those of torchao's IntxFakeQuantizeConfig (torchao.quantization.qat), and so are the formulas (choose_qparams_affine
-in torchao.quantization.quant_primitives), with 0 in every range [low, high]:
+The words are those of torchao's IntxFakeQuantizeConfig (torchao.quantization.qat), and so are the formulas
+(choose_qparams_affine in torchao.quantization.quant_primitives), with 0 in every range [low, high]:
 
     symmetric     scale = max(-low, high) / ((qmax - qmin) / 2)
     asymmetric    scale = (high - low) / (qmax - qmin),    zero_point = clamp(qmin - round(low / scale), qmin, qmax)
 
-They are written in `call(op, *arguments)` of ATen's ops, so that a pass writes into a graph what `eager` computes on tensors. The
-smallest value is minus the largest of the negative ones: a maximum is what may be taken of parts on several devices.
+They are written in `call(op, *arguments)` of ATen's ops, so that a pass writes into a graph what `eager` computes on
+tensors. The smallest value is minus the largest of the negative ones: a maximum is what may be taken of parts on
+several devices.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Grid:
-    """`dtype`: "int2" to "int8"; `granularity`: what shares a scale, "per_tensor", "per_token" and "per_channel" (all along the
-    last dim), or "per_group" (`group_size` elements along it); `mapping_type`: "symmetric" or "asymmetric" (with a zero point)."""
+    """`dtype`: "int2" to "int8"; `granularity`: what shares a scale, "per_tensor", "per_token" and "per_channel" (all
+    along the last dim), or "per_group" (`group_size` elements along it); `mapping_type`: "symmetric" or "asymmetric"
+    (with a zero point)."""
 
     dtype: str
     granularity: str
@@ -74,18 +77,24 @@ class Grid:
         return 1 if self.group_size is None else features // self.group_size
 
     def grouped(self, call: Call, x, shape):
-        """x (..., i) of `shape` such that one scale's elements fill the last dim: (..., groups, group_size), or as it is."""
-        return x if self.group_size is None else call(aten.view.default, x, [*shape[:-1], self.groups(shape[-1]), self.group_size])
+        """x (..., i) of `shape` such that one scale's elements fill the last dim: (..., groups, group_size), or as it
+        is."""
+        return (
+            x
+            if self.group_size is None
+            else call(aten.view.default, x, [*shape[:-1], self.groups(shape[-1]), self.group_size])
+        )
 
     def range_of(self, call: Call, x, dtype: torch.dtype):
-        """(low, high) of values x (..., i), grouped already, that share a scale: (..., 1) in the type `dtype`. On a symmetric grid
-        it is (None, high), how far they reach."""
+        """(low, high) of values x (..., i), grouped already, that share a scale: (..., 1) in the type `dtype`. On a
+        symmetric grid it is (None, high), how far they reach."""
         if self.is_symmetric:
             return None, call(aten.to.dtype, call(aten.amax.default, call(aten.abs.default, x), [-1], True), dtype)
         return limits(call, x, [-1], True, dtype)
 
     def qparams(self, call: Call, low, high):
-        """(scale, zero_point) for a range; the zero point is None on a symmetric grid. Both are of the precision of scales."""
+        """(scale, zero_point) for a range; the zero point is None on a symmetric grid. Both are of the precision of
+        scales."""
         if low is not None:
             low, high = call(aten.clamp_max.default, low, 0.0), call(aten.clamp_min.default, high, 0.0)
         if self.is_symmetric:

@@ -1,10 +1,11 @@
 """LoRA: what to adapt and how, in PEFT's words, and the parameters that it adds.
 
-A frozen weight W (o, i) gets a trained product of two thin matrices, y = W x + scaling * B A x with A (r, i) and B (o, r)
-(arXiv 2106.09685); scaling is lora_alpha / r, or lora_alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732). DoRA (arXiv
-2402.09353) trains the length of every row of W + scaling * B A besides. Names, shapes, starting values and the meaning of every
-argument are those of PEFT's `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora); what PEFT would do silently
-to a shared parameter, or what no file of an adapter holds, is refused.
+A frozen weight W (o, i) gets a trained product of two thin matrices, y = W x + scaling * B A x with A (r, i) and B (o,
+r) (arXiv 2106.09685); scaling is lora_alpha / r, or lora_alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732).
+DoRA (arXiv
+2402.09353) trains the length of every row of W + scaling * B A besides. Names, shapes, starting values and the meaning
+of every argument are those of PEFT's `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora); what PEFT
+would do silently to a shared parameter, or what no file of an adapter holds, is refused.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ BIASES = ("none", "all", "lora_only")
 class LoRA:
     """Low-rank adapters for `autopar.compile(..., adapt=[LoRA(...)])`; everything else of the model is frozen.
 
-    target_modules: ends of module names, a regular expression for whole names, or "all-linear"; target_parameters: ends of
-    parameter names, for stacks of experts. bias: "none", "all" or "lora_only", which biases train too; modules_to_save: ends of
-    names of modules that train as a whole and are saved with the adapter. rank_pattern, alpha_pattern: regular expression for the
-    end of a module name -> its own r, lora_alpha. init_lora_weights: True (A uniform as Kaiming, B zero), "gaussian" (A normal of
-    deviation 1 / r), or False (both random). Raises AdaptError for values that mean nothing."""
+    target_modules: ends of module names, a regular expression for whole names, or "all-linear"; target_parameters: ends
+    of parameter names, for stacks of experts. bias: "none", "all" or "lora_only", which biases train too;
+    modules_to_save: ends of names of modules that train as a whole and are saved with the adapter. rank_pattern,
+    alpha_pattern: regular expression for the end of a module name -> its own r, lora_alpha. init_lora_weights: True (A
+    uniform as Kaiming, B zero), "gaussian" (A normal of deviation 1 / r), or False (both random). Raises AdaptError for
+    values that mean nothing."""
 
     r: int = 8
     lora_alpha: float = 8
@@ -70,7 +72,9 @@ class LoRA:
     def __post_init__(self):
         tidied = {name: listed(getattr(self, name)) for name in ("target_parameters", "modules_to_save")}
         tidied |= {name: getattr(self, name) or () for name in ("target_modules", "exclude_modules")}
-        tidied |= {name: getattr(self, name) or {} for name in ("rank_pattern", "alpha_pattern")}  # None, as PEFT writes them
+        tidied |= {
+            name: getattr(self, name) or {} for name in ("rank_pattern", "alpha_pattern")
+        }  # None, as PEFT writes them
         for name, value in tidied.items():
             object.__setattr__(self, name, value)
         for text in (*self.rank_pattern, *self.alpha_pattern, *listed(self.layers_pattern)):
@@ -88,8 +92,14 @@ class LoRA:
         if self.init_lora_weights not in (True, False, "gaussian"):
             raise AdaptError(f"LoRA has init_lora_weights={self.init_lora_weights!r}", fix='True, False or "gaussian"')
         if not self.target_modules and not self.target_parameters:
-            raise AdaptError("LoRA has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"')
-        if self.layers_to_transform is not None and isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise AdaptError(
+                "LoRA has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"'
+            )
+        if (
+            self.layers_to_transform is not None
+            and isinstance(self.target_modules, str)
+            and self.target_modules != ALL_LINEAR
+        ):
             raise AdaptError("layers_to_transform goes with a list of target_modules", fix="say them in the pattern")
         if self.target_parameters and (self.lora_dropout or self.use_dora):
             raise AdaptError("adapters of target_parameters have neither dropout nor DoRA", fix="leave both out")
@@ -102,12 +112,17 @@ class LoRA:
     def attach(self, to: Attachment) -> None:
         """Add the adapters to a model and freeze the rest.
 
-        Raises AdaptError for targets that the model does not have or that have no matrix, and for a rank above a matrix's."""
+        Raises AdaptError for targets that the model does not have or that have no matrix, and for a rank above a
+        matrix's."""
         model = to.model
         if self.use_dora and to.reads_files:
-            raise AdaptError("DoRA starts from the weights, and weights= comes later", fix="compile a model with values")
+            raise AdaptError(
+                "DoRA starts from the weights, and weights= comes later", fix="compile a model with values"
+            )
         if already := next((n for n, _ in model.named_parameters() if "lora_" in n), None):
-            raise AdaptError(f"the model has adapters already: {already}", fix="compile the model that they were added to")
+            raise AdaptError(
+                f"the model has adapters already: {already}", fix="compile the model that they were added to"
+            )
         found = self._sites(model)
         saved = [m for n, m in model.named_modules() if n and matches(list(self.modules_to_save), n)]
         check_found("module", list(self.modules_to_save), [n for n, _ in model.named_modules() if n])
@@ -155,24 +170,34 @@ class LoRA:
         names = chosen(model, self.target_modules, self.exclude_modules) if self.target_modules else []
         found = {name: (self._site(name, modules[name]),) for name in self._in_layers(names)}
         if self.target_modules and not found:
-            raise AdaptError("exclude_modules and layers_to_transform leave no module to adapt", fix="give fewer of them")
+            raise AdaptError(
+                "exclude_modules and layers_to_transform leave no module to adapt", fix="give fewer of them"
+            )
         for name, sites in self._parameter_sites(modules):
             found[name] = (*found.get(name, ()), *sites)
         adapted = [*found, *(f"{name}.{site.parameter}" for name, sites in found.items() for site in sites)]
         for key in (*self.rank_pattern, *self.alpha_pattern):
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in adapted):
-                raise AdaptError(f"nothing adapted is called {key!r}, as a pattern says", fix=f"such as {nearest(key, adapted)}")
+                raise AdaptError(
+                    f"nothing adapted is called {key!r}, as a pattern says", fix=f"such as {nearest(key, adapted)}"
+                )
         return found
 
     def _in_layers(self, names: Sequence[str]) -> list[str]:
         """Those that layers_to_transform and modules_to_save leave."""
-        names = [n for n in names if not any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", n) for m in self.modules_to_save)]
+        names = [
+            n for n in names if not any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", n) for m in self.modules_to_save)
+        ]
         if self.layers_to_transform is None:
             return names
-        wanted = [self.layers_to_transform] if isinstance(self.layers_to_transform, int) else list(self.layers_to_transform)
+        wanted = (
+            [self.layers_to_transform] if isinstance(self.layers_to_transform, int) else list(self.layers_to_transform)
+        )
         numbers = {name: number_in_list(name, self.layers_pattern) for name in names}
         if missing := [n for n in wanted if n not in numbers.values()]:
-            raise AdaptError(f"no target lies in layer {missing[0]}", fix=f"layers of {sorted({*numbers.values()} - {None})}")
+            raise AdaptError(
+                f"no target lies in layer {missing[0]}", fix=f"layers of {sorted({*numbers.values()} - {None})}"
+            )
         return [name for name in names if numbers[name] in wanted]
 
     def _site(self, name: str, module: nn.Module) -> LoraSite:
@@ -180,13 +205,18 @@ class LoRA:
         kind = checked_kind(name, module, "what LoRA adapts", fix)
         if not has_plain_forward(module) and not hasattr(module, "embed_scale"):
             raise AdaptError(
-                f"{name} is a {type(module).__name__} whose forward does more than the product that an adapter stands beside",
+                f"{name} is a {type(module).__name__} whose forward does more than the product that an adapter stands "
+                f"beside",
                 fix="leave it out by exclude_modules",
             )
         if self.use_dora and kind == "embedding":
-            raise AdaptError(f"{name} is an embedding, and DoRA is for linear layers", fix="leave it out, or use_dora=False")
+            raise AdaptError(
+                f"{name} is an embedding, and DoRA is for linear layers", fix="leave it out, or use_dora=False"
+            )
         r, scaling = self.scaling(name)
-        return LoraSite("weight", kind, is_conv1d(module) or kind == "embedding", r, scaling, self.lora_dropout, self.use_dora)
+        return LoraSite(
+            "weight", kind, is_conv1d(module) or kind == "embedding", r, scaling, self.lora_dropout, self.use_dora
+        )
 
     def _parameter_sites(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[LoraSite, ...]]]:
         held = ((path, leaf) for path, m in modules.items() for leaf, p in m._parameters.items() if p is not None)
@@ -221,9 +251,13 @@ def _check_saved(model: nn.Module, saved: Sequence[nn.Module]) -> None:
     held = {id(p): name for name, module in outside for p in module._parameters.values() if p is not None}
     for part in saved:
         if shared := next((held[id(p)] for p in part.parameters() if id(p) in held), None):
-            raise AdaptError(f"modules_to_save has a parameter of {shared} too, which would train as well", fix="leave it out")
+            raise AdaptError(
+                f"modules_to_save has a parameter of {shared} too, which would train as well", fix="leave it out"
+            )
         if buffers := [name for name, _ in part.named_buffers()]:
-            raise AdaptError(f"modules_to_save has buffers, which are not saved: {', '.join(buffers)}", fix="leave it out")
+            raise AdaptError(
+                f"modules_to_save has buffers, which are not saved: {', '.join(buffers)}", fix="leave it out"
+            )
 
 
 def _own(patterns: Mapping[str, float], module: str, otherwise: float) -> float:

@@ -34,15 +34,19 @@ EXCLUDED = {
 
 
 def checked(adapt: object) -> tuple[Adaptation, ...]:
-    """The value of `adapt=` as a tuple, QLoRA as the two adaptations that it is made of. Raises AdaptError for anything else, and
-    for adaptations that exclude each other."""
+    """The value of `adapt=` as a tuple, QLoRA as the two adaptations that it is made of. Raises AdaptError for anything
+    else, and for adaptations that exclude each other."""
     given = (adapt,) if isinstance(adapt, KINDS) else adapt
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(a, KINDS) for a in given):
         names = ", ".join(kind.__name__ for kind in KINDS)
-        raise AdaptError(f"adapt is {adapt!r:.80}", fix=f"a list of autopar's {names}, such as [autopar.LoRA(target_modules=...)]")
+        raise AdaptError(
+            f"adapt is {adapt!r:.80}", fix=f"a list of autopar's {names}, such as [autopar.LoRA(target_modules=...)]"
+        )
     names = [a.name for a in given]
     if twice := next((n for n in names if names.count(n) > 1), None):
-        raise AdaptError(f"adapt has {twice} twice", fix="one of a kind; rank_pattern and alpha_pattern differ by layer")
+        raise AdaptError(
+            f"adapt has {twice} twice", fix="one of a kind; rank_pattern and alpha_pattern differ by layer"
+        )
     for pair, fix in EXCLUDED.items():
         if names.count(pair[0]) and names.count(pair[1]):
             raise AdaptError(f"adapt has both {pair[0]} and {pair[1]}", fix=fix)
@@ -56,7 +60,8 @@ def checked(adapt: object) -> tuple[Adaptation, ...]:
 def _check_both(lora: LoRA, fake_quant: FakeQuant) -> None:
     if lora.use_dora or lora.target_parameters:
         raise AdaptError(
-            "DoRA and adapters of target_parameters change the base's weight itself, and FakeQuant quantizes it as it is",
+            "DoRA and adapters of target_parameters change the base's weight itself, and FakeQuant quantizes it as it "
+            "is",
             fix="LoRA of target_modules without use_dora",
         )
     if fake_quant.range_learning:
@@ -64,12 +69,18 @@ def _check_both(lora: LoRA, fake_quant: FakeQuant) -> None:
 
 
 def attach(
-    model: nn.Module, adapt: Sequence[Adaptation], device: str | torch.device = "meta", seed: int = 0, reads_files: bool = False
+    model: nn.Module,
+    adapt: Sequence[Adaptation],
+    device: str | torch.device = "meta",
+    seed: int = 0,
+    reads_files: bool = False,
 ) -> Attachment:
     """Attach all of them, or none if one cannot be. Arguments as of Attachment."""
     to = Attachment(model, device, seed, reads_files)
     if adapt and not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
+        raise InputError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module"
+        )
     try:
         for adaptation in adapt:
             adaptation.attach(to)

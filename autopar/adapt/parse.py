@@ -15,16 +15,19 @@ Kind = TypeVar("Kind")
 
 
 def parse(kind: type[Kind], text: str, first: str | None = None, **defaults: object) -> Kind:
-    """An adaptation from KEY=VALUE pairs between commas; `first` is the key of a first word without one. Several names in a value
-    stand between plus signs, and names with signs that no name has are a regular expression. `defaults` are for keys that the text
-    does not have. Raises AdaptError for a key that there is not and for a value that cannot be read."""
+    """An adaptation from KEY=VALUE pairs between commas; `first` is the key of a first word without one. Several names
+    in a value stand between plus signs, and names with signs that no name has are a regular expression. `defaults` are
+    for keys that the text does not have. Raises AdaptError for a key that there is not and for a value that cannot be
+    read."""
     known, given = {f.name: f.type for f in fields(kind)}, dict(defaults)
     for number, pair in enumerate(text.split(",") if first else filter(None, text.split(","))):
         key, equals, value = (part.strip() for part in pair.partition("="))
         if number == 0 and first and not equals:
             key, equals, value = first, "=", key
         if not equals or key not in known:
-            raise AdaptError(f"{kind.__name__} has no {key!r}", fix=f"write KEY=VALUE with one of: {nearest(key, known)}")
+            raise AdaptError(
+                f"{kind.__name__} has no {key!r}", fix=f"write KEY=VALUE with one of: {nearest(key, known)}"
+            )
         try:
             given[key] = _value(value, known[key])
         except ValueError as error:

@@ -1,7 +1,8 @@
 """QLoRA: LoRA on a frozen base whose linear layers are kept in 4 or 8 bits (arXiv 2305.14314).
 
-In the model that is compiled a quantized weight M.weight does not exist: it has M.weight_packed, M.weight_absmax and, if its scales
-are quantized too, M.weight_absmax_scale and M.weight_absmax_offset, as autopar/ops_nf4.py says. They are frozen parameters like any
+In the model that is compiled a quantized weight M.weight does not exist: it has M.weight_packed, M.weight_absmax and,
+if its scales are quantized too, M.weight_absmax_scale and M.weight_absmax_offset, as autopar/ops_nf4.py says. They are
+frozen parameters like any
 other: planned, sharded, gathered and saved in their few bits; where a layer computes, its weight is dequantized.
 """
 
@@ -27,7 +28,8 @@ SMALLEST_BLOCK = 16
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """One quantized parameter of a module. Blocks run along its input dim, the last one, or the first if it `is_transposed`."""
+    """One quantized parameter of a module. Blocks run along its input dim, the last one, or the first if it
+    `is_transposed`."""
 
     parameter: str
     is_transposed: bool
@@ -49,7 +51,9 @@ class QuantizedWeight:
 
     def compute(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The parts of a parameter, in the order of their names."""
-        parts = quantize(weight.t() if self.is_transposed else weight, self.quant_type, self.block_size, self.double_quant)
+        parts = quantize(
+            weight.t() if self.is_transposed else weight, self.quant_type, self.block_size, self.double_quant
+        )
         return tuple(parts[part] for part in self.names)
 
 
@@ -72,12 +76,19 @@ class Quantization:
         for path, name, is_transposed in self._targets(to.model, shared):
             whole, parameter = f"{path}.{name}", getattr(to.model.get_submodule(path), name)
             if id(parameter) in shared:
-                raise AdaptError(f"{whole} is shared with another layer, which needs it", fix="leave it out of quantize_modules")
+                raise AdaptError(
+                    f"{whole} is shared with another layer, which needs it", fix="leave it out of quantize_modules"
+                )
             if parameter.requires_grad:
-                raise AdaptError(f"{whole} trains, and a quantized weight cannot", fix="leave it out of quantize_modules")
+                raise AdaptError(
+                    f"{whole} trains, and a quantized weight cannot", fix="leave it out of quantize_modules"
+                )
             shape = tuple(reversed(parameter.shape)) if is_transposed else tuple(parameter.shape)
             block_size = self._block(whole, shape[-1])
-            doubly = self.double_quant and tile_of(shape[-2], shape[-1] // block_size) != (1, 1)  # a step a scale saves nothing
+            doubly = self.double_quant and tile_of(shape[-2], shape[-1] // block_size) != (
+                1,
+                1,
+            )  # a step a scale saves nothing
             sites.setdefault(path, []).append(QuantizedWeight(name, is_transposed, self.quant_type, block_size, doubly))
         for path, found in sites.items():
             module = to.model.get_submodule(path)
@@ -90,7 +101,11 @@ class Quantization:
         modules = {name: module for name, module in model.named_modules() if name}
         if self.modules == ALL_LINEAR:
             weights = {n: modules[n].weight for n in all_linear(model)}
-            names = [n for n, w in weights.items() if not w.requires_grad and id(w) not in shared and not n.endswith("lm_head")]
+            names = [
+                n
+                for n, w in weights.items()
+                if not w.requires_grad and id(w) not in shared and not n.endswith("lm_head")
+            ]
         else:
             check_found("module", self.modules, modules)
             names = [n for n in modules if matches(self.modules, n)]
@@ -109,7 +124,9 @@ class Quantization:
         for whole, (path, leaf, parameter) in held.items():
             if matches(list(self.parameters), whole) and not (leaf == "weight" and path in names):
                 if parameter.dim() not in (2, 3):
-                    raise AdaptError(f"{whole} is no matrix and no stack of them", shape=tuple(parameter.shape), fix="leave it out")
+                    raise AdaptError(
+                        f"{whole} is no matrix and no stack of them", shape=tuple(parameter.shape), fix="leave it out"
+                    )
                 yield path, leaf, False
 
     def _block(self, whole: str, columns: int) -> int:
@@ -127,13 +144,14 @@ class Quantization:
 class QLoRA(LoRA):
     """Low-rank adapters on a quantized base, for `autopar.compile(..., adapt=[QLoRA(r=16, lora_alpha=32)])`.
 
-    The arguments of LoRA, of which target_modules is "all-linear" if not given, and: quant_type "nf4", "fp4" or "int8"; block_size:
-    weights of a row that share a scale (a dim that it does not divide gets the largest even divisor below, not under 16);
-    double_quant: the scales are kept in 8 bits; quantize_modules: layers to quantize, as target_modules, "all-linear" being all
-    frozen ones but the output head; quantize_parameters: ends of names of matrices, or stacks of them, with blocks along the last
-    dim. Weights are quantized where the model is taken over, from the values it has or from `weights=`, whole, one at a time. An
-    adapter starts and is saved as LoRA's; DoRA's lengths are those of the weights before they are quantized. Raises AdaptError for
-    values that mean nothing."""
+    The arguments of LoRA, of which target_modules is "all-linear" if not given, and: quant_type "nf4", "fp4" or "int8";
+    block_size: weights of a row that share a scale (a dim that it does not divide gets the largest even divisor below,
+    not under 16);
+    double_quant: the scales are kept in 8 bits; quantize_modules: layers to quantize, as target_modules, "all-linear"
+    being all frozen ones but the output head; quantize_parameters: ends of names of matrices, or stacks of them, with
+    blocks along the last dim. Weights are quantized where the model is taken over, from the values it has or from
+    `weights=`, whole, one at a time. An adapter starts and is saved as LoRA's; DoRA's lengths are those of the weights
+    before they are quantized. Raises AdaptError for values that mean nothing."""
 
     target_modules: Targets = ALL_LINEAR
     quant_type: str = "nf4"
@@ -152,7 +170,9 @@ class QLoRA(LoRA):
         if self.quant_type not in QUANT_TYPES:
             raise AdaptError(f"QLoRA has quant_type={self.quant_type!r}", fix=f"one of {', '.join(QUANT_TYPES)}")
         if not isinstance(self.block_size, int) or self.block_size < SMALLEST_BLOCK or self.block_size % 2:
-            raise AdaptError(f"QLoRA has block_size={self.block_size!r}", fix=f"an even number from {SMALLEST_BLOCK} on")
+            raise AdaptError(
+                f"QLoRA has block_size={self.block_size!r}", fix=f"an even number from {SMALLEST_BLOCK} on"
+            )
 
     @property
     def parts(self) -> tuple[LoRA, Quantization]:

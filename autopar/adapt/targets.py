@@ -1,7 +1,9 @@
-"""Which modules of a model an adaptation is for, by PEFT's rules: a name, the end of one, or a regular expression for all of it.
+"""Which modules of a model an adaptation is for, by PEFT's rules: a name, the end of one, or a regular expression for
+all of it.
 
-The rules are those of `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora): `["q_proj", "v_proj"]` matches every
-module whose dotted name is one of these or ends in one, a text is a regular expression that the whole name must match.
+The rules are those of `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora): `["q_proj", "v_proj"]`
+matches every module whose dotted name is one of these or ends in one, a text is a regular expression that the whole
+name must match.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """"linear" or "embedding" of a layer that has one such weight, None of others."""
+    """ "linear" or "embedding" of a layer that has one such weight, None of others."""
     if not isinstance(getattr(module, "weight", None), nn.Parameter):
         return None
     if isinstance(module, nn.Embedding):
@@ -44,7 +46,9 @@ def layer_kind(module: nn.Module) -> str | None:
 def checked_kind(path: str, module: nn.Module, done: str, fix: str) -> str:
     """As `layer_kind`. Raises AdaptError for a module that is neither; `done` is what cannot be done to it."""
     if (kind := layer_kind(module)) is None:
-        raise AdaptError(f"{path} is a {type(module).__name__}, and linear layers, Conv1D and embeddings are {done}", fix=fix)
+        raise AdaptError(
+            f"{path} is a {type(module).__name__}, and linear layers, Conv1D and embeddings are {done}", fix=fix
+        )
     return kind
 
 
@@ -54,8 +58,8 @@ def has_plain_forward(module: nn.Module) -> bool:
 
 
 def all_linear(model: nn.Module) -> list[str]:
-    """Every linear layer but the output embedding of a language model, the head of a classifier, and what nn.MultiheadAttention
-    keeps in one without calling it."""
+    """Every linear layer but the output embedding of a language model, the head of a classifier, and what
+    nn.MultiheadAttention keeps in one without calling it."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
     inner = {id(m.out_proj) for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
@@ -68,8 +72,8 @@ def all_linear(model: nn.Module) -> list[str]:
 
 
 def chosen(model: nn.Module, targets: Targets, excluded: Targets = ()) -> list[str]:
-    """Names of the modules that targets are for, in the order of the model. Raises AdaptError for one, or an exception, that is the
-    name of none."""
+    """Names of the modules that targets are for, in the order of the model. Raises AdaptError for one, or an exception,
+    that is the name of none."""
     names = [name for name, _ in model.named_modules() if name]
     check_found("module", excluded, names)
     if targets != ALL_LINEAR:
@@ -91,7 +95,8 @@ def pattern(text: str) -> re.Pattern:
         return re.compile(text)
     except re.error as error:
         raise AdaptError(
-            f"{text!r} is not a regular expression: {error}", fix=r'give the ends of names as a list, or such as r".*\.q_proj"'
+            f"{text!r} is not a regular expression: {error}",
+            fix=r'give the ends of names as a list, or such as r".*\.q_proj"',
         ) from error
 
 
@@ -110,8 +115,12 @@ def check_found(what: str, targets: Targets, names: Iterable[str]) -> None:
     """Raises AdaptError for targets that are none of `names`, with the ones that look like them."""
     names = list(names)
     wanted = [targets] if isinstance(targets, str) and targets else list(targets)
-    missing = [t for t in wanted if not any(matches(targets if isinstance(targets, str) else [t], name) for name in names)]
+    missing = [
+        t for t in wanted if not any(matches(targets if isinstance(targets, str) else [t], name) for name in names)
+    ]
     if missing:
         ends = {name.rpartition(".")[2] for name in names} | {name for name in names if name.count(".") < 2}
         near = "; ".join(f"{t}: {nearest(t.rpartition('.')[2].strip('*'), ends)}" for t in missing[:4])
-        raise AdaptError(f"no {what} of the model is called {', '.join(map(repr, missing))}", fix=f"use one of these: {near}")
+        raise AdaptError(
+            f"no {what} of the model is called {', '.join(map(repr, missing))}", fix=f"use one of these: {near}"
+        )

@@ -20,17 +20,21 @@ def fingerprint(backend: str) -> dict[str, str]:
 
 
 def stale(hardware: Hardware, backend: str) -> str:
-    """What differs between this machine and the one that a profile was measured on, as a warning; "" if nothing does, or if the
-    profile was not measured. It matters where a plan is run, not where it is made."""
+    """What differs between this machine and the one that a profile was measured on, as a warning; "" if nothing does,
+    or if the profile was not measured. It matters where a plan is run, not where it is made."""
     here = fingerprint(backend)
     then = hardware.fingerprint
     differing = [f"{key} {then[key]} (here {here.get(key, 'none')})" for key in then if here.get(key) != then[key]]
     if not differing:
         return ""
-    return f"profile {hardware.name} was measured with {', '.join(differing)}: its times may be wrong here; run autopar calibrate"
+    others = ", ".join(differing)
+    return f"profile {hardware.name} was measured with {others}: its times may be wrong here; run autopar calibrate"
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "cpu")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or "cpu",
+    )

@@ -59,7 +59,8 @@ class Line:
 
 
 def line(curves: Sequence[Curve]) -> Line:
-    """Least squares of the relative error, over what a device sends (autopar/cost/redistribute.py). Neither number falls to 0."""
+    """Least squares of the relative error, over what a device sends (autopar/cost/redistribute.py). Neither number
+    falls to 0."""
     sent = np.concatenate([np.array(c.bytes_) * SENT[c.kind](c.devices) for c in curves])
     seconds = np.concatenate([np.array(c.seconds) for c in curves])
     design = np.stack([1 / seconds, sent / seconds], axis=1)
@@ -74,7 +75,9 @@ def left_out_error(curves: Sequence[Curve]) -> float:
     errors = []
     for curve in curves:
         for i in range(1, len(curve.bytes_) - 1):
-            rest = Curve(curve.kind, curve.devices, curve.stride, *(v[:i] + v[i + 1 :] for v in (curve.bytes_, curve.seconds)))
+            rest = Curve(
+                curve.kind, curve.devices, curve.stride, *(v[:i] + v[i + 1 :] for v in (curve.bytes_, curve.seconds))
+            )
             errors.append(abs(float(interpolate(rest, np.array(curve.bytes_[i]))) / curve.seconds[i] - 1))
     return float(np.median(errors)) if errors else 0.0
 

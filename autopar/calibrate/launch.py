@@ -25,16 +25,20 @@ def check(backend: str, world: int) -> None:
         raise HardwareError(f"there is no backend {backend!r}", fix=f"use {' or '.join(BACKENDS)}")
     if backend == "nccl" and (not dist.is_nccl_available() or torch.cuda.device_count() < world):
         found = torch.cuda.device_count() if dist.is_nccl_available() else 0
-        raise HardwareError(f"nccl needs {world} GPUs, there are {found}", fix="use --backend gloo, or a smaller --world")
+        raise HardwareError(
+            f"nccl needs {world} GPUs, there are {found}", fix="use --backend gloo, or a smaller --world"
+        )
 
 
 def measurements(backend: str, world: int, quick: bool = False, limit_seconds: float = 600.0) -> dict:
-    """What autopar/calibrate/measure.py measures, in `world` processes of one thread each. Raises HardwareError if a process
-    fails or takes longer than the limit; none is left running."""
+    """What autopar/calibrate/measure.py measures, in `world` processes of one thread each. Raises HardwareError if a
+    process fails or takes longer than the limit; none is left running."""
     check(backend, world)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         arguments = (world, backend, quick, folder)
-        context = multiprocessing.start_processes(measure.main, arguments, nprocs=world, join=False, start_method="spawn")
+        context = multiprocessing.start_processes(
+            measure.main, arguments, nprocs=world, join=False, start_method="spawn"
+        )
         deadline = time.monotonic() + limit_seconds
         try:
             while not context.join(timeout=1):
@@ -42,7 +46,9 @@ def measurements(backend: str, world: int, quick: bool = False, limit_seconds: f
                     raise HardwareError(f"no result after {limit_seconds:.0f} s", fix="run it alone, or with --quick")
         except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
             cause = str(error).strip().splitlines()[-1]
-            raise HardwareError(f"process {error.error_index} failed: {cause}", fix="check that the backend works here") from error
+            raise HardwareError(
+                f"process {error.error_index} failed: {cause}", fix="check that the backend works here"
+            ) from error
         finally:
             for process in context.processes:
                 process.kill()

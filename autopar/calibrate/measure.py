@@ -1,8 +1,9 @@
-"""What one process measures of its device, all processes at the same time, so that what they share is shared in the numbers too.
+"""What one process measures of its device, all processes at the same time, so that what they share is shared in the
+numbers too.
 
-Times are lower quartiles over rounds, as other work on the machine disturbs them little; of a collective the slowest process of
-each round counts. Collectives are measured by the bytes that a device holds before them, in groups of every size that divides
-the world, neighbours and far apart, all groups at once.
+Times are lower quartiles over rounds, as other work on the machine disturbs them little; of a collective the slowest
+process of each round counts. Collectives are measured by the bytes that a device holds before them, in groups of every
+size that divides the world, neighbours and far apart, all groups at once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,23 @@ Call = Callable[[], object]
 TIMEOUT_SECONDS = 60
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PRODUCTS = {  # rows, depth, columns; by whether the device is a GPU
-    False: [(512, 512, 512), (32, 512, 512), (128, 512, 512), (512, 16, 512), (512, 64, 512), (512, 512, 32), (1024, 256, 128)],
-    True: [(8192, 8192, 8192), (4096, 4096, 4096), (8192, 512, 8192), (8192, 128, 8192), (512, 8192, 8192), (8192, 8192, 512)],
+    False: [
+        (512, 512, 512),
+        (32, 512, 512),
+        (128, 512, 512),
+        (512, 16, 512),
+        (512, 64, 512),
+        (512, 512, 32),
+        (1024, 256, 128),
+    ],
+    True: [
+        (8192, 8192, 8192),
+        (4096, 4096, 4096),
+        (8192, 512, 8192),
+        (8192, 128, 8192),
+        (512, 8192, 8192),
+        (8192, 8192, 512),
+    ],
 }
 COLD_BYTES = 2**26  # of operands that take turns, so that no cache holds them: in a step others were used in between
 EXCHANGED = "reduce_scatter as all_to_all"
@@ -66,7 +82,8 @@ class Device:
         return torch.ones(shape, dtype=dtype, device=self.device)
 
     def seconds(self, call: Call, rounds: int, calls: int = 1, slowest: bool = False) -> float:
-        """Of one call; all processes start each round together. `slowest`: in each round that of the slowest process."""
+        """Of one call; all processes start each round together. `slowest`: in each round that of the slowest
+        process."""
         call()
         measured = []
         for _ in range(rounds):
@@ -86,14 +103,17 @@ class Device:
 
 
 def products(device: Device, effort: Effort) -> list[dict]:
-    """Matrix products, each the mean of a linear layer's three, forward and backward: rows, depth, columns, dtype and seconds."""
+    """Matrix products, each the mean of a linear layer's three, forward and backward: rows, depth, columns, dtype and
+    seconds."""
     found = []
     for name in effort.dtypes:
         for rows, depth, columns in PRODUCTS[device.is_gpu]:
             if name == "fp16" and not device.is_gpu:  # most CPUs have no fast kernel
                 rows, depth, columns = rows // 4, depth // 4, columns // 4
             calls = max(1, 2**24 // (rows * depth * columns)) if not device.is_gpu else 4
-            seconds = device.seconds(_linear_layers(device, rows, depth, columns, DTYPES[name]), effort.rounds, 3 * calls)
+            seconds = device.seconds(
+                _linear_layers(device, rows, depth, columns, DTYPES[name]), effort.rounds, 3 * calls
+            )
             found.append({"rows": rows, "depth": depth, "columns": columns, "dtype": name, "seconds": seconds})
     return found
 
@@ -122,7 +142,9 @@ def attention(device: Device, effort: Effort) -> dict:
     q, k, v, grad = (device.ones(batch, heads, seq, width, dtype=DTYPES[dtype]) for _ in range(4))
     out, lse = torch.ops.autopar.attention(q, k, v, None, False, None)
     forward = device.seconds(lambda: torch.ops.autopar.attention(q, k, v, None, False, None), effort.rounds)
-    backward = device.seconds(lambda: torch.ops.autopar.attention_bw(grad, q, k, v, out, lse, None, False, None), effort.rounds)
+    backward = device.seconds(
+        lambda: torch.ops.autopar.attention_bw(grad, q, k, v, out, lse, None, False, None), effort.rounds
+    )
     product = 2.0 * batch * heads * seq * seq * width
     return {"dtype": dtype, "forward": 2 * product / forward, "backward": 5 * product / backward}
 
@@ -141,7 +163,8 @@ def launch_seconds(device: Device, effort: Effort) -> float:
 
 
 def group_shapes(world: int) -> Iterator[tuple[int, int]]:
-    """(devices, stride) of the groups to measure: each divisor of the world as neighbours, and as far apart as they can be."""
+    """(devices, stride) of the groups to measure: each divisor of the world as neighbours, and as far apart as they can
+    be."""
     for devices in (n for n in range(2, world + 1) if world % n == 0):
         yield from ((devices, stride) for stride in sorted({1, world // devices}))
 
@@ -156,7 +179,9 @@ def group_of(devices: int, stride: int, rank: int, world: int) -> tuple[dist.Pro
     return own
 
 
-def calls_of(device: Device, held_bytes: int, group: dist.ProcessGroup, ranks: list[int], rank: int) -> Iterator[tuple[str, Call]]:
+def calls_of(
+    device: Device, held_bytes: int, group: dist.ProcessGroup, ranks: list[int], rank: int
+) -> Iterator[tuple[str, Call]]:
     """Each collective on so many bytes a device."""
     n, numel = len(ranks), math.ceil(held_bytes / 4 / len(ranks)) * len(ranks)
     held, other, part = device.ones(numel), device.ones(numel), device.ones(numel // n)
@@ -198,8 +223,8 @@ def collectives(device: Device, effort: Effort, rank: int, world: int) -> list[d
 
 
 def overlap_slowdown(device: Device, effort: Effort) -> float:
-    """Seconds of an all-reduce and products at once, over those of the longer of the two alone. Between 1 and 2, where one waits
-    for the other; more is other work's."""
+    """Seconds of an all-reduce and products at once, over those of the longer of the two alone. Between 1 and 2, where
+    one waits for the other; more is other work's."""
     size = 4096 if device.is_gpu else 384
     a, buffer = device.ones(size, size), device.ones(2**26 if device.is_gpu else 2**19)
     collective = device.seconds(lambda: dist.all_reduce(buffer), effort.rounds, slowest=True)

@@ -11,15 +11,23 @@ from ..hardware import Curve, Hardware, Kernels, Tier
 from . import fit
 from .measure import EXCHANGED
 
-SECTIONS = ("compute", "memory", "host", "collectives", "kernels", "nccl", "measured")  # as in a profile, links after them
+SECTIONS = (
+    "compute",
+    "memory",
+    "host",
+    "collectives",
+    "kernels",
+    "nccl",
+    "measured",
+)  # as in a profile, links after them
 
 
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
     """`base` with what was measured in its place.
 
-    On a CPU the speeds are those of the products, `kernels` is fitted and graphs run op by op; on a GPU the peaks and `kernels` of
-    the base stay and the efficiency is that of the largest product. Attention's shares are measured on both. The closest tier of
-    links gets the latency and speed that fit best.
+    On a CPU the speeds are those of the products, `kernels` is fitted and graphs run op by op; on a GPU the peaks and
+    `kernels` of the base stay and the efficiency is that of the largest product. Attention's shares are measured on
+    both. The closest tier of links gets the latency and speed that fit best.
     """
     launch = measured["launch_seconds"]
     products = {dtype: [p for p in measured["products"] if p["dtype"] == dtype] for dtype in base.flops_per_second}
@@ -28,7 +36,10 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     if base.kernels.multiprocessors:
         dtype = "bf16" if products["bf16"] else "fp32"
         largest = max(products[dtype], key=_flops)
-        speeds, efficiency = base.flops_per_second, min(1.0, _flops(largest) / largest["seconds"] / base.flops_per_second[dtype])
+        speeds, efficiency = (
+            base.flops_per_second,
+            min(1.0, _flops(largest) / largest["seconds"] / base.flops_per_second[dtype]),
+        )
         kernels = base.kernels
     else:
         ramps = {dtype: fit.ramp(rows, launch) for dtype, rows in products.items() if rows}
@@ -60,10 +71,11 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     return replace(
         base, name=name, description=f"measured on {fingerprint['device']}",
         source="\n".join(f"{key}: {sources[key]}" for key in in_order),
-        flops_per_second=speeds, flops_efficiency=efficiency, memory_bytes_per_second=peak, memory_efficiency=bandwidth / peak,
-        memory_bytes=measured["memory_bytes"], launch_seconds=launch, links=links, reduce_scatter_lowering=lowering,
-        overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown, kernels=kernels, curves=curves,
-        curves_error=fit.left_out_error(curves), fingerprint=dict(fingerprint),
+        flops_per_second=speeds, flops_efficiency=efficiency, memory_bytes_per_second=peak,
+        memory_efficiency=bandwidth / peak, memory_bytes=measured["memory_bytes"], launch_seconds=launch, links=links,
+        reduce_scatter_lowering=lowering,
+        overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown, kernels=kernels,
+        curves=curves, curves_error=fit.left_out_error(curves), fingerprint=dict(fingerprint),
     )  # fmt: skip
 
 
@@ -81,8 +93,8 @@ def _curves(rows: list[dict]) -> tuple[str, tuple[Curve, ...]]:
     exchanged = totals[EXCHANGED] < totals["reduce_scatter"]
     unused = "reduce_scatter" if exchanged else EXCHANGED
     curves = tuple(
-        Curve("reduce_scatter" if r["kind"] == EXCHANGED else r["kind"], r["devices"], r["stride"], tuple(map(float, r["bytes"])),
-              tuple(map(float, r["seconds"])))
+        Curve("reduce_scatter" if r["kind"] == EXCHANGED else r["kind"], r["devices"], r["stride"],
+              tuple(map(float, r["bytes"])), tuple(map(float, r["seconds"])))
         for r in rows if r["kind"] != unused
     )  # fmt: skip
     return "all_to_all" if exchanged else "native", curves
@@ -122,11 +134,16 @@ def to_table(hardware: Hardware) -> dict:
             devices, speeds = zip(*points)
             table["nccl"].setdefault("reached", {})[kind] = {"devices": list(devices), "bytes_per_second": list(speeds)}
     if hardware.curves:
-        table["measured"] = {"median_error": hardware.curves_error, "source": sources["measured"], "curves": _rows(hardware)}
+        table["measured"] = {
+            "median_error": hardware.curves_error,
+            "source": sources["measured"],
+            "curves": _rows(hardware),
+        }
     if hardware.fingerprint:
         table["fingerprint"] = dict(hardware.fingerprint)
     table["links"] = [
-        {key: value for key, value in asdict(tier).items() if value is not None} | {"source": sources[f"links.{tier.name}"]}
+        {key: value for key, value in asdict(tier).items() if value is not None}
+        | {"source": sources[f"links.{tier.name}"]}
         for tier in hardware.links
     ]
     return table
@@ -138,8 +155,8 @@ def _rows(hardware: Hardware) -> list[dict]:
     line = fit.Line(tier.latency_seconds, tier.bytes_per_second, 0.0)
     return [
         {
-            "kind": c.kind, "devices": c.devices, "stride": c.stride, "bytes": list(c.bytes_), "seconds": list(c.seconds),
-            "fit_residuals": [round(r, 3) for r in line.residuals(c)],
+            "kind": c.kind, "devices": c.devices, "stride": c.stride, "bytes": list(c.bytes_),
+            "seconds": list(c.seconds), "fit_residuals": [round(r, 3) for r in line.residuals(c)],
         }
         for c in hardware.curves
     ]  # fmt: skip

@@ -1,1 +1,2 @@
-"""The commands of `autopar`, one a file: `add(subparsers)` declares it, `run(args)` does it and returns the exit code."""
+"""The commands of `autopar`, one a file: `add(subparsers)` declares it, `run(args)` does it and returns the exit
+code."""

@@ -13,9 +13,15 @@ EXAMPLE = "autopar calibrate --backend gloo --world 2 --out mine.toml"
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "calibrate", "measure this machine and write a hardware profile", EXAMPLE, run)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="gloo on processors, nccl on GPUs (default: what is there)")
-    parser.add_argument("--world", type=common.count, metavar="N", help="processes, one a device (default: all GPUs, or 2)")
-    parser.add_argument("--base", metavar="PROFILE", help="profile for what is not measured (default: that of the device's name)")
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="gloo on processors, nccl on GPUs (default: what is there)"
+    )
+    parser.add_argument(
+        "--world", type=common.count, metavar="N", help="processes, one a device (default: all GPUs, or 2)"
+    )
+    parser.add_argument(
+        "--base", metavar="PROFILE", help="profile for what is not measured (default: that of the device's name)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds, fp32 only")
     parser.add_argument("--out", required=True, metavar="FILE", help="profile to write, .toml or .json")
 
@@ -46,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 def summary(profile) -> str:
     """What was measured, one line each."""
-    speeds = ", ".join(f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items())
+    speeds = ", ".join(
+        f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items()
+    )
     tier, kernels = profile.links[0], profile.kernels
     lines = [
         ("products", f"{speeds} GFLOP/s"),
@@ -58,7 +66,12 @@ def summary(profile) -> str:
     for curve in profile.curves:
         (small, large), (least, most) = curve.bytes_[:: len(curve.bytes_) - 1], curve.seconds[:: len(curve.bytes_) - 1]
         what = f"{curve.kind} of {curve.devices}" + (f", every {curve.stride}th" if curve.stride > 1 else "")
-        lines.append((what, f"{least * 1e6:.0f} us for {small / 1024:.0f} KiB to {most * 1e3:.2f} ms for {large / 2**20:.0f} MiB"))
+        lines.append(
+            (
+                what,
+                f"{least * 1e6:.0f} us for {small / 1024:.0f} KiB to {most * 1e3:.2f} ms for {large / 2**20:.0f} MiB",
+            )
+        )
     if profile.curves:
         lines.append(("at once", f"{profile.overlap_slowdown:.2f} times the longer of a collective and products"))
         lines.append(("between points", f"median error {profile.curves_error:.0%}"))

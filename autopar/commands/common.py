@@ -1,4 +1,5 @@
-"""What the commands share: arguments that name a model and how to plan it, checks before the long work, and progress."""
+"""What the commands share: arguments that name a model and how to plan it, checks before the long work, and
+progress."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def command(subparsers, name: str, summary: str, example: str, run: Callable[[ar
 
 
 def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool = False) -> None:
-    """--model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them will do."""
+    """--model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them
+    will do."""
     model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, or file.py:function"
     parser.add_argument("--model", required=True, metavar="M", help=model)
     where = parser.add_mutually_exclusive_group(required=True) if devices else parser
@@ -56,7 +58,9 @@ def add_planning(parser, hardware: str) -> None:
     parser.add_argument("--strategy", help=strategies)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
     pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
-    offload = "parameters that train on the host, with their optimizer's state: where memory is short, or all (default none)"
+    offload = (
+        "parameters that train on the host, with their optimizer's state: where memory is short, or all (default none)"
+    )
     parser.add_argument("--offload", choices=("none", "auto", "optimizer"), default="none", help=offload)
     parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
 
@@ -77,7 +81,9 @@ def add_search(parser, baselines: bool = False) -> None:
 
 def add_passes(parser) -> None:
     """--micro-batches, --micro-batch and --recompute."""
-    passes = "passes of a step, whose gradients are added up; auto: the fewest that fit without recomputation (default 1)"
+    passes = (
+        "passes of a step, whose gradients are added up; auto: the fewest that fit without recomputation (default 1)"
+    )
     parser.add_argument("--micro-batches", type=passes_or_auto, metavar="K", help=passes)
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
     parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
@@ -96,14 +102,16 @@ def add_pipeline(parser) -> None:
 def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
     """The arguments of a search, --slowdown and --out: a plan that is played through and written to a file."""
     add_search(parser, baselines)
-    slowdown = "how much longer compute takes beside a collective, 1 or more; from 2 on it waits (default: the hardware's)"
+    slowdown = (
+        "how much longer compute takes beside a collective, 1 or more; from 2 on it waits (default: the hardware's)"
+    )
     parser.add_argument("--slowdown", type=factor, metavar="X", help=slowdown)
     parser.add_argument("--out", required=True, metavar="FILE", help=out)
 
 
 def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timeline | None]:
-    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a pipeline, whose
-    schedule was played in the search."""
+    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a
+    pipeline, whose schedule was played in the search."""
     check(args)
     with progress() as report:
         planned = search(args, report)
@@ -123,8 +131,8 @@ def is_pipeline(planned: Planned | PipelinePlanned) -> bool:
 
 
 def search(args: argparse.Namespace, report: Report, **options) -> Planned | PipelinePlanned:
-    """The finished search that the arguments of `add_search` and `add_pipeline` ask for, of the model on the meta device; `options`
-    of `api.search` come on top."""
+    """The finished search that the arguments of `add_search` and `add_pipeline` ask for, of the model on the meta
+    device; `options` of `api.search` come on top."""
     from .. import accumulate, api, models
     from ..mesh import Mesh
 
@@ -151,15 +159,17 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned | Pip
 
     if args.micro_batches == accumulate.AUTO and args.micro_batch is None:
         try:
-            return accumulate.fewest(without_fixes, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1)
+            return accumulate.fewest(
+                without_fixes, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1
+            )
         except MemoryInfeasibleError:
             return planned(tried[-1])
     return planned(accumulate.passes_of(args.batch, mesh, args.strategy, args.micro_batches, args.micro_batch))
 
 
 def has_pipeline(args: argparse.Namespace) -> bool:
-    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none and cannot get
-    one."""
+    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none and
+    cannot get one."""
     from ..mesh import Mesh
     from ..pipeline_plan import axis_of
 
@@ -167,13 +177,15 @@ def has_pipeline(args: argparse.Namespace) -> bool:
         return True
     for name in ("schedule", "stages_per_rank"):
         if getattr(args, name, None) is not None and getattr(args, "devices", None) is None:
-            raise PipelineError(f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4")
+            raise PipelineError(
+                f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4"
+            )
     return False
 
 
 def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
-    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch is that of
-    one call, of which micro-batches are parts."""
+    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch
+    is that of one call, of which micro-batches are parts."""
     from .. import accumulate, api, models
     from ..adapt import order
     from ..fake_state import forms_of
@@ -204,7 +216,7 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
 
 def add_adapting(parser) -> None:
     """--lora, --qlora and --qat."""
-    lora = "adapters on the linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
+    lora = "adapters on linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
     parser.add_argument("--lora", nargs="?", const="", metavar="KEY=VALUE,...", help=lora)
     qlora = "the same on a base in 4 bits: r=16,quant_type=nf4,double_quant=true, ... (see autopar.QLoRA)"
     parser.add_argument("--qlora", nargs="?", const="", metavar="KEY=VALUE,...", help=qlora)

@@ -20,5 +20,8 @@ def run(args: argparse.Namespace) -> int:
     from ..view.side_by_side import side_by_side
 
     names = [Path(path).stem for path in args.plans]
-    print(side_by_side([Plan.load(path) for path in args.plans], names if len(set(names)) == len(names) else args.plans), end="")
+    print(
+        side_by_side([Plan.load(path) for path in args.plans], names if len(set(names)) == len(names) else args.plans),
+        end="",
+    )
     return 0

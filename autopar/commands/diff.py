@@ -1,4 +1,5 @@
-"""`autopar diff`: what one saved plan decides otherwise than another. Exit code 0 if nothing, 1 if something, as of diff."""
+"""`autopar diff`: what one saved plan decides otherwise than another. Exit code 0 if nothing, 1 if something, as of
+diff."""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ def add(subparsers) -> None:
     parser = common.command(subparsers, "estimate", "cost a configuration that you choose", EXAMPLE, run)
     common.add_search(parser)
     common.add_pipeline(parser)
-    zero = "shard optimizer state (1), gradients (2) and parameters (3) over the data axes of a tensor-parallel strategy"
+    zero = (
+        "shard optimizer state (1), gradients (2) and parameters (3) over the data axes of a tensor-parallel strategy"
+    )
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=zero)
     parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON; - for stdout instead of the text")
 
@@ -45,5 +47,7 @@ def _with_zero(strategy: str | None, stage: int) -> str:
     if strategy in (None, "ddp"):
         return f"zero{stage}"
     if not strategy.startswith(("megatron", "tp")):
-        raise StrategyError(f"{strategy} says already where optimizer state lies", fix="leave --zero out, or use megatron_sp")
+        raise StrategyError(
+            f"{strategy} says already where optimizer state lies", fix="leave --zero out, or use megatron_sp"
+        )
     return f"{strategy}+zero{stage}"

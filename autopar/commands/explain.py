@@ -1,4 +1,5 @@
-"""`autopar explain`: why the planner chose a layout, a strategy or a pipeline, and what every alternative would cost."""
+"""`autopar explain`: why the planner chose a layout, a strategy or a pipeline, and what every alternative would
+cost."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ EXAMPLE = "autopar explain '*.c_fc.weight' --model gpt2 --mesh dp=2,tp=2 --batch
 
 def add(subparsers) -> None:
     parser = common.command(subparsers, "explain", "say what a choice beat, and by how much", EXAMPLE, run)
-    pattern = "glob of names of parameters, ops (as in autopar graph) or modules; not needed with pp, to explain the pipeline alone"
+    pattern = (
+        "glob of names of parameters, ops (as in autopar graph) or modules; with pp, none explains the pipeline alone"
+    )
     parser.add_argument("pattern", metavar="PATTERN", nargs="?", help=pattern)
     common.add_search(parser)
     common.add_pipeline(parser)
-    parser.add_argument("--alternatives", type=common.count, default=6, metavar="N", help="how many to try a choice (default 6)")
+    parser.add_argument(
+        "--alternatives", type=common.count, default=6, metavar="N", help="how many to try a choice (default 6)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,14 @@ from ..errors import AutoparError
 from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
-GLOBAL = ("export", "explicit_casts", "grad_regions", "canonicalize", "differentiate", "clean")  # before there is a plan
+GLOBAL = (
+    "export",
+    "explicit_casts",
+    "grad_regions",
+    "canonicalize",
+    "differentiate",
+    "clean",
+)  # before there is a plan
 ADAPT = ("lora", "quantize", "fake_quant")  # between canonicalize and differentiate, if the command line asks for them
 LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "overlap", "partition")
 PIPELINE = ("micro_batch", "cut")  # on a mesh with pp, before the steps of each of a rank's stages
@@ -73,11 +80,15 @@ def run(args: argparse.Namespace) -> int:
         with common.progress() as report, debug.observe(watch):
             report("building the model")
             model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
-            plan = api.plan(model, args.mesh, inputs, baselines=False, report=report, adapt=adapt, **common.planning(args))
+            plan = api.plan(
+                model, args.mesh, inputs, baselines=False, report=report, adapt=adapt, **common.planning(args)
+            )
             captured = kept["differentiate"]
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
             if args.after == "overlap" and not plan.overlaps:
-                raise AutoparError(f"graphs for {plan.hardware} wait at once", fix="name a GPU, such as --hardware h100")
+                raise AutoparError(
+                    f"graphs for {plan.hardware} wait at once", fix="name a GPU, such as --hardware h100"
+                )
             if args.after != "plan" and has_pipeline:
                 _lower_stages(captured, plan, args.rank, lines, texts)
             elif args.after != "plan":

@@ -44,5 +44,7 @@ def _of_plan(path: str):
 
     plan = Plan.load(path)
     if plan.pipeline is None:
-        raise PipelineError(f"the plan {path} has no pipeline", fix="plan for a mesh with an axis pp, such as pp=4,dp=2")
+        raise PipelineError(
+            f"the plan {path} has no pipeline", fix="plan for a mesh with an axis pp, such as pp=4,dp=2"
+        )
     return plan.pipeline.played(), f"{plan.model} on mesh {plan.mesh}, predicted"

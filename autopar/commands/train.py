@@ -1,5 +1,5 @@
-"""`autopar train`: a short training run on gloo processes of its own, or on those of torchrun, with what was predicted beside
-what was measured."""
+"""`autopar train`: a short training run on gloo processes of its own, or on those of torchrun, with what was predicted
+beside what was measured."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ def add(subparsers) -> None:
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_adapting(parser)
     common.add_pipeline(parser)
-    trace = "how a pipeline's last step ran beside what was predicted: picture (.svg, .html), Chrome trace (.json) or text (.txt)"
+    trace = "how a pipeline's last step ran beside the prediction: picture (.svg, .html), Chrome trace (.json) or text (.txt)"
     many = "parts of the batch in a pipeline (default: as many as are best)"
     parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
     parser.add_argument("--trace", metavar="FILE", help=trace)
-    parser.add_argument("--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format")
+    parser.add_argument(
+        "--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format"
+    )
     parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
-    parser.add_argument("--timeout", type=common.count, metavar="S", help="seconds a collective waits for others (default 120)")
+    parser.add_argument(
+        "--timeout", type=common.count, metavar="S", help="seconds a collective waits for others (default 120)"
+    )
     parser.add_argument("--checkpoint", metavar="FOLDER", help="save the run there at the end, and what --every says")
     parser.add_argument("--every", type=common.count, metavar="N", help="save after every N steps too")
-    parser.add_argument("--keep", type=common.count, metavar="N", help="keep the last N checkpoints that this run saved")
+    parser.add_argument(
+        "--keep", type=common.count, metavar="N", help="keep the last N checkpoints that this run saved"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
 
 
@@ -40,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from ..mesh import Mesh
 
     if args.checkpoint is None and (args.every or args.keep or args.resume):
-        raise CheckpointError("--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER")
+        raise CheckpointError(
+            "--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
+        )
     _check_pipeline(args)
     adapt = common.adaptations(args)
     if args.save_adapter and args.lora is None and args.qlora is None:
@@ -60,13 +68,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_pipeline(args: argparse.Namespace) -> None:
-    """Raises PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be written."""
+    """Raises PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
+    written."""
     from ..schedule import catalogue, files
 
     has_pipeline = common.has_pipeline(args)
     for name in ("micro_batches", "trace"):
         if getattr(args, name) is not None and not has_pipeline:
-            raise PipelineError(f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2")
+            raise PipelineError(
+                f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2"
+            )
     if args.schedule is not None:
         catalogue.canonical(args.schedule)
     if args.trace is not None:

@@ -60,7 +60,11 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=devices)
     try:
         mesh = Mesh.parse(settings["mesh"])
-        _run(init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names), settings, say=print if rank == 0 else _silent)
+        _run(
+            init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names),
+            settings,
+            say=print if rank == 0 else _silent,
+        )
     finally:
         dist.destroy_process_group()
 
@@ -74,9 +78,13 @@ def _run(device_mesh, settings: dict, say) -> None:
         say(f"warning: {warning}")
     say("planning ...", flush=True)
     planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
-    staged = {"schedule": settings["schedule"] or "auto"} | {k: settings[k] for k in ("micro_batches", "stages_per_rank")}
+    staged = {"schedule": settings["schedule"] or "auto"} | {
+        k: settings[k] for k in ("micro_batches", "stages_per_rank")
+    }
     model = autopar.compile(source, device_mesh, inputs, **planning, **staged)
-    trained = [p for p in model.parameters() if p.requires_grad] or [torch.zeros(0, requires_grad=True)]  # stages may be frozen
+    trained = [p for p in model.parameters() if p.requires_grad] or [
+        torch.zeros(0, requires_grad=True)
+    ]  # stages may be frozen
     optimizer = torch.optim.AdamW(trained, lr=settings["lr"])
     say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
     done = _resume(model, optimizer, stream, settings, say)
@@ -110,7 +118,8 @@ def _run(device_mesh, settings: dict, say) -> None:
 
 
 def _trace(model, settings: dict, say) -> None:
-    """How the last step ran beside what was predicted, as a table here and as a file. Rank 0 writes it, of its own pipeline."""
+    """How the last step ran beside what was predicted, as a table here and as a file. Rank 0 writes it, of its own
+    pipeline."""
     measured, predicted = model.measured_schedule(), model.plan.pipeline.played()
     say("", schedule.beside(predicted, measured), sep="\n")
     if dist.get_rank() == 0:
@@ -129,7 +138,10 @@ def _resume(model, optimizer, stream, settings: dict, say) -> int:
         say(f"no checkpoint in {folder}: starting with step 1")
         return 0
     if not settings["resume"]:
-        say(f"{folder} has checkpoints of an earlier run, the last of them {newest.name}; this is another run, and they stay")
+        say(
+            f"{folder} has checkpoints of an earlier run, the last of them {newest.name}; this is another run, and "
+            f"they stay"
+        )
         return 0
     loaded = autopar.load_checkpoint(newest, model, optimizer)
     _check_settings(loaded, settings)
@@ -142,7 +154,9 @@ def _resume(model, optimizer, stream, settings: dict, say) -> int:
 def _check_settings(loaded: autopar.Checkpoint, settings: dict) -> None:
     """Raises CheckpointMismatch if the run that is resumed was another one than is asked for now."""
     saved = loaded.data["settings"]
-    differ = [f"--{name} {saved.get(name)}, not {settings[name]}" for name in OF_A_RUN if saved.get(name) != settings[name]]
+    differ = [
+        f"--{name} {saved.get(name)}, not {settings[name]}" for name in OF_A_RUN if saved.get(name) != settings[name]
+    ]
     if differ:
         raise CheckpointMismatch(
             f"{loaded.path}, saved {loaded.saved} by run {loaded.run}, has {'; '.join(differ)}",
@@ -179,8 +193,8 @@ def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
 
 @contextmanager
 def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) -> Iterator[Callable[[], int]]:
-    """A function that says how many bytes were alive at once inside, at the most: under a pipeline micro-batches come and go in the
-    call. Every op inside takes longer."""
+    """A function that says how many bytes were alive at once inside, at the most: under a pipeline micro-batches come
+    and go in the call. Every op inside takes longer."""
     with Allocations() as seen:
         seen.hold_state(model, optimizer)
         seen.leave_out(x for x in call.values() if isinstance(x, torch.Tensor))

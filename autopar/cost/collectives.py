@@ -4,9 +4,9 @@
     "nccl"         NCCL's own model of its algorithms and protocols (autopar/cost/nccl.py)
     "alpha-beta"   a latency, and the bytes that a device sends at the speed of its link (Hardware.links_for)
 
-A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta links
-(autopar/cost/textbook.py). An all-reduce over several axes is one over the group of all, or a reduce-scatter over the inner
-axis, an all-reduce of 1 / n of the bytes over the others and an all-gather, whichever takes less.
+A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta
+links (autopar/cost/textbook.py). An all-reduce over several axes is one over the group of all, or a reduce-scatter over
+the inner axis, an all-reduce of 1 / n of the bytes over the others and an all-gather, whichever takes less.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Price = Callable[[np.ndarray], np.ndarray]
 MODELS = ("auto", *ALL_REDUCES)
 TRUST = ("measured", "nccl", "alpha-beta", "textbook")  # best first
 
-# Relative errors to expect where nothing was measured: the aim of the NCCL model on nodes it was not calibrated on, and what
-# one latency and one speed miss of it (tests/cost/test_nccl.py).
+# Relative errors to expect where nothing was measured: the aim of the NCCL model on nodes it was not calibrated on, and
+# what one latency and one speed miss of it (tests/cost/test_nccl.py).
 ERRORS = {"nccl": 0.35, "alpha-beta": 0.5, "textbook": 0.5}
 
 
@@ -43,10 +43,11 @@ class CollectiveCost:
         self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
 
     def seconds(self, kind: str, axes: tuple[str, ...], held_bytes: float | np.ndarray) -> float | np.ndarray:
-        """Of one collective, `held_bytes` being those of a device before it. Never less for more bytes; 0 in a group of one.
+        """Of one collective, `held_bytes` being those of a device before it. Never less for more bytes; 0 in a group of
+        one.
 
-        `kind`: all_gather, reduce_scatter, all_to_all, all_reduce, broadcast or send (to the next of the group). Several
-        axes only for an all_reduce. Raises HardwareError for another kind."""
+        `kind`: all_gather, reduce_scatter, all_to_all, all_reduce, broadcast or send (to the next of the group).
+        Several axes only for an all_reduce. Raises HardwareError for another kind."""
         key = (kind, axes)
         if key not in self._prices:
             self._prices[key] = self._price(kind, self._active(axes))
@@ -82,7 +83,9 @@ class CollectiveCost:
         if kind not in KINDS:
             raise HardwareError(f"there is no collective {kind!r}", fix=f"use one of {', '.join(KINDS)}")
         if len(axes) > 1 and kind != "all_reduce":
-            raise HardwareError(f"{kind} over {', '.join(axes)}: only all_reduce takes several axes", fix="price axes one by one")
+            raise HardwareError(
+                f"{kind} over {', '.join(axes)}: only all_reduce takes several axes", fix="price axes one by one"
+            )
         if not axes:
             return np.zeros_like
         tier = self.tier_of(kind, axes)

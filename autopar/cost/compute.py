@@ -1,13 +1,15 @@
 """Seconds an op takes on one device: a roofline on local shapes, max(FLOPs / speed, bytes / memory bandwidth).
 
-The speed of a matrix product is the share of the peak that a product of its local size reaches (autopar/cost/products.py): what
-tensor parallelism leaves of a small matrix is slower. Attention has shares of its own, one for each direction.
+The speed of a matrix product is the share of the peak that a product of its local size reaches
+(autopar/cost/products.py): what tensor parallelism leaves of a small matrix is slower. Attention has shares of its own,
+one for each direction.
 
-FLOPs count a multiply-add as two. Attention does 4 b h s t d forward (two matrix products) and 10 b h s t d backward (five, the
-scores recomputed), half of it under a causal mask: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1. A launch costs
-`launch_seconds` on top, added and not max'ed, so that sharding a small op still shows; a pointwise op that follows a pointwise
-op is fused with it and costs neither its launch nor the traffic between the two, unless a profile says that graphs run op by op.
-Where the computation of exp and its like is slower than memory (on CPUs), ops like gelu take the time of their values.
+FLOPs count a multiply-add as two. Attention does 4 b h s t d forward (two matrix products) and 10 b h s t d backward
+(five, the scores recomputed), half of it under a causal mask: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1. A
+launch costs `launch_seconds` on top, added and not max'ed, so that sharding a small op still shows; a pointwise op that
+follows a pointwise op is fused with it and costs neither its launch nor the traffic between the two, unless a profile
+says that graphs run op by op. Where the computation of exp and its like is slower than memory (on CPUs), ops like gelu
+take the time of their values.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ FREE = {
 }  # fmt: skip
 
 POINTWISE_NAMES = {
-    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "exp", "log", "tanh", "sigmoid", "silu", "gelu", "relu", "where",
-    "silu_backward", "gelu_backward", "tanh_backward", "sigmoid_backward", "threshold_backward", "_to_copy", "reciprocal", "abs",
-    "eq", "ne", "le", "lt", "ge", "gt", "maximum", "minimum", "clamp", "clone", "masked_fill", "cos", "sin", "rsub", "logical_not",
-    "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not", "full_like", "zeros_like", "ones_like", "erf", "sign",
-    "round", "clamp_min", "clamp_max", "fake_quantize", "fake_quantize_bw", "fake_quantize_dscale",
+    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "exp", "log", "tanh", "sigmoid", "silu", "gelu", "relu",
+    "where", "silu_backward", "gelu_backward", "tanh_backward", "sigmoid_backward", "threshold_backward", "_to_copy",
+    "reciprocal", "abs", "eq", "ne", "le", "lt", "ge", "gt", "maximum", "minimum", "clamp", "clone", "masked_fill",
+    "cos", "sin", "rsub", "logical_not", "logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not",
+    "full_like", "zeros_like", "ones_like", "erf", "sign", "round", "clamp_min", "clamp_max", "fake_quantize",
+    "fake_quantize_bw", "fake_quantize_dscale",
 }  # fmt: skip
 
 
@@ -55,7 +58,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp
 ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
 ATTENTION_BLOCK = 128  # queries that a multiprocessor works on at once, and keys: FlashAttention-2, section 3.3
 
-# integer operations of autopar/ops_random.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a number else
+# integer operations of autopar/ops_random.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a
+# number else
 OPS_PER_NUMBER = {autopar.dropout.default: 8.0, autopar.uniform.default: 28.0, autopar.normal.default: 36.0}
 
 
@@ -148,7 +152,8 @@ class ComputeCost:
             functions = FUNCTIONS.get(op_name(node.target), 0.0) if kernels.functions_per_second else 0.0
             self._works[node] = _Work(
                 PRODUCTS.get(node.target), node.target in ATTENTION, flops, peak, value.element_size(), launch,
-                shapes_of(node) if flops else [], functions and functions * value.numel() / kernels.functions_per_second,
+                shapes_of(node) if flops else [],
+                functions and functions * value.numel() / kernels.functions_per_second,
             )  # fmt: skip
         return self._works[node]
 
@@ -161,7 +166,9 @@ class ComputeCost:
             return work.flops / strategy.ways / (work.peak_flops_per_second * self._attention_share(node, local))
         seconds = 0.0
         for product in work.products(*local):
-            seconds += 2.0 * math.prod(product) / (work.peak_flops_per_second * self._shares(product, work.element_bytes))
+            seconds += (
+                2.0 * math.prod(product) / (work.peak_flops_per_second * self._shares(product, work.element_bytes))
+            )
         return seconds
 
     def _attention_share(self, node: fx.Node, local: Sequence[Sequence[int]]) -> float:

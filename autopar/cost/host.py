@@ -1,8 +1,9 @@
-"""What it costs to keep a parameter on the host, with its gradient and its optimizer's state: copies, and a step by the host.
+"""What it costs to keep a parameter on the host, with its gradient and its optimizer's state: copies, and a step by the
+host.
 
-ZeRO-Offload's exchange (Ren et al., arXiv 2101.06840, section 4): a pass copies the shard to the device in the type that it
-computes in, and the reduced gradient back; the optimizer steps on the host, where it reads and writes memory. For e elements of a
-shard, with bytes an element as in autopar/cost/memory.py:
+ZeRO-Offload's exchange (Ren et al., arXiv 2101.06840, section 4): a pass copies the shard to the device in the type
+that it computes in, and the reduced gradient back; the optimizer steps on the host, where it reads and writes memory.
+For e elements of a shard, with bytes an element as in autopar/cost/memory.py:
 
     copies a pass       e * (computing + gradient) / link
     optimizer a step    e * (gradient + 2 * (master + optimizer)) / host memory
@@ -18,8 +19,8 @@ from .memory import StateBytes
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds and bytes of shards on the host, of a device's share of it. A step has `passes`. The optimizer is taken to be fused,
-    one sweep over its tensors, and nothing to hide behind anything."""
+    """Seconds and bytes of shards on the host, of a device's share of it. A step has `passes`. The optimizer is taken
+    to be fused, one sweep over its tensors, and nothing to hide behind anything."""
 
     host: Host
     passes: int = 1

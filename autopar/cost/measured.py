@@ -1,9 +1,9 @@
 """Seconds of a collective from measured points, linear between them in the logarithms of bytes and seconds.
 
-More bytes never take less time: a point above a later one is lowered to it, as other work only ever adds time. Below the first
-point the time stays, above the last it grows with the bytes. A group whose size was not measured takes the curve of the nearest
-measured size (the logarithms compared), at the bytes that make a device of that group send as much; a larger group adds the
-time of the first point for each further round of as many steps in a ring.
+More bytes never take less time: a point above a later one is lowered to it, as other work only ever adds time. Below
+the first point the time stays, above the last it grows with the bytes. A group whose size was not measured takes the
+curve of the nearest measured size (the logarithms compared), at the bytes that make a device of that group send as
+much; a larger group adds the time of the first point for each further round of as many steps in a ring.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def interpolate(curve: Curve, bytes_: np.ndarray) -> np.ndarray:
 
 
 def curve_for(hardware: Hardware, kind: str, devices: int, stride: int, span: int) -> Curve | None:
-    """The measured curve nearest to a group of `devices` that are `stride` ranks apart and reach over `span` ranks, None if none
-    was measured over the same tier of links."""
+    """The measured curve nearest to a group of `devices` that are `stride` ranks apart and reach over `span` ranks,
+    None if none was measured over the same tier of links."""
     tier = hardware.tier_index(span)
     known = [c for c in hardware.curves if c.kind == kind and hardware.tier_index(c.span) == tier]
 

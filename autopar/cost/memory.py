@@ -1,8 +1,9 @@
 """Resident bytes of a parameter: master, gradient, optimizer state, and the copy that computes under mixed precision.
 
-An fp32 parameter takes 4 bytes four times under AdamW: parameter, gradient and two moments, 16 in all; an fp64 one twice that, a
-bf16 one half. With precision="bf16" master, gradient and moments stay fp32 and a 2-byte copy computes, 18 bytes a parameter
-(Megatron-LM's count, 16 in the ZeRO paper, arXiv 1910.02054, which keeps the gradient in half precision).
+An fp32 parameter takes 4 bytes four times under AdamW: parameter, gradient and two moments, 16 in all; an fp64 one
+twice that, a bf16 one half. With precision="bf16" master, gradient and moments stay fp32 and a 2-byte copy computes, 18
+bytes a parameter (Megatron-LM's count, 16 in the ZeRO paper, arXiv 1910.02054, which keeps the gradient in half
+precision).
 """
 
 from __future__ import annotations
@@ -39,6 +40,6 @@ class StateBytes:
         return StateBytes(master, copy, master, OPTIMIZER_STATES[optimizer] * master)
 
     def resident(self, trainable: bool) -> int:
-        """Bytes an element takes all through training. The copy that computes comes and goes; a gradient lives from the backward to
-        the optimizer's step alone."""
+        """Bytes an element takes all through training. The copy that computes comes and goes; a gradient lives from the
+        backward to the optimizer's step alone."""
         return self.master + (self.optimizer if trainable else 0)

@@ -1,7 +1,8 @@
 """What moves between two layouts, and the single moves that lead from one to the other.
 
-What stays in place has no say: dims and partial axes that are the same before and after are left out, and the dims that move are
-put in an order of their own, so that few cores serve very many pairs of layouts. All is plain tuples: planning asks for very many.
+What stays in place has no say: dims and partial axes that are the same before and after are left out, and the dims that
+move are put in an order of their own, so that few cores serve very many pairs of layouts. All is plain tuples: planning
+asks for very many.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class State(NamedTuple):
 
 
 class Core(NamedTuple):
-    """What moves from one state to another. The target's partial axes are those that the source lacks: then nothing leads there."""
+    """What moves from one state to another. The target's partial axes are those that the source lacks: then nothing
+    leads there."""
 
     source: State
     target: State
@@ -60,8 +62,12 @@ class Core(NamedTuple):
             dims.sort(key=lambda d: (a[d], b[d], m[d], n[d]))
         before, after = source.partial, target.partial
         core = Core(
-            State(tuple([a[d] for d in dims]), tuple([m[d] for d in dims]), tuple([p for p in before if p not in after])),
-            State(tuple([b[d] for d in dims]), tuple([n[d] for d in dims]), tuple([p for p in after if p not in before])),
+            State(
+                tuple([a[d] for d in dims]), tuple([m[d] for d in dims]), tuple([p for p in before if p not in after])
+            ),
+            State(
+                tuple([b[d] for d in dims]), tuple([n[d] for d in dims]), tuple([p for p in after if p not in before])
+            ),
         )
         return core, tuple(dims)
 

@@ -8,9 +8,10 @@
     NVLS       the switch reduces; NVLS-tree on several nodes; all-reduce: twice the switch's speed, n / steps of it
     PAT        gather and scatter with one rank a node, log2(nodes) steps
 
-`bus` is what each device sends: the ring's speed inside a node, or what the network cards of the group's members on one node
-carry together, as each axis of a mesh has all its groups busy at once. Source: github.com/NVIDIA/nccl, src/graph/tuning.cc
-(ncclTopoTuneModel, ncclTopoGetAlgoTime), constants in autopar/cost/nccl_constants.py, with what that file names as not NCCL's.
+`bus` is what each device sends: the ring's speed inside a node, or what the network cards of the group's members on one
+node carry together, as each axis of a mesh has all its groups busy at once. Source: github.com/NVIDIA/nccl,
+src/graph/tuning.cc (ncclTopoTuneModel, ncclTopoGetAlgoTime), constants in autopar/cost/nccl_constants.py, with what
+that file names as not NCCL's.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ LL, LL128, SIMPLE = range(len(PROTOCOLS))
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of one communicator: `ranks`, on `nodes`, at least `per_node` on each; `intra` and `card` are bytes per
-    second that a device sends inside a node and through its own network card."""
+    """The devices of one communicator: `ranks`, on `nodes`, at least `per_node` on each; `intra` and `card` are bytes
+    per second that a device sends inside a node and through its own network card."""
 
     ranks: int
     nodes: int
@@ -57,8 +58,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Choice:
-    """One algorithm with one protocol. `correction`: shares of the speed at 64 B and each power of two after it. `ramps`:
-    whether a device must have much in hand to reach the speed."""
+    """One algorithm with one protocol. `correction`: shares of the speed at 64 B and each power of two after it.
+    `ramps`: whether a device must have much in hand to reach the speed."""
 
     name: str
     latency_seconds: float
@@ -113,7 +114,8 @@ def _scale(group: Group) -> int:
 
 
 def _reached(kind: str, group: Group, nccl: Nccl) -> float | None:
-    """Bytes per second that each device was measured to send inside a node, between measured numbers of devices linear."""
+    """Bytes per second that each device was measured to send inside a node, between measured numbers of devices
+    linear."""
     points = nccl.reached.get(kind)
     if not points or group.nodes > 1:
         return None
@@ -131,7 +133,9 @@ def _rings(kind: str, group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice
         elif p == LL128:
             if nccl.intra != "nvlink" or group.nodes > 1:  # its tables are of NVLink
                 continue
-            speed = min(bus * c.ring_ll128_share, nccl.channels * c.ring_ll128_most[nccl.generation][_scale(group)] * 1e9)
+            speed = min(
+                bus * c.ring_ll128_share, nccl.channels * c.ring_ll128_most[nccl.generation][_scale(group)] * 1e9
+            )
         intra, inter = c.intra_us[nccl.intra]["ring"][p], _inter_us(group, "ring", p, c)
         if group.nodes > 1:
             intra = max(intra, c.net_overhead_us * (3 if p == SIMPLE else 1))
@@ -158,7 +162,9 @@ def _trees(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
                 continue
             share = c.tree_ll128_share[group.nodes > 1]
             speed = min(bus * share, nccl.channels * c.tree_ll128_most[generation][column] * 1e9)
-        hops = (group.per_node - 1) * c.intra_us[nccl.intra]["tree"][p] + int(math.log2(group.nodes)) * c.inter_us["tree"][p]
+        hops = (group.per_node - 1) * c.intra_us[nccl.intra]["tree"][p] + int(math.log2(group.nodes)) * c.inter_us[
+            "tree"
+        ][p]
         yield Choice(f"tree {protocol}", (c.base_us["tree"][p] + 2 * hops) * 1e-6, speed / 2, c.tree_correction[p])
 
 
@@ -173,16 +179,25 @@ def _switched(kind: str, group: Group, nccl: Nccl, c: Constants) -> Iterator[Cho
         switch *= 2 if kind == "all_reduce" else (group.per_node - 1) / group.per_node
         yield Choice("NVLS", c.intra_us["nvlink"]["nvls"][SIMPLE] * 1e-6, switch * n / _steps(kind, group)[0])
     elif kind == "all_reduce":
-        cards = min(channels * nccl.channel_bytes_per_second, group.per_node * group.card) * (2 if group.nodes == 2 else 1)
+        cards = min(channels * nccl.channel_bytes_per_second, group.per_node * group.card) * (
+            2 if group.nodes == 2 else 1
+        )
         speed = min(2 * switch, cards, channels * c.nvls_tree_most[nccl.generation][_scale(group)] * 1e9)
-        latency = c.intra_us["nvlink"]["nvls_tree"][SIMPLE] + 2 * int(math.log2(group.nodes)) * c.inter_us["nvls_tree"][SIMPLE]
+        latency = (
+            c.intra_us["nvlink"]["nvls_tree"][SIMPLE]
+            + 2 * int(math.log2(group.nodes)) * c.inter_us["nvls_tree"][SIMPLE]
+        )
         correction = c.tree_correction[SIMPLE] if nccl.generation == "blackwell" else ()
         yield Choice("NVLS-tree", latency * 1e-6, speed * n / _steps(kind, group)[0], correction)
 
 
 def _pat(group: Group, c: Constants) -> Choice:
     n = group.ranks
-    latency = c.base_us["pat"][SIMPLE] + math.log2(group.nodes) * c.inter_us["pat"][SIMPLE] / c.pat_net_divisor + c.pat_step_us * n
+    latency = (
+        c.base_us["pat"][SIMPLE]
+        + math.log2(group.nodes) * c.inter_us["pat"][SIMPLE] / c.pat_net_divisor
+        + c.pat_step_us * n
+    )
     return Choice("PAT", latency * 1e-6, group.bus * c.pat_share * n / (n - 1))
 
 

@@ -1,16 +1,17 @@
-"""Matrix products of one device: what an op multiplies there, and which share of the peak a product of that size reaches.
+"""Matrix products of one device: what an op multiplies there, and which share of the peak a product of that size
+reaches.
 
-A product is (batch, rows, columns, depth) = (b, m, n, k): b times an m x k matrix with a k x n one, 2 b m n k FLOPs. Its share of
-the peak is that of a large product times
+A product is (batch, rows, columns, depth) = (b, m, n, k): b times an m x k matrix with a k x n one, 2 b m n k FLOPs.
+Its share of the peak is that of a large product times
 
     waves    b ceil(m / tile rows) ceil(n / tile columns) tiles are handed to the multiprocessors in whole waves: the share is
-             the work of the tiles that are needed over that of all waves. Half a tile, a quarter, ... or k cut into parts
-             leave less idle but are slower each; the best counts
+             the work of the tiles that are needed over that of all waves. Half a tile, a quarter, ... or k cut into
+             parts leave less idle but are slower each; the best counts
     ramp     k / (k + half_depth), and so for m and n: a tile needs depth until its loads are hidden
     aligned  rows of the operands that are not whole vectors of 16 bytes are loaded one number at a time
 
-Waves: NVIDIA, "Matrix Multiplication Background User's Guide", which also gives the rule of alignment. What is not in it is
-marked as an estimate below.
+Waves: NVIDIA, "Matrix Multiplication Background User's Guide", which also gives the rule of alignment. What is not in
+it is marked as an estimate below.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Product = tuple[int, int, int, int]
 Shape = Sequence[int]
 
 LARGE = 8192  # a profile's efficiency is that of a product of so many rows, columns and depth
-HALF_TILE = 0.9  # share of a tile's speed that half of it reaches, as it loads more for each multiplication: an estimate
+HALF_TILE = (
+    0.9  # share of a tile's speed that half of it reaches, as it loads more for each multiplication: an estimate
+)
 HALVINGS, SPLITS = (0, 1, 2, 3), (1, 2, 4, 8, 16)
 MISALIGNED = 0.6  # an estimate; older libraries lost more
 VECTOR_BYTES = 16
@@ -78,7 +81,7 @@ def _convolution(x: Shape, weight: Shape, *rest: Shape) -> list[Product]:
 
 
 def _convolution_backward(grad: Shape, x: Shape, weight: Shape, *_) -> list[Product]:
-    (groups, rows, columns, depth), = _convolution(x, weight, grad)
+    ((groups, rows, columns, depth),) = _convolution(x, weight, grad)
     return [(groups, rows, depth, columns), (groups, columns, depth, rows)]  # of the input, of the weight
 
 
@@ -113,7 +116,9 @@ class Shares:
         """`element_bytes`: of a number of the operands."""
         key = (product, element_bytes)
         if key not in self._known:
-            self._known[key] = min(1.0, self._of_large * self._relative(product) * self._aligned(product, element_bytes))
+            self._known[key] = min(
+                1.0, self._of_large * self._relative(product) * self._aligned(product, element_bytes)
+            )
         return self._known[key]
 
     def _relative(self, product: Product) -> float:

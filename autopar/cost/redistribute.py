@@ -80,7 +80,8 @@ class Redistributor:
         return self._found[key]
 
     def path(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
-        """(move, state after it, share of the elements that a device holds before it) of what moves, as if all else were whole."""
+        """(move, state after it, share of the elements that a device holds before it) of what moves, as if all else
+        were whole."""
         if core not in self._paths:
             self._paths[core] = self._search(core)
         return self._paths[core]
@@ -88,10 +89,13 @@ class Redistributor:
     def share_in_place(self, source: Layout, dims: tuple[int, ...]) -> float:
         """Share of the elements that the dims which stay in place leave to a device; `dims` are those that move."""
         size = self.mesh.size
-        return 1.0 / math.prod([size(axis) for d, axes in enumerate(source.dims) if axes and d not in dims for axis in axes])
+        return 1.0 / math.prod(
+            [size(axis) for d, axes in enumerate(source.dims) if axes and d not in dims for axis in axes]
+        )
 
     def price(self, kind: str, axes: tuple[str, ...], held: float) -> tuple[float, float, float]:
-        """(wire fraction, latency in seconds, seconds a global byte) of a move that finds a share `held` on each device."""
+        """(wire fraction, latency in seconds, seconds a global byte) of a move that finds a share `held` on each
+        device."""
         key = (kind, axes, held)
         if key not in self._prices:
             self._prices[key] = self._price(kind, axes, held)
@@ -116,7 +120,9 @@ class Redistributor:
         """Dijkstra over states."""
         if core.target.partial:
             return None
-        source = State(core.source.dims, core.source.parts, tuple(sorted(core.source.partial, key=lambda p: self._order[p[0]])))
+        source = State(
+            core.source.dims, core.source.parts, tuple(sorted(core.source.partial, key=lambda p: self._order[p[0]]))
+        )
         order, queue, size = itertools.count(), [(0.0, 0, source, ())], self.mesh.size
         nearest = {source: 0.0}
         while queue:

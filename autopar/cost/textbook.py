@@ -1,7 +1,7 @@
 """The all-reduce algorithms of the textbooks on equal links: steps, bytes of the busiest node, bytes in all.
 
-With n nodes that each hold S bytes, the time is steps * latency + bytes of the busiest node / speed. A node sends and receives
-at once; `max_node_bytes` counts what passes one after the other.
+With n nodes that each hold S bytes, the time is steps * latency + bytes of the busiest node / speed. A node sends and
+receives at once; `max_node_bytes` counts what passes one after the other.
 
                       steps             busiest node       in all
     parameter_server  2                 2 n S              2 n S              all push to a server, then pull; one more node
@@ -11,9 +11,10 @@ at once; `max_node_bytes` counts what passes one after the other.
     recursive_doubling   log2 n         log2 n S           n log2 n S         whole vectors with the node 1, 2, 4, ... away
     halving_doubling     2 log2 n       2 (n - 1) / n S    2 (n - 1) S        halves, quarters, ... and back
 
-Of the last two, n that is no power of two lets its n - p last nodes (p the power below) hand in their vectors first and get
-the result last: two steps and 2 S bytes more. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter
-Server", OSDI 2014; Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+Of the last two, n that is no power of two lets its n - p last nodes (p the power below) hand in their vectors first and
+get the result last: two steps and 2 S bytes more. Sources: Li et al., "Scaling Distributed Machine Learning with the
+Parameter Server", OSDI 2014; Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _folded(n: int) -> int:
 ALL_REDUCES = {
     "parameter_server": AllReduce(lambda n: 2, lambda n, size: 2 * n * size, lambda n, size: 2 * n * size),
     "sequential": AllReduce(lambda n: 2 * n, lambda n, size: 2 * n * size, lambda n, size: 2 * n * size),
-    "ring": AllReduce(lambda n: 2 * (n - 1), lambda n, size: 2 * (n - 1) / n * size, lambda n, size: 2 * (n - 1) * size),
+    "ring": AllReduce(
+        lambda n: 2 * (n - 1), lambda n, size: 2 * (n - 1) / n * size, lambda n, size: 2 * (n - 1) * size
+    ),
     "parallel": AllReduce(lambda n: 1, lambda n, size: (n - 1) * size, lambda n, size: n * (n - 1) * size),
     "recursive_doubling": AllReduce(
         lambda n: _log(n) + 2 * (_folded(n) > 0),

@@ -1,7 +1,9 @@
-"""Seconds of redistributions for whole matrices of layouts: many pairs share few sequences of steps, and few steps are distinct.
+"""Seconds of redistributions for whole matrices of layouts: many pairs share few sequences of steps, and few steps are
+distinct.
 
-A *row* is one sequence of steps with the share of the tensor that each finds on a device; pairs of layouts are numbered by row.
-For a tensor of B bytes every distinct step is priced once, rows are sums of steps, and a matrix of pairs only looks rows up.
+A *row* is one sequence of steps with the share of the tensor that each finds on a device; pairs of layouts are numbered
+by row. For a tensor of B bytes every distinct step is priced once, rows are sums of steps, and a matrix of pairs only
+looks rows up.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LONGEST = 8  # steps of a redistribution
 
 
 class TransferPrices:
-    """Prices of one mesh. `collectives` prices all steps but local slices; the links' latency and speed do if it is not given."""
+    """Prices of one mesh. `collectives` prices all steps but local slices; the links' latency and speed do if it is not
+    given."""
 
     def __init__(self, redistribute: Redistributor, collectives: CollectiveCost | None = None):
         self.redistribute, self.collectives = redistribute, collectives

@@ -1,7 +1,8 @@
 """Give a few methods of tensors their eager meaning, in a way that a trace keeps.
 
-`parameter.requires_grad_(False)` keeps gradients from what is computed with it afterwards, which a trace forgets, since it is no
-op. Hooks of tensors, backwards inside of a forward and generators of its own would serve once, while tracing, and are refused.
+`parameter.requires_grad_(False)` keeps gradients from what is computed with it afterwards, which a trace forgets, since
+it is no op. Hooks of tensors, backwards inside of a forward and generators of its own would serve once, while tracing,
+and are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _REFUSED: dict[Callable, tuple[str, str]] = {
     Tensor.register_hook: ("a hook of a tensor", "write what the hook does as a torch.autograd.Function"),
     Tensor.retain_grad: ("retain_grad", "return the tensor, and call torch.autograd.grad outside of the model"),
     Tensor.backward: ("backward", "compute gradients outside of the model"),
-    Tensor.register_post_accumulate_grad_hook: ("a hook of a gradient", "register it on the parameters of the compiled model"),
+    Tensor.register_post_accumulate_grad_hook: (
+        "a hook of a gradient",
+        "register it on the parameters of the compiled model",
+    ),
 }
 
 
@@ -48,9 +52,12 @@ class EagerMeaning(TorchFunctionMode):
         for stand_in, parameter in self._frozen.values():
             self._replace(stand_in, parameter)
         if kind is None and self._frozen:
-            name = next(name for name, p in self.model.named_parameters() if any(p is q for _, q in self._frozen.values()))
+            name = next(
+                name for name, p in self.model.named_parameters() if any(p is q for _, q in self._frozen.values())
+            )
             raise CaptureError(
-                f"the forward freezes {name} and leaves it so", fix="freeze it before compiling, or let it train again afterwards"
+                f"the forward freezes {name} and leaves it so",
+                fix="freeze it before compiling, or let it train again afterwards",
             )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -65,7 +72,8 @@ class EagerMeaning(TorchFunctionMode):
         elif function is torch._C._set_grad_enabled:
             if args[0] and not self._has_gradients:
                 raise CaptureError(
-                    "the forward switches gradients on inside of a call without gradients", fix="call the model with gradients"
+                    "the forward switches gradients on inside of a call without gradients",
+                    fix="call the model with gradients",
                 )
         elif kwargs.get("generator") is not None:
             raise CaptureError(

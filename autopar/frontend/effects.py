@@ -1,8 +1,8 @@
 """What a forward leaves behind in its model's attributes, as a part of the traced call.
 
-A tensor that a forward puts into an attribute (`self.aux_loss = ...`) is one more output of the graph; a buffer that it replaces
-by another tensor of the same form is written; a plain value is set again after each call, since the same state before a call gives
-the same state after it; a counter that is only counted on goes on from where it stands.
+A tensor that a forward puts into an attribute (`self.aux_loss = ...`) is one more output of the graph; a buffer that it
+replaces by another tensor of the same form is written; a plain value is set again after each call, since the same state
+before a call gives the same state after it; a counter that is only counted on goes on from where it stands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Effect:
-    """An attribute that a call sets. `value` has Slots for tensors; `step` is what a counter goes on by, 0 for other attributes;
+    """An attribute that a call sets. `value` has Slots for tensors; `step` is what a counter goes on by, 0 for other
+    attributes;
     `is_saved`: of a buffer that the call registers, whether a state dict has it."""
 
     owner: object
@@ -88,8 +89,8 @@ def _filled(value: object, outputs: list) -> object:
 
 
 def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], names: list[str]) -> list[Effect | Refill]:
-    """Return what the run that `watch` saw leaves in attributes, with buffers that became `others`. Tensors are appended to
-    `outputs`, with a name each.
+    """Return what the run that `watch` saw leaves in attributes, with buffers that became `others`. Tensors are
+    appended to `outputs`, with a name each.
 
     Raises CaptureError for what no graph can leave there."""
     found, others = [], list(others)
@@ -103,7 +104,9 @@ def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], nam
         found.append(Effect(write.owner, write.name, write.path, value, step, is_saved))
     for read in watch.refilled():
         held = read.before.value
-        if not isinstance(held, (list, dict, collections.deque)) or not all(_is_flat(item) for _, item in read.before.items):
+        if not isinstance(held, (list, dict, collections.deque)) or not all(
+            _is_flat(item) for _, item in read.before.items
+        ):
             raise CaptureError(f"the forward changes {read.path}, a {type(held).__name__}, in place", fix=FIX)
         now = dict(held) if isinstance(held, dict) else list(held)
         before = {id(item.value) for _, item in read.before.items}
@@ -141,8 +144,9 @@ class TensorTables:
                        for path, module in model.named_modules()]  # fmt: skip
 
     def replaced(self, casts: bool = False) -> tuple[dict[str, Tensor], list[Write]]:
-        """Return what the run put in the place of buffers: tensors of the same form, but for a float type if the run `casts`, by
-        the name of the buffer that takes their value, and the others: new ones, those of another form and those with a gradient.
+        """Return what the run put in the place of buffers: tensors of the same form, but for a float type if the run
+        `casts`, by the name of the buffer that takes their value, and the others: new ones, those of another form and
+        those with a gradient.
 
         Raises CaptureError for parameters and modules that were replaced."""
         values, others = {}, []
@@ -151,12 +155,15 @@ class TensorTables:
             for kind, old, new in (("parameter", parameters, module._parameters), ("module", modules, module._modules)):
                 for name in {**old, **new}:
                     if old.get(name) is not new.get(name) and not is_stand_in(new.get(name)):
-                        raise CaptureError(f"the forward replaces the {kind} {label}.{name}", fix="make it once, before compiling")
+                        raise CaptureError(
+                            f"the forward replaces the {kind} {label}.{name}", fix="make it once, before compiling"
+                        )
             for name, tensor in module._buffers.items():
                 was = buffers.get(name)
                 if tensor is was and tensor is not None and tensor.requires_grad:
                     raise CaptureError(
-                        f"the forward writes to {label}.{name} what carries a gradient, and the next call would go back through it",
+                        f"the forward writes to {label}.{name} what carries a gradient, and the next call would go "
+                        f"back through it",
                         fix="write tensor.detach(), or do it inside of torch.no_grad()",
                     )
                 if tensor is was:

@@ -23,11 +23,12 @@ ROOT = "model"  # name of the user's module inside the traced wrapper
 
 
 class FlatCall(nn.Module):
-    """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it computes
-    in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is being traced;
-    `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`: whether the call is made where
-    gradients are recorded. `watch` sees what the forward reads and leaves in the module's attributes, which is a part of the call
-    then; without one, the module just runs."""
+    """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it
+    computes in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is
+    being traced;
+    `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`: whether the call is
+    made where gradients are recorded. `watch` sees what the forward reads and leaves in the module's attributes, which
+    is a part of the call then; without one, the module just runs."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
@@ -69,8 +70,8 @@ class FlatCall(nn.Module):
 
     @contextmanager
     def _seen(self) -> Iterator[Callable[[list[Tensor]], None]]:
-        """Watch what runs inside. Gives a function that appends what the run leaves in attributes to its outputs, to be called
-        last. Afterwards the module's attributes are as they were."""
+        """Watch what runs inside. Gives a function that appends what the run leaves in attributes to its outputs, to be
+        called last. Afterwards the module's attributes are as they were."""
         if self.watch is None:
             yield lambda outputs: None
             return
@@ -95,13 +96,15 @@ class FlatCall(nn.Module):
 
 def _own_buffers(model: nn.Module, outputs: list[Tensor]) -> dict[int, tuple[nn.Module, str]]:
     """Where the buffers are that the model returns themselves, by the positions of the outputs."""
-    places = {id(b): (module, leaf) for module in model.modules() for leaf, b in module._buffers.items() if b is not None}
+    places = {
+        id(b): (module, leaf) for module in model.modules() for leaf, b in module._buffers.items() if b is not None
+    }
     return {at: places[id(output)] for at, output in enumerate(outputs) if id(output) in places}
 
 
 def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
-    """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a view of
-    a parameter, an input or another output."""
+    """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a
+    view of a parameter, an input or another output."""
     taken, result = {_torch.storage_key(p) for p in leaves}, []
     for output in outputs:
         if output.requires_grad and _torch.storage_key(output) in taken:

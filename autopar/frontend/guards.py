@@ -1,7 +1,7 @@
 """The Python state that a capture holds for, checked before every call that it serves.
 
-Most values are the same objects as when they were read, which one pass in C finds out. A value that is another object may still be
-an equal number or text. Anything else that changed makes the call another one, which is captured anew.
+Most values are the same objects as when they were read, which one pass in C finds out. A value that is another object
+may still be an equal number or text. Anything else that changed makes the call another one, which is captured anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
-        if not all(map(is_, map(getattr, self._owners, self._names, repeat(MISSING)), self._values)) and not self._are_equal():
+        if (
+            not all(map(is_, map(getattr, self._owners, self._names, repeat(MISSING)), self._values))
+            and not self._are_equal()
+        ):
             return False
         return all(r.before.is_now(r.now()) for r in self._others)
 
@@ -63,7 +66,11 @@ class Guards:
 
     def changed(self) -> list[tuple[Read, str]]:
         """Return what is not as it was, each with a text: `model.temperature 1.0 -> 2.0`."""
-        return [(r, f"{r.path} {text(r.before.value)} -> {text(r.now())}") for r in self.reads if not r.before.is_now(r.now())]
+        return [
+            (r, f"{r.path} {text(r.before.value)} -> {text(r.now())}")
+            for r in self.reads
+            if not r.before.is_now(r.now())
+        ]
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -36,10 +36,12 @@ class Structure:
         return [*chain.from_iterable(map(dict.values, self.tables))]
 
     def check(self) -> None:
-        """Raises InputError if a module was added, taken out or replaced: its parameters are not among those that were planned."""
+        """Raises InputError if a module was added, taken out or replaced: its parameters are not among those that were
+        planned."""
         if self._now() != self.before:
             raise InputError(
-                "the modules of the model are not those that it was compiled with: one was added, taken out or replaced",
+                "the modules of the model are not those that it was compiled with: one was added, taken out or "
+                "replaced",
                 fix="change the model before autopar.compile",
             )
 
@@ -49,6 +51,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if any(vars(module)[name] for name in BACKWARD):
             raise CaptureError(
-                f"{path or 'the model'} has a backward hook, which a compiled model would not run: its graphs have no modules",
+                f"{path or 'the model'} has a backward hook, which a compiled model would not run: its graphs have no "
+                f"modules",
                 fix="use hooks of parameters (parameter.register_hook), or a torch.autograd.Function in the forward",
             )

@@ -1,7 +1,8 @@
 """Which global names and closed-over values a forward can reach, found in its bytecode.
 
-A global that a function reads cannot be watched while it runs, so the functions that a forward can reach by name are followed, as
-far as they are the user's own: what installed libraries keep in their globals does not change between two calls.
+A global that a function reads cannot be watched while it runs, so the functions that a forward can reach by name are
+followed, as far as they are the user's own: what installed libraries keep in their globals does not change between two
+calls.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 from torch import nn
 
 OWN = Path(__file__).resolve().parent.parent.parent
-_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a function's code, that of functions inside of it included, mentions: global names that it reads and writes, and the
-    names of attributes that it reads."""
+    """What a function's code, that of functions inside of it included, mentions: global names that it reads and writes,
+    and the names of attributes that it reads."""
 
     read: frozenset[str]
     written: frozenset[str]
@@ -91,8 +94,8 @@ class Place:
 
 
 class Reach:
-    """Follows functions from the ones that are called. `places` are the values that they reach, each once, `functions` their
-    code."""
+    """Follows functions from the ones that are called. `places` are the values that they reach, each once, `functions`
+    their code."""
 
     def __init__(self, methods: Iterable[type]):
         self.classes = [c for c in methods if not is_library(c.__module__)]
@@ -118,7 +121,8 @@ class Reach:
             for place in list(reached):
                 value = place.value()
                 if isinstance(value, types.ModuleType) and not is_library(value.__name__):
-                    reached += [Place(vars(value), name, f"{value.__name__}.{name}") for name in sorted(names.attributes)
+                    reached += [Place(vars(value), name,
+                                      f"{value.__name__}.{name}") for name in sorted(names.attributes)
                                 if name in vars(value)]  # fmt: skip
             for place in reached:
                 key = id(place.table), place.key

@@ -1,8 +1,8 @@
 """A value of the user's Python as it was, to compare with and to go back to.
 
-Plain values are compared by type and value, containers by their elements, and everything else by identity: what is inside other
-objects is watched where it is read (see watch.py). Tensors that a graph has among its constants count by identity and version,
-others by what Python can see of them, their form.
+Plain values are compared by type and value, containers by their elements, and everything else by identity: what is
+inside other objects is watched where it is read (see watch.py). Tensors that a graph has among its constants count by
+identity and version, others by what Python can see of them, their form.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def is_container(value: object) -> bool:
 
 
 class Snapshot:
-    """A value and, of containers, what they hold, as deep as containers go. Tensors count by identity and version, until it is
-    known that their values do not matter (`forget_values`)."""
+    """A value and, of containers, what they hold, as deep as containers go. Tensors count by identity and version,
+    until it is known that their values do not matter (`forget_values`)."""
 
     __slots__ = ("value", "version", "items", "form")
 
@@ -64,7 +64,8 @@ class Snapshot:
         )
 
     def forget_values(self, used: Container[int]) -> None:
-        """Let tensors count by their form alone, but for those in one of the memories `used` (see _torch.storage_key)."""
+        """Let tensors count by their form alone, but for those in one of the memories `used` (see
+        _torch.storage_key)."""
         if isinstance(self.value, torch.Tensor) and storage_key(self.value) not in used:
             self.form = _form(self.value)
         for _, item in self.items or ():

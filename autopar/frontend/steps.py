@@ -1,7 +1,7 @@
 """Counters: attributes that a forward only counts on, `self.steps += 1`, and does not read for anything else.
 
-Whether that is so is found in the bytecode of the functions that the forward reaches: each mention of the attribute's name must be
-in a statement that adds a constant to it.
+Whether that is so is found in the bytecode of the functions that the forward reaches: each mention of the attribute's
+name must be in a statement that adds a constant to it.
 """
 
 from __future__ import annotations

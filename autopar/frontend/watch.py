@@ -1,8 +1,9 @@
 """The Python state of a model that its forward reads and writes, watched while it is traced.
 
-A trace is right only for the Python values that it saw: a temperature, a dropout's p, an entry of a config, a training flag. Inside
-`Watch.run` the classes of the model's modules, and of the objects that the forward finds in their attributes, tell what is read and
-what is set. Afterwards the model is as it was before, so that tracing a call is not a call.
+A trace is right only for the Python values that it saw: a temperature, a dropout's p, an entry of a config, a training
+flag. Inside `Watch.run` the classes of the model's modules, and of the objects that the forward finds in their
+attributes, tell what is read and what is set. Afterwards the model is as it was before, so that tracing a call is not a
+call.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 
 _HEAP_TYPE = 1 << 9  # a class that Python code made, whose attributes can be set
 _UNWATCHED = (
-    "logging.", "threading.", "pathlib.", "enum.", "re.", "weakref.", "collections.", "typing.", "abc.", "torch._", "torch.fx.",
-    "torch.export.", "torch.utils.", "torch.distributed.", "autopar.",
+    "logging.", "threading.", "pathlib.", "enum.", "re.", "weakref.", "collections.", "typing.", "abc.", "torch._",
+    "torch.fx.", "torch.export.", "torch.utils.", "torch.distributed.", "autopar.",
 )  # fmt: skip
 _CACHES = ("_flat_weights", "_flat_weight_refs")  # of recurrent layers: made again when their parameters are others
 _LASTING = ("_output_capturing_hooks_installed",)  # of transformers: the hooks that a first forward installs stay there
-MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), *dir(nn.Module)})  # of torch's own; flags and tables are compared elsewhere
+MODULE_ATTRIBUTES = frozenset(
+    {*vars(nn.Module()), *dir(nn.Module)}
+)  # of torch's own; flags and tables are compared elsewhere
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ class Write:
 
 
 class Watch:
-    """Reads and writes of one run of a model's forward; of the last one, if there were several. `unwatched`: containers of the
-    model's parameters, which are other ones while it is traced."""
+    """Reads and writes of one run of a model's forward; of the last one, if there were several. `unwatched`: containers
+    of the model's parameters, which are other ones while it is traced."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable | None = None, unwatched: Iterable[object] = ()):
         self.model, self.loss_fn = model, loss_fn
@@ -93,8 +96,8 @@ class Watch:
 
     @contextmanager
     def installed(self) -> Iterator[Watch]:
-        """Inside, the classes of the model's objects tell of reads and writes. Afterwards modules have the lists and dicts that
-        they had: torch.export leaves copies of them."""
+        """Inside, the classes of the model's objects tell of reads and writes. Afterwards modules have the lists and
+        dicts that they had: torch.export leaves copies of them."""
         held = [(vars(m), name, value) for m in self.model.modules() for name, value in vars(m).items()
                 if is_container(value) and name not in MODULE_ATTRIBUTES]  # fmt: skip
         try:
@@ -132,8 +135,8 @@ class Watch:
         return [r for r in self.reads.values() if r.before.items is not None and not r.before.is_now(r.before.value)]
 
     def changed(self) -> list[Write]:
-        """Return the attributes that have another value than before the run. Raises CaptureError for globals that the forward
-        set."""
+        """Return the attributes that have another value than before the run. Raises CaptureError for globals that the
+        forward set."""
         for read in self.reads.values():
             if (id(read.owner), read.name) in self.writes or is_container(read.before.value):
                 continue
@@ -284,7 +287,8 @@ def _is_in_tables(module: nn.Module, name: str) -> bool:
 
 
 def _is_computed(cls: type, name: str) -> bool:
-    """Whether a class makes the attribute by a method, a property or `__getattr__`, what they read being watched itself."""
+    """Whether a class makes the attribute by a method, a property or `__getattr__`, what they read being watched
+    itself."""
     for base in cls.__mro__:
         if name in vars(base):
             kind = type(vars(base)[name])

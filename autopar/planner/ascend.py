@@ -1,8 +1,8 @@
 """From bounds to a plan: ascend the dual, round, improve, and let the integer program decide what is left.
 
-One call minimizes the priced cost over the allowed strategies. The ascent alone usually closes the gap; where it stalls,
-strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly, or, if too many are left, first among
-the most promising ones.
+One call minimizes the priced cost over the allowed strategies. The ascent alone usually closes the gap; where it
+stalls, strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly, or, if too many are
+left, first among the most promising ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from .tied import Tied
 
 @dataclass(frozen=True)
 class Search:
-    """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at the end.
-    A plan that takes `cutoff_seconds` or more is of no use: a search may give up with BeyondCutoff once no other can be found."""
+    """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at
+    the end. A plan that takes `cutoff_seconds` or more is of no use: a search may give up with BeyondCutoff once no
+    other can be found."""
 
     gap: float = 2e-3
     rounds: int = 120
@@ -32,7 +33,8 @@ class Search:
 
 
 class BeyondCutoff(Exception):
-    """No plan takes less than the cutoff; `bound_seconds` at least. `tried`: if meshes were searched, what is told of them."""
+    """No plan takes less than the cutoff; `bound_seconds` at least. `tried`: if meshes were searched, what is told of
+    them."""
 
     tried: tuple = ()
 
@@ -42,8 +44,8 @@ class BeyondCutoff(Exception):
 
 
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
-    """The best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on it. `starts` are
-    choices to do at least as well as; those that are not allowed are left out."""
+    """The best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on it.
+    `starts` are choices to do at least as well as; those that are not allowed are left out."""
     tied = Tied(dual)
     pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in dual.strategies(s).items())]
     best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
@@ -69,13 +71,14 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
 
 
 def _is_near(best: Solution, bound: float, gap: float) -> bool:
-    """Whether the objective is finite and within the relative `gap` of the bound; infinite is a choice with an impossible move."""
+    """Whether the objective is finite and within the relative `gap` of the bound; infinite is a choice with an
+    impossible move."""
     return best.objective < math.inf and best.objective - bound <= gap * abs(best.objective)
 
 
 def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
-    """The best of what is promising, by an integer program; and of all that can still be better, if those are few. The program
-    knows no recomputation."""
+    """The best of what is promising, by an integer program; and of all that can still be better, if those are few. The
+    program knows no recomputation."""
     if dual.reruns or not search.largest_program:
         return best
     base, reduced = dual.reduced_costs()
@@ -108,7 +111,11 @@ def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.nd
         program = _program(dual, best, keep)
         if program.variables <= search.largest_choice or not count:
             break
-    solved = program.solve(search.program_seconds, search.gap / 2) if program.variables <= 2 * search.largest_choice else None
+    solved = (
+        program.solve(search.program_seconds, search.gap / 2)
+        if program.variables <= 2 * search.largest_choice
+        else None
+    )
     if solved is None:
         return best
     choice = tied.improve(solved.choice)

@@ -1,7 +1,9 @@
-"""Strategies that another graph may run with too: that of a smaller micro-batch, whose ops have the names of the planned one's.
+"""Strategies that another graph may run with too: that of a smaller micro-batch, whose ops have the names of the
+planned one's.
 
-Uneven shards are legal for most ops, but not for all: a view that merges samples with another dim cuts them only where the
-number of devices divides them, and no device may be left without any. So what is offered for 4 samples may not be for 3.
+Uneven shards are legal for most ops, but not for all: a view that merges samples with another dim cuts them only where
+the number of devices divides them, and no device may be left without any. So what is offered for 4 samples may not be
+for 3.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ def _fits(v: Vertex, node: fx.Node, strategy: Strategy, mesh: Mesh) -> bool:
     if all(layout.is_replicated for layout in (*strategy.inputs, *strategy.outputs)):
         return True
     rule = rules.rule_of(node)
-    shapes = [[tuple(x.shape) for x in values] for values in ([a.meta["val"] for a in tensor_arguments(node)], values_of(node))]
+    shapes = [
+        [tuple(x.shape) for x in values]
+        for values in ([a.meta["val"] for a in tensor_arguments(node)], values_of(node))
+    ]
     found = rule and rules.strategy_of(rule, strategy.choice, *shapes, mesh)
     return found is not None and (found.inputs, found.outputs) == (strategy.inputs, strategy.outputs)

@@ -1,12 +1,14 @@
 """Recomputation: what the forward of a block need not save because the backward can make it again.
 
-A block is one element of a module list. At the level `selective` what is cheap to make from values that are saved anyway is
-dropped: pointwise ops and norms, with no collective on the way (Korthikanti et al., arXiv 2205.05198, section 5). At the level
-`full` a block keeps what it reads from outside and what others read from it, and drops the rest, gathered copies included; the
-backward computes it again (Chen et al., arXiv 1604.06174). Where the memory decides, a block goes from nothing to `full` in steps
-that free ever fewer bytes a second (autopar/planner/remake.py). What the forward moved is moved again, but only once in the
-backward: one copy serves what is computed again and the backward's own ops. Every block takes as many steps as it must; those
-that free most bytes a second are taken first.
+A block is one element of a module list. At the level `selective` what is cheap to make from values that are saved
+anyway is
+dropped: pointwise ops and norms, with no collective on the way (Korthikanti et al., arXiv 2205.05198, section 5). At
+the level `full` a block keeps what it reads from outside and what others read from it, and drops the rest, gathered
+copies included; the backward computes it again (Chen et al., arXiv 1604.06174). Where the memory decides, a block goes
+from nothing to `full` in steps that free ever fewer bytes a second (autopar/planner/remake.py). What the forward moved
+is moved again, but only once in the
+backward: one copy serves what is computed again and the backward's own ops. Every block takes as many steps as it must;
+those that free most bytes a second are taken first.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def block_of(module: str) -> str:
 
 def recomputed_vertices(evaluation: Evaluation) -> dict[int, str]:
     """The vertices that an evaluated plan runs again in the backward, in graph order, with their blocks."""
-    found = {v: block for block, levels in evaluation.recomputed.items() for step, _ in levels.values() for v in step.again}
+    found = {
+        v: block for block, levels in evaluation.recomputed.items() for step, _ in levels.values() for v in step.again
+    }
     return dict(sorted(found.items()))
 
 
@@ -59,9 +63,11 @@ class Blocks:
             self.members[self.block[v]].append(v)
         self.cheap = {v for v in self.inner if not flops_of(problem.vertices[v].node)}
 
-    def recomputation(self, evaluation: Evaluation, prices: Prices = Prices(), levels: Sequence[str] = ()) -> list[Recomputation]:
-        """All steps of all blocks, in graph order, those of one block one after the other; `levels`: of these alone, or as the
-        prices of compute and communication say."""
+    def recomputation(
+        self, evaluation: Evaluation, prices: Prices = Prices(), levels: Sequence[str] = ()
+    ) -> list[Recomputation]:
+        """All steps of all blocks, in graph order, those of one block one after the other; `levels`: of these alone, or
+        as the prices of compute and communication say."""
         moves, found = Moves(evaluation, self), []
         for block in self.members:
             remake = Remake(self, evaluation, block, moves, prices)
@@ -76,13 +82,17 @@ class Blocks:
         """What the steps free together that cost less than a price in seconds a byte."""
         return max(0.0, _freed([s for s in self.recomputation(evaluation, prices) if s.price < price]))
 
-    def fit(self, evaluation: Evaluation, limit_bytes: float, prices: Prices = Prices()) -> tuple[Evaluation | None, float]:
-        """The evaluation with just enough recomputation to fit, None if none suffices; and the price in seconds a byte of the
-        dearest step that was taken."""
+    def fit(
+        self, evaluation: Evaluation, limit_bytes: float, prices: Prices = Prices()
+    ) -> tuple[Evaluation | None, float]:
+        """The evaluation with just enough recomputation to fit, None if none suffices; and the price in seconds a byte
+        of the dearest step that was taken."""
         missing = evaluation.bytes_ - limit_bytes
         if missing <= 0:
             return evaluation, 0.0
-        steps = sorted(self.recomputation(evaluation, prices), key=lambda step: step.price)  # in their order within a block
+        steps = sorted(
+            self.recomputation(evaluation, prices), key=lambda step: step.price
+        )  # in their order within a block
         alive: dict[str, float] = defaultdict(float)
         counts: list[tuple[Recomputation, int]] = []
         for step in steps:
@@ -127,6 +137,6 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
         if evaluation.gathers_once and count == step.copies:
             transfers = held(transfers, {key for key, _ in step.needed})
     return replace(
-        evaluation, transfers=transfers, saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}, kept=kept,
-        recomputed=dict(taken), recompute_seconds=seconds, transient_bytes=max(alive.values(), default=0.0),
+        evaluation, transfers=transfers, saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5},
+        kept=kept, recomputed=dict(taken), recompute_seconds=seconds, transient_bytes=max(alive.values(), default=0.0),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Casts of mixed precision that are part of a vertex: nothing is decided between a tensor and its cast.
 
-A parameter is gathered in the type that it computes in, so its cast comes first; a gradient is reduced in its parameter's type, so
-its cast comes first as well. Both hold for every plan if the vertex hands on the cast value in the layout it decides on.
+A parameter is gathered in the type that it computes in, so its cast comes first; a gradient is reduced in its
+parameter's type, so its cast comes first as well. Both hold for every plan if the vertex hands on the cast value in the
+layout it decides on.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
-    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear` ops
-    alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one: the
-    sum over devices is then of what was there before the rounding."""
+    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear`
+    ops alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one:
+    the sum over devices is then of what was there before the rounding."""
     output, result = output_node(graph), {}
     gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
     for node in graph.nodes:

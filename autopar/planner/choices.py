@@ -65,8 +65,11 @@ def choices_of(
     return choices
 
 
-def _parameter_choices(v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload) -> Choices:
-    """Every layout in every place that a parameter may be in. Of one on the host the device holds the copy that computes."""
+def _parameter_choices(
+    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload
+) -> Choices:
+    """Every layout in every place that a parameter may be in. Of one on the host the device holds the copy that
+    computes."""
     state, trainable, places = v.state_bytes(optimizer), v.node.meta["role"].trainable, offload.places(v)
     choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in places for o in options])
     seconds, resident, gradient = [], [], []
@@ -84,8 +87,8 @@ def _free(options: list[Strategy]) -> Choices:
 
 
 def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bool) -> list[Layout]:
-    """All legal layouts without Partial: per axis a dim or none; `orders` also permutes axes that share a dim (a ZeRO-sharded
-    column-parallel weight is cut by tp first); `parts` adds layouts inside the parts of a dim."""
+    """All legal layouts without Partial: per axis a dim or none; `orders` also permutes axes that share a dim (a
+    ZeRO-sharded column-parallel weight is cut by tp first); `parts` adds layouts inside the parts of a dim."""
     result: dict[Layout, None] = {}
     names = [axis for axis in mesh.names if mesh.size(axis) > 1] or list(mesh.names)
     for placed in itertools.product([None, *range(len(shape))], repeat=len(names)):
@@ -123,8 +126,14 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
     fuses = cost.hardware.kernels.fuses
     fused = [fuses and is_fused for is_fused in fused_inputs(node)]
-    is_fused_away = fuses and len(node.users) == 1 and any(
-        user for user in node.users if any(f and a is node for f, a in zip(fused_inputs(user), tensor_arguments(user)))
+    is_fused_away = (
+        fuses
+        and len(node.users) == 1
+        and any(
+            user
+            for user in node.users
+            if any(f and a is node for f, a in zip(fused_inputs(user), tensor_arguments(user)))
+        )
     )
     seconds = []
     for option in options:

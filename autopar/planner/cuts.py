@@ -1,8 +1,8 @@
 """The prices that prove most, by cutting planes (Kelley, SIAM J. 8(4), 1960).
 
-For given prices the search returns the plan that costs least. What that plan costs is linear in the prices, and no prices prove
-more than the plan costs at them: a cut. The highest point under all cuts so far is where to search next. Its multipliers say in
-what shares the plans that meet there would have to be mixed to cost as little as the bound.
+For given prices the search returns the plan that costs least. What that plan costs is linear in the prices, and no
+prices prove more than the plan costs at them: a cut. The highest point under all cuts so far is where to search next.
+Its multipliers say in what shares the plans that meet there would have to be mixed to cost as little as the bound.
 
 A point is (weight of hidden communication in the forward, the same in the backward, price of a byte in units).
 """
@@ -45,8 +45,8 @@ class Cuts:
         self._slopes.append(slope)
 
     def highest(self, bound: float) -> tuple[np.ndarray, float, list[Evaluation]]:
-        """Where to search next, how much more than `bound` other prices may prove (as a share of it), and the plans that meet at
-        the highest point, those with the largest shares first."""
+        """Where to search next, how much more than `bound` other prices may prove (as a share of it), and the plans
+        that meet at the highest point, those with the largest shares first."""
         model = mathopt.Model()
         prices = [model.add_variable(lb=low, ub=high) for low, high in zip(self.low.tolist(), self.high.tolist())]
         most = model.add_variable()
@@ -68,8 +68,8 @@ class Cuts:
         return any(np.abs(point - other).max() < SAME for other in self.points)
 
     def _near(self, point: np.ndarray, doubt: float) -> np.ndarray:
-        """While little is known, half way there from the best point so far: far from the best prices plans are of no use, and
-        long to search for."""
+        """While little is known, half way there from the best point so far: far from the best prices plans are of no
+        use, and long to search for."""
         price = min(point[2], max(FIRST_PRICE, MOST_GROWTH * max(p[2] for p in self.points)))
         if doubt > LITTLE_KNOWN:
             point = (point + self.points[int(np.argmax(self._seconds))]) / 2

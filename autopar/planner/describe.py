@@ -1,4 +1,5 @@
-"""What a finished search says as a Plan: costs, memory by kind, collectives, layouts, and the decisions that the lowering reads."""
+"""What a finished search says as a Plan: costs, memory by kind, collectives, layouts, and the decisions that the
+lowering reads."""
 
 from __future__ import annotations
 
@@ -38,17 +39,18 @@ def describe_plan(planned: Planned) -> Plan:
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
-        simulated_seconds=planned.timeline.seconds + e.offload_seconds, exposed_seconds=planned.timeline.exposed_seconds,
-        bound=max(0.0, min(chosen.bound_seconds, e.seconds)), gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes,
-        memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
-        collectives=_collectives(e), regions=regions_of(problem, e),
+        simulated_seconds=planned.timeline.seconds + e.offload_seconds,
+        exposed_seconds=planned.timeline.exposed_seconds, bound=max(0.0, min(chosen.bound_seconds, e.seconds)),
+        gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
+        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
-        recomputed_selectively=_recomputed(e, False), recomputed_kinds=_kinds_again(problem, e), warnings=planned.warnings,
-        layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
+        recomputed_selectively=_recomputed(e, False), recomputed_kinds=_kinds_again(problem, e),
+        warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
-        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True), samples=samples_of(problem),
-        overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes, offloaded=offloaded(problem, e),
+        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
+        samples=samples_of(problem), overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
+        offloaded=offloaded(problem, e),
     )  # fmt: skip
     return of_step(plan, problem, e, options.micro_batches, options.hardware.overlap_slowdown)
 
@@ -67,12 +69,15 @@ def _again(problem: Problem, e: Evaluation) -> list[fx.Node]:
 def _kinds_again(problem: Problem, e: Evaluation) -> tuple[str, ...]:
     """Kinds of the ops that run again in blocks of which only some do, the most frequent first."""
     wholly = set(_recomputed(e, True))
-    kinds = Counter(op_base_name(problem.vertices[v].node) for v, block in recomputed_vertices(e).items() if block not in wholly)
+    kinds = Counter(
+        op_base_name(problem.vertices[v].node) for v, block in recomputed_vertices(e).items() if block not in wholly
+    )
     return tuple(kind for kind, _ in sorted(kinds.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _elements(problem: Problem, trained: bool) -> int:
-    """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is dequantized."""
+    """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is
+    dequantized."""
     leaves = [n for n in problem.graph.nodes if n.op == "placeholder"]
     found = {n for n in leaves if n.meta["role"].kind == "parameter" and isinstance(n.meta["val"], torch.Tensor)}
     if trained:
@@ -125,8 +130,8 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     kept = {(tensors[v, output][0].name, tensors[v, output][1], layout) for v, output, layout in e.kept}
     redistribute = pricer.redistribute
     return Sharding(
-        problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves, _outputs(problem, strategy),
-        frozenset(kept), frozenset(node.name for node in _again(problem, e)),
+        problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves,
+        _outputs(problem, strategy), frozenset(kept), frozenset(node.name for node in _again(problem, e)),
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
     )  # fmt: skip
 
@@ -142,5 +147,7 @@ def _outputs(problem: Problem, strategy) -> tuple:
             layouts[v.name] = s.inputs[use.slot]
     roles = output_node(problem.graph).meta["roles"]
     own = [layouts.get(f"{r.kind}:{r.name}") for r in roles]
-    partners = [next((layouts[k, r.name] for k in PARTNERS.get(r.kind, ()) if (k, r.name) in layouts), None) for r in roles]
+    partners = [
+        next((layouts[k, r.name] for k in PARTNERS.get(r.kind, ()) if (k, r.name) in layouts), None) for r in roles
+    ]
     return tuple(mine or theirs for mine, theirs in zip(own, partners))

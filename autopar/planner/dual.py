@@ -1,11 +1,11 @@
 """Lower bounds fast: block-coordinate ascent on the dual of the integer program's relaxation.
 
-The objective of autopar/planner/program.py is a sum of a cost for every class and one for every hub, which depends on the
-layout p that the producer gives and the layouts q that the consumers want: each distinct q is paid for once. Sequential
-reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5), 2015; on pairs of variables
-it is TRW-S) visits the classes in order, forward and backward; each collects what its hubs know and hands its own cost on to
-the hubs that reach further. The sum of the minima of all classes and hubs is a lower bound of every plan and never falls.
-The messages of a hub are in autopar/planner/factor.py.
+The objective of autopar/planner/program.py is a sum of a cost for every class and one for every hub, which depends on
+the layout p that the producer gives and the layouts q that the consumers want: each distinct q is paid for once.
+Sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5), 2015; on
+pairs of variables it is TRW-S) visits the classes in order, forward and backward; each collects what its hubs know and
+hands its own cost on to the hubs that reach further. The sum of the minima of all classes and hubs is a lower bound of
+every plan and never falls. The messages of a hub are in autopar/planner/factor.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut i
 def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
     """Of every strategy of a class: the priced seconds and bytes of all its copies."""
     options, v = problem.classes[cls], problem.vertices[cls]
-    weight = prices.compute(v.phase) if v.kind == "op" else 1.0  # communication hides behind compute, not behind the host
+    weight = (
+        prices.compute(v.phase) if v.kind == "op" else 1.0
+    )  # communication hides behind compute, not behind the host
     bytes_ = options.resident_bytes + prices.gradients * options.gradient_bytes
     return (options.seconds * weight + prices.byte_seconds * bytes_) * options.copies
 
 
 def _order(problem: Problem) -> list[int]:
-    """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in the
+    """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in
+    the
     graph: rounding decides a class when most of what it touches is decided."""
     place = {cls: float(cls) for cls in problem.classes}
     leaves = {cls for cls in problem.classes if not problem.vertices[cls].inputs}
@@ -43,15 +46,16 @@ def _order(problem: Problem) -> list[int]:
 
 
 class Dual:
-    """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned stays.
+    """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned
+    stays.
 
-    A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is strategy k run
-    twice. `choice` maps classes to options."""
+    A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is
+    strategy k run twice. `choice` maps classes to options."""
 
     def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
                  keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
-        """`reruns`: classes whose ops may run again in the backward, so that what they make need not be saved; with them the bound
-        also holds for plans that recompute."""
+        """`reruns`: classes whose ops may run again in the backward, so that what they make need not be saved; with
+        them the bound also holds for plans that recompute."""
         self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
         self.reruns = frozenset(reruns)
         self.classes = _order(problem)
@@ -64,7 +68,9 @@ class Dual:
         self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
         self._loops: list[HubPrices] = []
         for hub in hubs:
-            parts = -(-len(hub.hub.consumers) // MOST_CONSUMERS)  # of a hub with many consumers each factor takes a share
+            parts = -(
+                -len(hub.hub.consumers) // MOST_CONSUMERS
+            )  # of a hub with many consumers each factor takes a share
             for i in range(parts):
                 self._add(hub, range(len(hub.hub.consumers))[i::parts], parts)
         # hubs of every class that reach to earlier classes, and to later ones
@@ -111,7 +117,8 @@ class Dual:
             p, q, phase = hub.source_of[k], hub.target_of[0][k], hub.phases[0]
             late = (again == 1) & (phase != BACKWARD)
             values = [
-                m.base[again, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q]) for m in self.modes(hub)
+                m.base[again, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
+                for m in self.modes(hub)
             ]
             self.unary[position] += np.minimum.reduce(values) * hub.hub.copies
         priced = {}
@@ -180,7 +187,8 @@ class Dual:
         return self.bound(), reduced
 
     def round(self) -> dict[int, int]:
-        """A choice by class: in order, each the best given the classes before it and what the hubs know of those after."""
+        """A choice by class: in order, each the best given the classes before it and what the hubs know of those
+        after."""
         before = [[end.message for _, end in ends] for ends in self.ends]
         chosen: dict[int, int] = {}
         for i, cls in enumerate(self.classes):

@@ -1,14 +1,15 @@
 """What a plan costs, recomputed on the unfolded graph: every tensor, every redistribution, every byte that stays.
 
-This is the judge of the solver: the objective of a solution must equal the cost found here. A tensor is redistributed once
-for all consumers of a phase that want the same layout. A forward tensor that the backward reads is saved in its producer's
-layout, in a copy that the forward made anyway, or both; with a price on memory each tensor decides that for itself:
+This is the judge of the solver: the objective of a solution must equal the cost found here. A tensor is redistributed
+once for all consumers of a phase that want the same layout. A forward tensor that the backward reads is saved in its
+producer's layout, in a copy that the forward made anyway, or both; with a price on memory each tensor decides that for
+itself:
 
     keep copy q          price * bytes(q)
     make q again         seconds(p -> q), and the base must be saved: price * bytes(p), nothing for a parameter (always there)
 
-Where the passes of a step may share copies of parameters (`gathers_once`), one that the forward reads may be made before the first
-pass and kept to the end of the step, for both phases of all m passes:
+Where the passes of a step may share copies of parameters (`gathers_once`), one that the forward reads may be made
+before the first pass and kept to the end of the step, for both phases of all m passes:
 
     keep copy q          seconds(p -> q) / m + price * bytes(q)
     make q in each pass  seconds(p -> q) for each phase that reads it
@@ -36,9 +37,9 @@ RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "rando
 
 @dataclass(frozen=True)
 class Transfer:
-    """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of one of its
-    `copies`, on average over the passes of a step, in `times` of which it is made. What is hidden may run beside compute:
-    parameters gathered ahead, gradients reduced behind."""
+    """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of
+    one of its `copies`, on average over the passes of a step, in `times` of which it is made. What is hidden may run
+    beside compute: parameters gathered ahead, gradients reduced behind."""
 
     producer: int
     output: int
@@ -63,18 +64,23 @@ class Transfer:
 
 @dataclass
 class Evaluation:
-    """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds most."""
+    """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds
+    most."""
 
     compute: dict[str, float]  # seconds by phase
     transfers: list[Transfer]
     resident_bytes: float
     gradient_bytes: float
-    saved: dict[tuple[int, int, Layout], float]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    saved: dict[
+        tuple[int, int, Layout], float
+    ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
     kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how a compact graph was split, see Problem.split
-    recomputed: dict[str, dict] = field(default_factory=dict)  # block -> level -> (step, copies that take it), see blocks.py
+    recomputed: dict[str, dict] = field(
+        default_factory=dict
+    )  # block -> level -> (step, copies that take it), see blocks.py
     recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `again_transfers`
     offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
@@ -108,7 +114,9 @@ class Evaluation:
         if not self.overlap:
             return 0.0
         again = {"backward": self.recompute_seconds}
-        return self.overlap * sum(min(self._hidden(p), compute + again.get(p, 0.0)) for p, compute in self.compute.items())
+        return self.overlap * sum(
+            min(self._hidden(p), compute + again.get(p, 0.0)) for p, compute in self.compute.items()
+        )
 
     @property
     def seconds(self) -> float:
@@ -126,7 +134,9 @@ class Evaluation:
         """The cost that a search at these prices minimizes. Without recomputation."""
         compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
         moved = sum(t.seconds * t.copies * (prices.hidden(t.phase) if t.is_hidden else 1.0) for t in self.transfers)
-        held = self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
+        held = (
+            self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
+        )
         return compute + moved + self.offload_seconds + prices.byte_seconds * held
 
     @property
@@ -142,14 +152,18 @@ class Evaluation:
     def charged_bytes(self) -> float:
         """What has a price in the search, whether it is all alive at one time or not."""
         return (
-            self.resident_bytes + self.gradient_bytes + self.saved_bytes + self.whole_gradient_bytes + self.transient_bytes
+            self.resident_bytes
+            + self.gradient_bytes
+            + self.saved_bytes
+            + self.whole_gradient_bytes
+            + self.transient_bytes
         )
 
 
 class Pricer:
-    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has `micro_batches`
-    passes; with `reduces_once` their gradients wait for one reduction (autopar/planner/micro_batches.py), with `gathers_once` they
-    share the copies of parameters that are kept."""
+    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
+    `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
+    (autopar/planner/micro_batches.py), with `gathers_once` they share the copies of parameters that are kept."""
 
     def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
                  collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
@@ -178,7 +192,8 @@ class Pricer:
     def matrix(
         self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
     ) -> np.ndarray:
-        """Seconds for every (source, target), inf where impossible. What is smaller than a bucket pays its share of one."""
+        """Seconds for every (source, target), inf where impossible. What is smaller than a bucket pays its share of
+        one."""
         if bucketed and bytes_ < self.bucket_bytes:
             return self.prices.matrix(sources, targets, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
         return self.prices.matrix(sources, targets, bytes_)
@@ -196,8 +211,8 @@ class Pricer:
 
 
 def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -> list[Transfer]:
-    """The transfers with these copies kept through a step: those of parameters, which alone of the forward's are hidden, are made
-    once for all its passes."""
+    """The transfers with these copies kept through a step: those of parameters, which alone of the forward's are
+    hidden, are made once for all its passes."""
     return [
         replace(t, seconds=t.seconds / t.times, times=1)
         if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys else t
@@ -223,9 +238,11 @@ def evaluate(
 ) -> Evaluation:
     """Cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
 
-    `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False gathers again,
-    ZeRO-3; True keeps, ZeRO-1 and 2)."""
-    result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first)
+    `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False
+    gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
+    result = Evaluation(
+        {"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first
+    )
     result.reduces_once, result.gathers_once = pricer.reduces_once, pricer.gathers_once
     for v in problem.vertices:
         options, k = problem.choices(v.index), choice[v.index]
@@ -276,7 +293,20 @@ def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, 
         seconds = pricer.seconds(source, target, bytes_, is_hidden) * times / pricer.micro_batches
         moves = pricer.redistribute(source, target)
         result.transfers.append(
-            Transfer(producer, output, phase, source, target, seconds, moves, bytes_, tuple(consumers), copies, is_hidden, times)
+            Transfer(
+                producer,
+                output,
+                phase,
+                source,
+                target,
+                seconds,
+                moves,
+                bytes_,
+                tuple(consumers),
+                copies,
+                is_hidden,
+                times,
+            )
         )
 
     def price(target: Layout, phase: str) -> float:

@@ -1,8 +1,8 @@
 """Why a plan chose what it chose: each alternative forced in turn, and the rest searched anew around it.
 
-A strategy of one op or parameter costs little by itself; what it makes its neighbours do costs more. So every alternative is
-priced by a whole plan that has it, the fastest that the same search finds under the same limit. Only the alternatives that the
-dual bound ranks best are tried.
+A strategy of one op or parameter costs little by itself; what it makes its neighbours do costs more. So every
+alternative is priced by a whole plan that has it, the fastest that the same search finds under the same limit. Only the
+alternatives that the dual bound ranks best are tried.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FAR_MORE = 1e6  # times the memory limit: as good as none
 
 @dataclass(frozen=True)
 class Instead:
-    """An alternative with the fastest plan that has it, as differences from the chosen plan: seconds of compute (recomputation and
-    the host's part included), of communication of the tensors that the choice reads and makes (`here`) and of all others
-    (`elsewhere`), of what of it hides behind compute, and bytes of a device. `fits`: whether any plan that has it fits the memory;
-    if not, there are no numbers."""
+    """An alternative with the fastest plan that has it, as differences from the chosen plan: seconds of compute
+    (recomputation and the host's part included), of communication of the tensors that the choice reads and makes
+    (`here`) and of all others (`elsewhere`), of what of it hides behind compute, and bytes of a device. `fits`: whether
+    any plan that has it fits the memory; if not, there are no numbers."""
 
     text: str
     fits: bool
@@ -52,8 +52,8 @@ class Instead:
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision, shared by `copies` equal ops or parameters of which `name` is the first. `binding`: what keeps it from being
-    another. `left_out`: how many alternatives were not tried."""
+    """One decision, shared by `copies` equal ops or parameters of which `name` is the first. `binding`: what keeps it
+    from being another. `left_out`: how many alternatives were not tried."""
 
     kind: str
     name: str
@@ -87,8 +87,9 @@ class Explanation:
 
 def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices: int = 8,
                  report: Callable[[str], None] = lambda text: None) -> Explanation:  # fmt: skip
-    """Explains what the glob `pattern` matches: parameters, ops by their node's name, or everything in modules. At most so many
-    `choices`, with so many `alternatives` each. `report` is told what is being tried. Raises StrategyError if nothing matches."""
+    """Explains what the glob `pattern` matches: parameters, ops by their node's name, or everything in modules. At most
+    so many `choices`, with so many `alternatives` each. `report` is told what is being tried. Raises StrategyError if
+    nothing matches."""
     classes = _matched(planned, pattern)
     explainer = _Explainer(planned, classes[:choices], alternatives, report)
     e = planned.evaluation
@@ -99,22 +100,28 @@ def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices:
 
 
 def runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
-    """By name of a parameter or input, the layout that would be next best, and about the seconds of a step that it costs at
-    least, where memory is short with the price of its bytes: from bounds alone, without a search."""
+    """By name of a parameter or input, the layout that would be next best, and about the seconds of a step that it
+    costs at least, where memory is short with the price of its bytes: from bounds alone, without a search."""
     problem = planned.problem
     classes = [cls for cls in problem.classes if problem.vertices[cls].kind in ("parameter", "input")]
     ranks, result = _Explainer(planned, classes, 0).ranks(), {}
     for cls in classes:
         taken = {planned.evaluation.choice[m] for m in problem.classes[cls].members}
-        others = [k for k in np.argsort(ranks[cls], kind="stable").tolist() if k not in taken and math.isfinite(ranks[cls][k])]
+        others = [
+            k for k in np.argsort(ranks[cls], kind="stable").tolist() if k not in taken and math.isfinite(ranks[cls][k])
+        ]
         if others:
-            found = strategy_text("parameter", problem.classes[cls].strategies[others[0]]), round(float(ranks[cls][others[0]]), 9)
+            found = (
+                strategy_text("parameter", problem.classes[cls].strategies[others[0]]),
+                round(float(ranks[cls][others[0]]), 9),
+            )
             result |= {_name(problem.vertices[m]): found for m in problem.classes[cls].members}
     return result
 
 
 def _matched(planned: Planned, pattern: str) -> list[int]:
-    """Classes that the pattern names, in graph order. What a module matches leaves views out: nobody decides about those."""
+    """Classes that the pattern names, in graph order. What a module matches leaves views out: nobody decides about
+    those."""
     by_name, by_module, names = {}, {}, {}
     for v in planned.problem.vertices:
         if v.kind not in ("op", "parameter", "input"):
@@ -128,7 +135,9 @@ def _matched(planned: Planned, pattern: str) -> list[int]:
             by_module[v.cls] = None
     if not by_name and not by_module:
         raise StrategyError(
-            f"{pattern!r} matches no parameter, op or module", mesh=planned.problem.mesh, fix=_nearest(pattern, list(names))
+            f"{pattern!r} matches no parameter, op or module",
+            mesh=planned.problem.mesh,
+            fix=_nearest(pattern, list(names)),
         )
     return list(by_name or by_module)
 
@@ -156,7 +165,9 @@ def strategy_text(kind: str, strategy: Strategy) -> str:
 
 
 class _Explainer:
-    def __init__(self, planned: Planned, classes: list[int], alternatives: int, report: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self, planned: Planned, classes: list[int], alternatives: int, report: Callable[[str], None] = lambda text: None
+    ):
         self.planned, self.classes, self.alternatives, self.report = planned, classes, alternatives, report
         self.problem, self.evaluation = planned.problem, planned.evaluation
         self.restriction, self.pins = planned.chosen.restriction, dict(planned.options.pin)
@@ -169,10 +180,16 @@ class _Explainer:
         for cls in self.classes:
             v, options = self.problem.vertices[cls], self.problem.classes[cls]
             taken = Counter(self.evaluation.choice[m] for m in options.members)
-            others = [k for k in np.argsort(rank[cls], kind="stable").tolist() if k not in taken and math.isfinite(rank[cls][k])]
+            others = [
+                k
+                for k in np.argsort(rank[cls], kind="stable").tolist()
+                if k not in taken and math.isfinite(rank[cls][k])
+            ]
             tried = tuple(sorted((self._instead(cls, k) for k in others[: self.alternatives]), key=_by_seconds))
             texts = {k: strategy_text(v.kind, options.strategies[k]) for k in taken}
-            chosen = " or ".join(texts[k] + (f" ({n} of them)" if len(taken) > 1 else "") for k, n in sorted(taken.items()))
+            chosen = " or ".join(
+                texts[k] + (f" ({n} of them)" if len(taken) > 1 else "") for k, n in sorted(taken.items())
+            )
             reader = v if v.kind == "op" else self._first_reader(cls)
             yield Choice(
                 v.kind, _name(v), options.copies, tuple(v.values[0].shape), module_of(v),
@@ -196,7 +213,8 @@ class _Explainer:
         return found if is_faster and found.evaluation.bytes_ > limit else None
 
     def ranks(self) -> dict[int, np.ndarray]:
-        """By class and strategy, about what a plan with it costs more than the best; infinite for those not to be tried."""
+        """By class and strategy, about what a plan with it costs more than the best; infinite for those not to be
+        tried."""
         free = dict(self.allowed)
         for cls in self.classes:
             if free[cls].sum() == 1 or self._pins(cls):  # a pin or a recipe decided: the alternatives are outside of it
@@ -226,7 +244,10 @@ class _Explainer:
             found = self.solver.solve(replace(self.restriction, forced=((cls, k),)), self.pins).evaluation
         except MemoryInfeasibleError:
             return Instead(text, False)
-        (compute, here, all_), (compute_now, here_now, all_now) = self._parts(cls, found), self._parts(cls, self.evaluation)
+        (compute, here, all_), (compute_now, here_now, all_now) = (
+            self._parts(cls, found),
+            self._parts(cls, self.evaluation),
+        )
         return Instead(
             text, True, found.seconds, compute - compute_now, here - here_now, (all_ - here) - (all_now - here_now),
             found.hidden_seconds - self.evaluation.hidden_seconds, found.bytes_ - self.evaluation.bytes_,
@@ -239,7 +260,11 @@ class _Explainer:
     def _here(self, cls: int, e: Evaluation) -> float:
         """Seconds of communication of the tensors that the members of a class make or read."""
         members = set(self.problem.classes[cls].members)
-        return sum(t.seconds * t.copies for t in e.every_transfer if t.producer in members or not members.isdisjoint(t.consumers))
+        return sum(
+            t.seconds * t.copies
+            for t in e.every_transfer
+            if t.producer in members or not members.isdisjoint(t.consumers)
+        )
 
     def _binding(self, cls: int, taken: Counter) -> str:
         """What keeps a choice from being another."""
@@ -249,14 +274,24 @@ class _Explainer:
         if len(options.strategies) == 1:
             return "there is nothing else to choose"
         if self.allowed[cls].sum() == 1:
-            return f"strategy {self.restriction.name}" if not self.restriction.forbidden else "everything else is ruled out"
+            return (
+                f"strategy {self.restriction.name}"
+                if not self.restriction.forbidden
+                else "everything else is ruled out"
+            )
         if self.roomy and (k := self.roomy.evaluation.choice[cls]) not in taken:
             return f"memory limit, without it {strategy_text(v.kind, options.strategies[k])}"
-        return "none, it is the fastest" + ("" if self.restriction.name == "auto" else f" of strategy {self.restriction.name}")
+        return "none, it is the fastest" + (
+            "" if self.restriction.name == "auto" else f" of strategy {self.restriction.name}"
+        )
 
     def _pins(self, cls: int) -> list[str]:
         v = self.problem.vertices[cls]
-        return [f"{glob}={text}" for glob, text in self.pins.items() if v.kind != "op" and fnmatch.fnmatchcase(_name(v), glob)]
+        return [
+            f"{glob}={text}"
+            for glob, text in self.pins.items()
+            if v.kind != "op" and fnmatch.fnmatchcase(_name(v), glob)
+        ]
 
     def _first_reader(self, cls: int) -> Vertex | None:
         readers = [u.consumer for u in self.problem.uses if u.producer == cls]

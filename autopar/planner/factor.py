@@ -1,9 +1,9 @@
 """The payments of a hub in the dual, minimized exactly over the layouts of its consumers.
 
-A hub with n consumers is minimized over all ways of sharing payments: for a fixed layout p of the producer, consumers that take
-the same q form a block, so the minimum is over partitions of the consumers into blocks, min_q (cost(p, q) + what the block's
-consumers add). A producer that may run again has its layouts twice, once as it runs once; so has a forward consumer that may run
-again, which then reads in both phases.
+A hub with n consumers is minimized over all ways of sharing payments: for a fixed layout p of the producer, consumers
+that take the same q form a block, so the minimum is over partitions of the consumers into blocks, min_q (cost(p, q) +
+what the block's consumers add). A producer that may run again has its layouts twice, once as it runs once; so has a
+forward consumer that may run again, which then reads in both phases.
 
 Sweeps call these functions hundreds of thousands of times on small arrays: they spare calls, not flops.
 """
@@ -40,8 +40,8 @@ class Side:
 
 @dataclass(eq=False)
 class End:
-    """One variable of a factor: the class at `position` and the message that the factor sends it, by layout; if it may run again
-    (`twice`) by layout as it runs once, then by layout as it runs again."""
+    """One variable of a factor: the class at `position` and the message that the factor sends it, by layout; if it may
+    run again (`twice`) by layout as it runs once, then by layout as it runs again."""
 
     position: int
     side: Side
@@ -57,8 +57,8 @@ class End:
 
 
 class _Block:
-    """Consumers that take the same layout: the phases in which they read, what they add by column, and what they add at least
-    where one of them may run again (else None)."""
+    """Consumers that take the same layout: the phases in which they read, what they add by column, and what they add at
+    least where one of them may run again (else None)."""
 
     def __init__(self, phases: int = 0, once: np.ndarray | float = 0.0, least: np.ndarray | float | None = None):
         self.phases, self.once, self.least = phases, once, least
@@ -83,23 +83,36 @@ class _Block:
 class Factor:
     """The payments of a hub with one producer and a few consumers: the cheapest of its modes."""
 
-    def __init__(self, hub: HubPrices, sources: np.ndarray, universe: np.ndarray, scale: float, tail: End, heads: list[End]):
-        self.hub, self.sources, self.universe, self.scale, self.tail, self.heads = hub, sources, universe, scale, tail, heads
+    def __init__(
+        self, hub: HubPrices, sources: np.ndarray, universe: np.ndarray, scale: float, tail: End, heads: list[End]
+    ):
+        self.hub, self.sources, self.universe, self.scale, self.tail, self.heads = (
+            hub,
+            sources,
+            universe,
+            scale,
+            tail,
+            heads,
+        )
         self.width = len(universe)
         positions = [tail.position, *(h.position for h in heads)]
         self.first, self.last = min(positions), max(positions)
         self.others = {id(head): [h for h in heads if h is not head] for head in heads}
 
     def price(self, modes: list[Mode]) -> None:
-        """Take over the part of a hub's prices that is allowed, times its share of the copies. Where others of the hub's consumers
-        are in other factors, a block costs no more than with these: what both phases read may be cheaper than what one does."""
+        """Take over the part of a hub's prices that is allowed, times its share of the copies. Where others of the
+        hub's consumers are in other factors, a block costs no more than with these: what both phases read may be
+        cheaper than what one does."""
         if len(self.heads) < len(self.hub.hub.consumers):
             modes = [Mode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes]
         place, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
         modes = [
             Mode(
                 np.minimum(mode.base[rows] * self.scale, IMPOSSIBLE_SECONDS),
-                {phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS) for phase, price in mode.block.items()},
+                {
+                    phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS)
+                    for phase, price in mode.block.items()
+                },
             )
             for mode in modes
         ]

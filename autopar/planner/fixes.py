@@ -1,4 +1,5 @@
-"""What would fit instead of a plan that does not: one change at a time to what was asked for, each priced by planning again.
+"""What would fit instead of a plan that does not: one change at a time to what was asked for, each priced by planning
+again.
 
     recomputation      as much as the memory demands, if a level was asked for
     strategy           a free one, and the next stages of ZeRO (zero1 -> zero2 -> fsdp), if a strategy was asked for
@@ -7,10 +8,10 @@
     micro-batches      twice as many of half the size, or as many as the activations of the smallest plan must shrink
     adapters           LoRA on all linear layers instead of training the model
 
-All but the last two of these plan the graph that is there; those trace the model again. Of several steps of one change the
-gentlest that fits is told, else the last. If nothing fits alone, numbers are doubled once more, and what costs no devices is
-tried together. Searches stop at a larger gap than those for plans. What cannot be planned at all is left out, so that the refusal
-that it is for is never hidden by another error.
+All but the last two of these plan the graph that is there; those trace the model again. Of several steps of one change
+the gentlest that fits is told, else the last. If nothing fits alone, numbers are doubled once more, and what costs no
+devices is tried together. Searches stop at a larger gap than those for plans. What cannot be planned at all is left
+out, so that the refusal that it is for is never hidden by another error.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ RANK = 16
 
 @dataclass(frozen=True)
 class Fix:
-    """A change, as arguments of `autopar.plan` and as options of the command line, and the plan that it leads to: seconds of a step
-    on so many `devices` and bytes of each. Without seconds it does not fit, and these are the bytes of the smallest plan."""
+    """A change, as arguments of `autopar.plan` and as options of the command line, and the plan that it leads to:
+    seconds of a step on so many `devices` and bytes of each. Without seconds it does not fit, and these are the bytes
+    of the smallest plan."""
 
     argument: str
     option: str
@@ -61,7 +63,9 @@ class Fix:
 
     def __str__(self) -> str:
         many = "s" if self.devices > 1 else ""
-        return f"{self.argument} ({ms(self.step_seconds)} a step on {self.devices} device{many}, {size(self.peak_bytes)})"
+        return (
+            f"{self.argument} ({ms(self.step_seconds)} a step on {self.devices} device{many}, {size(self.peak_bytes)})"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ class _Change:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for and did not fit: `samples` of one pass; `adapts`: whether there are adaptations already. `retrace` traces
-    the model again with so many samples and more adaptations."""
+    """What was asked for and did not fit: `samples` of one pass; `adapts`: whether there are adaptations already.
+    `retrace` traces the model again with so many samples and more adaptations."""
 
     captured: Captured
     mesh: Mesh
@@ -85,8 +89,8 @@ class Request:
     adapts: bool
     retrace: Callable[[int, Sequence[LoRA]], Captured]
 
-    def change(self, argument: str, option: str, mesh: Mesh | None = None, captured: Callable[[], Captured] | None = None,
-               **options) -> _Change:  # fmt: skip
+    def change(self, argument: str, option: str, mesh: Mesh | None = None,
+               captured: Callable[[], Captured] | None = None, **options) -> _Change:  # fmt: skip
         options = replace(self.options, baselines=False, search=SEARCH, **options)
         return _Change(argument, option, mesh or self.mesh, options, captured or (lambda: self.captured))
 
@@ -94,7 +98,8 @@ class Request:
 def with_fixes(
     error: MemoryInfeasibleError, request: Request, report: Callable[[str], None] = lambda text: None
 ) -> MemoryInfeasibleError:
-    """The refusal of a request with what would fit instead, cheapest first, and after that what would not, nearest first."""
+    """The refusal of a request with what would fit instead, cheapest first, and after that what would not, nearest
+    first."""
     found: dict[str, Fix] = {}
     for changes in (_changes, _further_changes):  # the second only if nothing fits yet
         for kind, steps in changes(error, request):
@@ -155,7 +160,9 @@ def _further_changes(error: MemoryInfeasibleError, request: Request) -> Iterator
     yield "together", _together(request)
 
 
-def _larger_changes(error: MemoryInfeasibleError, request: Request, times: int) -> Iterator[tuple[str, Iterator[_Change]]]:
+def _larger_changes(
+    error: MemoryInfeasibleError, request: Request, times: int
+) -> Iterator[tuple[str, Iterator[_Change]]]:
     """Changes by a number, `times` as large as the smallest plan seems to need."""
     for axis in request.mesh.names:
         yield axis, _larger_axis(error, request, axis, times)

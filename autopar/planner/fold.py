@@ -1,9 +1,9 @@
 """Repeated blocks: vertices that look the same for some steps around share one choice.
 
-Weisfeiler-Lehman colours (Shervashidze et al., JMLR 12, 2011): a vertex starts with its own signature (op, shapes, constants,
-phase; a parameter's name without digits) and takes in its neighbours' colours `radius` times. Couplings (a gradient to its
-parameter) are edges too; without them a tied problem can be cheaper than any plan of the unfolded graph. The number of classes
-does not grow with the number of blocks.
+Weisfeiler-Lehman colours (Shervashidze et al., JMLR 12, 2011): a vertex starts with its own signature (op, shapes,
+constants, phase; a parameter's name without digits) and takes in its neighbours' colours `radius` times. Couplings (a
+gradient to its parameter) are edges too; without them a tied problem can be cheaper than any plan of the unfolded
+graph. The number of classes does not grow with the number of blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Plans with a level of recomputation that somebody else chose, and plans that do not fit: what estimates are made of."""
+"""Plans with a level of recomputation that somebody else chose, and plans that do not fit: what estimates are made
+of."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def check(level: object) -> None:
 def fastest(
     solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str], level: str = AUTO, refuses: bool = True
 ) -> tuple[Solver, Outcome]:
-    """The fastest plan with every block at a level, or with as much recomputation as the memory demands ("auto"), and who found
-    it. Raises MemoryInfeasibleError for what does not fit, unless it `refuses` nothing: then the plan is the one that misses
-    least by recomputing all."""
+    """The fastest plan with every block at a level, or with as much recomputation as the memory demands ("auto"), and
+    who found it. Raises MemoryInfeasibleError for what does not fit, unless it `refuses` nothing: then the plan is the
+    one that misses least by recomputing all."""
     if level == AUTO:
         try:
             return micro_batches.fastest(solvers, restriction, pins)
@@ -49,5 +50,7 @@ def fastest(
 
 def at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
     """The same decisions with every block at a level."""
-    evaluation = outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
+    evaluation = (
+        outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
+    )
     return replace(outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes)

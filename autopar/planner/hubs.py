@@ -1,9 +1,10 @@
 """Hubs: a tensor with all its uses. Each layout that any of them wants is paid for once.
 
-Hubs of one producer class with the same consumer classes are copies of each other. A forward tensor that the backward reads can
-be served in several ways, each a `Mode`: it is saved as it is, and the backward makes copies again or keeps those of the forward;
-or it is not saved, and the backward reads kept copies alone. If its producer runs again, it is there without being saved; a
-forward consumer that runs again reads in both phases. Copies of a parameter that all passes of a step share are kept for both.
+Hubs of one producer class with the same consumer classes are copies of each other. A forward tensor that the backward
+reads can be served in several ways, each a `Mode`: it is saved as it is, and the backward makes copies again or keeps
+those of the forward; or it is not saved, and the backward reads kept copies alone. If its producer runs again, it is
+there without being saved; a forward consumer that runs again reads in both phases. Copies of a parameter that all
+passes of a step share are kept for both.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def hubs_of(problem: Problem) -> list[Hub]:
 
 @dataclass
 class Mode:
-    """One way to serve all consumers of a hub: a price by producer layout p, in two rows, the second if the producer runs again;
-    and for every column q what a block of consumers that takes q pays, by the phases in the block: {FORWARD: (p, q),
+    """One way to serve all consumers of a hub: a price by producer layout p, in two rows, the second if the producer
+    runs again; and for every column q what a block of consumers that takes q pays, by the phases in the block:
+    {FORWARD: (p, q),
     BACKWARD: (p, q), BOTH: (p, q)}."""
 
     base: np.ndarray
@@ -56,8 +58,9 @@ class Mode:
 
 
 class HubPrices:
-    """Layouts and prices of one hub for all strategies of its classes. `source_of[k]`: number of the layout in which strategy k
-    of the producer hands the tensor out; `target_of[i][k]`: column of the layout that strategy k of consumer i wants."""
+    """Layouts and prices of one hub for all strategies of its classes. `source_of[k]`: number of the layout in which
+    strategy k of the producer hands the tensor out; `target_of[i][k]`: column of the layout that strategy k of consumer
+    i wants."""
 
     def __init__(self, problem: Problem, pricer: Pricer, hub: Hub):
         self.problem, self.pricer, self.hub = problem, pricer, hub
@@ -94,8 +97,8 @@ class HubPrices:
         return self.same_as[columns], columns
 
     def modes(self, prices: Prices, keep_parameters: bool | None, is_read_again: bool = False) -> list[Mode]:
-        """The ways to serve one copy of the hub. `keep_parameters`: whether gathered parameters are kept for the backward (None:
-        as prices say). `is_read_again`: whether a forward consumer may run again."""
+        """The ways to serve one copy of the hub. `keep_parameters`: whether gathered parameters are kept for the
+        backward (None: as prices say). `is_read_again`: whether a forward consumer may run again."""
         forward, backward = ((prices.hidden(p) if self.is_hidden else 1.0) for p in ("forward", "backward"))
         early, late = (np.where(self.is_possible, self.once * weight, np.inf) for weight in (forward, backward))
         nothing = np.zeros((2, len(self.sources)))
@@ -106,7 +109,9 @@ class HubPrices:
             kept[self._unmoved] = 0.0
             if keep_parameters:
                 return [Mode(nothing, {FORWARD: kept, BACKWARD: late, BOTH: kept})]
-            return [Mode(nothing, {FORWARD: np.minimum(kept, early), BACKWARD: late, BOTH: np.minimum(kept, early + late)})]
+            return [
+                Mode(nothing, {FORWARD: np.minimum(kept, early), BACKWARD: late, BOTH: np.minimum(kept, early + late)})
+            ]
         if not (prices.saved and self.is_saved and (self.reads_saved or is_read_again)):
             return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early})]
         keep = early + prices.byte_seconds * self.held_bytes
@@ -121,7 +126,9 @@ class HubPrices:
         return [saved, Mode(nothing, {FORWARD: early, BACKWARD: np.full_like(late, np.inf), BOTH: gone})]
 
 
-def served(modes: list[Mode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0) -> float | np.ndarray:
+def served(
+    modes: list[Mode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0
+) -> float | np.ndarray:
     """Seconds of the cheapest mode when the consumers take these columns; `again`: 1 if the producer runs again."""
     block: dict[int, int] = {}
     for q, phase in zip(columns, phases):

@@ -1,10 +1,10 @@
 """The fastest plan that fits, where the fastest plan of all does not.
 
-Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds of every
-plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
-(autopar/planner/cuts.py). At these prices every op decides together with its sharding whether it runs again in the backward. The
-plans that this gives are then made to fit: by copies that are given up, by as much recomputation as it takes, or, where there is
-room left, by parts of faster plans.
+Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds
+of every plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
+(autopar/planner/cuts.py). At these prices every op decides together with its sharding whether it runs again in the
+backward. The plans that this gives are then made to fit: by copies that are given up, by as much recomputation as it
+takes, or, where there is room left, by parts of faster plans.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .tied import Tied
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
 SMALL_DOUBT = 0.003  # of the bound: better prices would hardly say more
-# the searches for the bound try a plan at each of their prices: with so many tried, and one that fits, no others are looked for;
-# with fewer, few more
+# the searches for the bound try a plan at each of their prices: with so many tried, and one that fits, no others are
+# looked for; with fewer, few more
 ENOUGH_TRIES, FEW_PRICES = 3, 4
 # what has to be made to fit is changed more than this anyway, so that its search may stop early
 PLAN_GAP, ROUNDS = 5e-3, 40
@@ -65,11 +65,14 @@ class WithinLimit:
         best = self.best or self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
-            raise self.solver.refusal(f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best)
+            raise self.solver.refusal(
+                f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
+            )
         return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True)
 
     def _search(self, early: bool, is_sure: bool) -> bool:
-        """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is sure."""
+        """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is
+        sure."""
         free = replace(self.solver.free, saved=early, gradients=float(self.run.accumulates or not early))
         found = self._highest_bound(free, is_sure)
         if found is None:
@@ -83,8 +86,8 @@ class WithinLimit:
         return True
 
     def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:
-        """Where the bound is highest, from the point of view of plans that may recompute, and the plans that meet there. None if
-        memory peaks elsewhere."""
+        """Where the bound is highest, from the point of view of plans that may recompute, and the plans that meet
+        there. None if memory peaks elsewhere."""
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[2] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
@@ -102,13 +105,18 @@ class WithinLimit:
                 raise BeyondCutoff(self.bound)
             line = self._line(dual, free, point, solution)
             tried, _ = self._try(prices, dual.strategies(solution.choice))
-            if not is_sure and tried.bytes_ > self.limit_bytes and (self.run.accumulates or tried.peaks_early) != free.saved:
+            if (
+                not is_sure
+                and tried.bytes_ > self.limit_bytes
+                and (self.run.accumulates or tried.peaks_early) != free.saved
+            ):
                 return None
             cuts.add(point, *line, tried)
         return point, met
 
     def _mix(self, one: Evaluation, other: Evaluation, prices: Prices) -> None:
-        """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it recomputes."""
+        """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it
+        recomputes."""
 
         def judge(choice: dict[int, int]) -> Evaluation:
             e = self.run.judge(prices, choice)
@@ -130,8 +138,8 @@ class WithinLimit:
         return {cls: k + len(dual.allowed[cls]) if cls in again else k for cls, k in choice.items()}
 
     def _bisect(self, free: Prices, point: np.ndarray) -> None:
-        """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the price: then
-        neither more sharding nor more recomputation would be cheaper."""
+        """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the
+        price: then neither more sharding nor more recomputation would be cheaper."""
         host = break_even(self.problem, free.gradients)
         low, high, seen = 0.0, None, []
         price = max(point[2], FIRST_PRICE) if host is None else host / self.solver.unit_price
@@ -154,11 +162,13 @@ class WithinLimit:
 
     def _prices(self, free: Prices, point: np.ndarray) -> Prices:
         forward, backward, units = point.tolist()
-        return replace(free, hidden_forward=forward, hidden_backward=backward, byte_seconds=units * self.solver.unit_price)
+        return replace(
+            free, hidden_forward=forward, hidden_backward=backward, byte_seconds=units * self.solver.unit_price
+        )
 
     def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
-        """What a choice costs at a point, less what the limit is worth there, and its slopes. Around the point the cost is linear,
-        so that a difference is the slope."""
+        """What a choice costs at a point, less what the limit is worth there, and its slopes. Around the point the cost
+        is linear, so that a difference is the slope."""
 
         def seconds(at: np.ndarray) -> float:
             dual.price(self._prices(free, at))
@@ -168,8 +178,9 @@ class WithinLimit:
         return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
 
     def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
-        """The plan of a choice by class, by default of the one that costs least at these prices without recomputation, and what a
-        byte costs that is recomputed to make it fit, infinite if it does not. The fastest one that fits is kept."""
+        """The plan of a choice by class, by default of the one that costs least at these prices without recomputation,
+        and what a byte costs that is recomputed to make it fit, infinite if it does not. The fastest one that fits is
+        kept."""
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
         self.tries += 1
         if choice is None:
@@ -184,8 +195,8 @@ class WithinLimit:
         return tried, dearest
 
     def _fitted(self, tried: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
-        """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan and of copies
-        kept for the backward; and the price in seconds a byte of what it recomputes."""
+        """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan
+        and of copies kept for the backward; and the price in seconds a byte of what it recomputes."""
         limit, judge = self.limit_bytes, partial(self.run.judge, prices)
         for _ in range(MOST_TRIES):
             self.run.passing_bytes = tried.passing_bytes
@@ -204,8 +215,8 @@ class WithinLimit:
         return None, math.inf
 
     def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
-        """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again; and the
-        price of the dearest step."""
+        """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again;
+        and the price of the dearest step."""
         fit = self.solver.blocks.fit
         best, dearest = fit(tried, limit_bytes, prices)
         if dearest <= prices.byte_seconds or self.run.restriction.keep is not None:
@@ -221,8 +232,8 @@ class WithinLimit:
         return best, dearest
 
     def _filled(self, fitted: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
-        """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what is cheaper to
-        compute again makes room for."""
+        """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what
+        is cheaper to compute again makes room for."""
         price = break_even(self.problem, self.run.prices.gradients)
         if price is None or not fitted.offload_seconds:
             return fitted

@@ -1,12 +1,13 @@
 """Which bytes a device holds at every moment of a step: what stays, what waits for the backward, and what passes by.
 
-Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A tensor saved for
-the backward lives from the op that makes it to its last reader. Besides these live the values between two ops, gathered parameters
-on their way through a block, buckets of collectives, and gradients before they are reduced. A view lives in the memory of what it
-looks at. What the device's context, the communication library and the allocator keep for themselves is there all the time.
+Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A
+tensor saved for the backward lives from the op that makes it to its last reader. Besides these live the values between
+two ops, gathered parameters on their way through a block, buckets of collectives, and gradients before they are
+reduced. A view lives in the memory of what it looks at. What the device's context, the communication library and the
+allocator keep for themselves is there all the time.
 
-In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its gradients
-from then on: what they hold in between is never more than at one of the two ends.
+In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its
+gradients from then on: what they hold in between is never more than at one of the two ends.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ PARAMETERS = "parameters"
 STAYING = (PARAMETERS, "optimizer", "buffers")
 RESERVE = "allocator reserve"
 GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
-    "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters", "values between ops",
-    "collective buffers",
+    "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
+    "values between ops", "collective buffers",
 )  # fmt: skip
 
 
@@ -108,7 +109,9 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
     held = {kind: np.cumsum(change[:-1])[: len(order.runs)] for kind, change in changes.items()}
-    return LiveBytes(order, {kind: np.maximum(bytes_, 0.0) for kind, bytes_ in held.items() if bytes_.max(initial=0.0) > 0.5})
+    return LiveBytes(
+        order, {kind: np.maximum(bytes_, 0.0) for kind, bytes_ in held.items() if bytes_.max(initial=0.0) > 0.5}
+    )
 
 
 class _Lives:
@@ -118,7 +121,9 @@ class _Lives:
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
         self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
-        self.reads: dict[tuple, int] = defaultdict(lambda: -1)  # last reader of a tensor by phase: (vertex, output, phase) -> run
+        self.reads: dict[tuple, int] = defaultdict(
+            lambda: -1
+        )  # last reader of a tensor by phase: (vertex, output, phase) -> run
         for i, run in enumerate(order.runs):
             for tensor in problem.vertices[run.vertex].inputs:
                 self._read((*self._base(*tensor), run.phase), i)
@@ -177,7 +182,11 @@ class _Lives:
         for i, run in enumerate(self.order.runs):
             for output in range(len(self.problem.vertices[run.vertex].values)):
                 layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
-                if self._base(run.vertex, output)[0] != run.vertex or not run.again and (run.vertex, output, layout) in e.saved:
+                if (
+                    self._base(run.vertex, output)[0] != run.vertex
+                    or not run.again
+                    and (run.vertex, output, layout) in e.saved
+                ):
                     continue
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
                     continue
@@ -185,13 +194,15 @@ class _Lives:
                 yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
-        """Something of a block that its backward reads: of the copies that a compact graph leaves out until that ends."""
+        """Something of a block that its backward reads: of the copies that a compact graph leaves out until that
+        ends."""
         yield kind, first, last, bytes_ / vertex.copies
         if vertex.copies > 1:
             yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
 
     def _computing_copies(self):
-        """Parameters in the type that they compute in, from the first to the last time that they are read or gathered."""
+        """Parameters in the type that they compute in, from the first to the last time that they are read or
+        gathered."""
         asked: dict[int, list[int]] = defaultdict(list)
         for i, run in enumerate(self.order.runs):
             for producer, output in self.problem.vertices[run.vertex].inputs:
@@ -211,8 +222,8 @@ class _Lives:
         return self.problem.vertices[vertex].kind == "parameter" and not self._strategy(vertex).on_host
 
     def _gradients(self):
-        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start; others, of
-        ZeRO-1 too, are reduced as soon as they are made."""
+        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start;
+        others, of ZeRO-1 too, are reduced as soon as they are made."""
         e, problem, count = self.evaluation, self.problem, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
@@ -234,12 +245,15 @@ class _Lives:
         """The last run in the backward of a block of a compact graph."""
         if block not in self._ends:
             vertices = self.problem.vertices
-            runs = [i for i, r in enumerate(self.order.runs) if r.phase == "backward" and vertices[r.vertex].block == block]
+            runs = [
+                i for i, r in enumerate(self.order.runs) if r.phase == "backward" and vertices[r.vertex].block == block
+            ]
             self._ends[block] = max(runs, default=len(self.order.runs) - 1)
         return self._ends[block]
 
     def _copy(self, travel: Travel) -> tuple[str, int, int, float] | None:
-        """A tensor in another layout, until it is last read; not if it is kept, or if it is a gradient on its way home."""
+        """A tensor in another layout, until it is last read; not if it is kept, or if it is a gradient on its way
+        home."""
         t, count = travel.transfer, len(self.order.runs)
         key = (t.producer, t.output, t.target)
         if travel.first == count or not travel.again and travel.phase == "forward" and key in self.evaluation.saved:
@@ -248,10 +262,9 @@ class _Lives:
         kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
         return kind, travel.start, travel.last, self._bytes(*key)
 
-
     def _beside(self):
-        """What collectives of tensors that are in no bucket hold beside the tensor before and after: one at a time, and only while
-        they run."""
+        """What collectives of tensors that are in no bucket hold beside the tensor before and after: one at a time, and
+        only while they run."""
         most: dict[int, float] = defaultdict(float)
         for travel in self.order.travels:
             t, left = travel.transfer, self._left(travel)
@@ -271,18 +284,22 @@ class _Lives:
 
 
 def _is_packed(step: Step) -> bool:
-    """Whether a collective holds other memory than that of the tensor before and after; those that gather dim 0 do not."""
+    """Whether a collective holds other memory than that of the tensor before and after; those that gather dim 0 do
+    not."""
     move = step.move
     return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
 
 
 def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
-    """Buffers in which parameters are gathered, and gradients reduced: a bucket, or all of them if they are less. Beside a bucket
-    of gathered parameters is the part of it that was sent, and, where gathers run ahead (passes/overlap.py), the next one. Beside
-    a packed bucket of gradients is what waited for it and is more than the shards that stay."""
+    """Buffers in which parameters are gathered, and gradients reduced: a bucket, or all of them if they are less.
+    Beside a bucket of gathered parameters is the part of it that was sent, and, where gathers run ahead
+    (passes/overlap.py), the next one. Beside a packed bucket of gradients is what waited for it and is more than the
+    shards that stay."""
     gathered, reduced = [(0.0, 0.0)], [(0.0, 0.0)]
     for t in evaluation.every_transfer:
-        is_before = t.phase == "forward" and t.times < pricer.micro_batches  # of the first pass, when little else is held
+        is_before = (
+            t.phase == "forward" and t.times < pricer.micro_batches
+        )  # of the first pass, when little else is held
         if t.is_hidden and not is_before:
             value = problem.vertices[t.producer].values[t.output]
             is_parameter = problem.vertices[t.producer].kind == "parameter"
@@ -302,4 +319,3 @@ def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
         now = taken.get((run.vertex, run.again), now)
         result.append(now)
     return result
-

@@ -40,13 +40,16 @@ from .whole import whole_of
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout that it
-    may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one of them.
-    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned anyway).
+    """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
+    that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one
+    of them.
+    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned
+    anyway).
     `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already.
-    `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the whole mesh, where the
-    planned one is a stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of
-    parameters that are kept are gathered once. `beside`: another graph that runs with the same decisions, of fewer samples."""
+    `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the whole mesh,
+    where the planned one is a stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a
+    step, and copies of parameters that are kept are gathered once. `beside`: another graph that runs with the same
+    decisions, of fewer samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -154,8 +157,8 @@ def search(
     report: Callable[[str], None] = lambda t: None,
     solvers: list[Solver] | None = None,
 ) -> Planned:
-    """The best plan of a captured graph, with the search that found it; `solvers`: what `solvers_of` gave, if it was called before.
-    Raises as `make_plan` does."""
+    """The best plan of a captured graph, with the search that found it; `solvers`: what `solvers_of` gave, if it was
+    called before. Raises as `make_plan` does."""
     options.check(mesh)
     start = time.perf_counter()
     restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
@@ -213,7 +216,8 @@ def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
     if strict:
         raise UnsupportedOpError(
             f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
-            node=describe(problem.unruled[0]), mesh=problem.mesh, fix="leave out strict=True to run them whole on every device",
+            node=describe(problem.unruled[0]), mesh=problem.mesh,
+            fix="leave out strict=True to run them whole on every device",
         )  # fmt: skip
     return tuple(lines)
 
@@ -228,8 +232,8 @@ def _by_target(problem: Problem) -> dict[str, list[int]]:
 
 
 def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], options: PlanOptions) -> Outcome:
-    """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap). What was asked
-    for stays."""
+    """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap).
+    What was asked for stays."""
     if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != forced.AUTO:
         return chosen
     for name, other in others.items():

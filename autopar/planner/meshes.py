@@ -1,10 +1,11 @@
-"""Which mesh for so many devices: factorizations are tried on the node's topology, cheap bounds first, and the fastest plan wins.
+"""Which mesh for so many devices: factorizations are tried on the node's topology, cheap bounds first, and the fastest
+plan wins.
 
-An axis has no role of its own in the search space, so a mesh is its sizes, outermost first. The innermost of several stays inside
-a node, since its neighbours are the closest; the outermost divides the batch. First come all meshes of one and two axes, then
-those of three that refine the best of them: two axes can do what one can, and only the moves of a few more tensors gain from a
-third. A mesh is searched only while its bound, some sweeps of the dual (autopar/planner/dual.py), is below the best plan, and
-roughly; the plan of the best mesh is then searched in full.
+An axis has no role of its own in the search space, so a mesh is its sizes, outermost first. The innermost of several
+stays inside a node, since its neighbours are the closest; the outermost divides the batch. First come all meshes of one
+and two axes, then those of three that refine the best of them: two axes can do what one can, and only the moves of a
+few more tensors gain from a third. A mesh is searched only while its bound, some sweeps of the dual
+(autopar/planner/dual.py), is below the best plan, and roughly; the plan of the best mesh is then searched in full.
 
 Axes are called dp, cp and tp as people would name them. Meshes with stages are tried by autopar/pipeline_meshes.py.
 """
@@ -34,8 +35,8 @@ ROUGH_GAP = 2e-2  # of the search that says which mesh is best
 
 
 def candidates(devices: int, node: int, batch: int, axes: int = 2) -> list[Mesh]:
-    """Meshes of up to two axes, or of three, over nodes of so many devices. The outermost axis divides a batch of several samples;
-    one sample is cut along its sequence, and the mesh has no dp."""
+    """Meshes of up to two axes, or of three, over nodes of so many devices. The outermost axis divides a batch of
+    several samples; one sample is cut along its sequence, and the mesh has no dp."""
     names = ("dp", "cp", "tp") if batch > 1 else ("cp", "sp", "tp")
     inner = [t for t in range(2, node + 1) if node % t == 0 and devices % t == 0 and t < devices]
     if axes == 3:
@@ -79,7 +80,8 @@ class _Tour:
 
     @property
     def refusal(self) -> AutoparError | None:
-        """Of the mesh on which least memory is missing; if all failed otherwise, of the last one; None if none failed."""
+        """Of the mesh on which least memory is missing; if all failed otherwise, of the last one; None if none
+        failed."""
         missing = [e for e in self.refusals if isinstance(e, MemoryInfeasibleError)]
         return min(missing, key=lambda e: e.missing_bytes, default=self.refusals[-1] if self.refusals else None)
 
@@ -145,9 +147,10 @@ def search(
     captured: Captured, devices: int, options: make.PlanOptions, model: str = "model",
     report: Callable[[str], None] = lambda t: None,
 ) -> make.Planned:  # fmt: skip
-    """The best plan over all meshes that are tried, which its `meshes` list. Raises InputError for a batch that no mesh divides,
-    else what planning raises, of the mesh that misses least memory, if there is no plan for any; BeyondCutoff, with the meshes that
-    were `tried`, if none takes less than the search's cutoff, as far as meshes of two axes tell."""
+    """The best plan over all meshes that are tried, which its `meshes` list. Raises InputError for a batch that no mesh
+    divides, else what planning raises, of the mesh that misses least memory, if there is no plan for any; BeyondCutoff,
+    with the meshes that were `tried`, if none takes less than the search's cutoff, as far as meshes of two axes
+    tell."""
     node, batch = options.hardware.links[0].devices or devices, _batch(captured)
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
@@ -166,7 +169,9 @@ def search(
     planned = best.planned
     if options.baselines:
         others = passes.baselines(best.solvers, options.styles)
-        planned = replace(planned, options=options, others=others, chosen=make.not_worse(planned.chosen, others, options))
+        planned = replace(
+            planned, options=options, others=others, chosen=make.not_worse(planned.chosen, others, options)
+        )
     return replace(planned, meshes=_all_told(tour, options.micro_batches))
 
 

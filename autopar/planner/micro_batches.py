@@ -1,13 +1,14 @@
 """Steps of several forward and backward passes, one a micro-batch, whose gradients are added up.
 
-The graph that is planned is one pass. With K passes a step takes K times its seconds, but gradients that their ops leave partial
-may wait, unreduced, for one reduction in the last pass (`no_sync`; Li et al., VLDB 13(12), 2020, section 3.2.4):
+The graph that is planned is one pass. With K passes a step takes K times its seconds, but gradients that their ops
+leave partial may wait, unreduced, for one reduction in the last pass (`no_sync`; Li et al., VLDB 13(12), 2020, section
+3.2.4):
 
     step = K * pass                                   every pass reduces: what is added up is as small as the parameters' shards
     step = K * pass - (K - 1) * reductions of a pass  reduced once: what is added up is as large as each rank computes it
 
-Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass, in which a
-reduction that is made once costs 1 / K; `of_step` multiplies them.
+Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass, in which
+a reduction that is made once costs 1 / K; `of_step` multiplies them.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ from .solve import Solver
 from .timeline import Timeline, simulate
 
 EVERY_PASS = ("zero2",)  # recipes that reduce in every pass by their definition
-ONCE = ("ddp", "zero1", "megatron", "megatron_sp")  # and those that lose nothing by reducing once: gradients are whole anyway
+ONCE = (
+    "ddp",
+    "zero1",
+    "megatron",
+    "megatron_sp",
+)  # and those that lose nothing by reducing once: gradients are whole anyway
 
 
 def check(micro_batches: object) -> None:
     """Raises StrategyError for anything but a number of passes."""
     if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
-        raise StrategyError(f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4")
+        raise StrategyError(
+            f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4"
+        )
 
 
 def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tuple[bool, ...]:
-    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way first. All
-    of those that go to the host (`on_host`) are reduced before."""
+    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way
+    first. All of those that go to the host (`on_host`) are reduced before."""
     name = ALIASES.get(strategy, strategy) or "auto"
     if micro_batches == 1 or on_host or name.endswith(EVERY_PASS):
         return (False,)
@@ -45,7 +53,8 @@ def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tup
 
 
 def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
-    """Every expert strategy, reducing as experts do; and the tensor parallelism of the model's own `styles`, if it has any."""
+    """Every expert strategy, reducing as experts do; and the tensor parallelism of the model's own `styles`, if it has
+    any."""
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
     found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
@@ -55,8 +64,8 @@ def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None
 
 
 def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:
-    """The fastest plan of all ways that fits, and who found it. Its bound holds for all ways. Raises MemoryInfeasibleError if
-    none fits, BeyondCutoff if none that fits can be fast enough."""
+    """The fastest plan of all ways that fits, and who found it. Its bound holds for all ways. Raises
+    MemoryInfeasibleError if none fits, BeyondCutoff if none that fits can be fast enough."""
     found, refused, bounds = [], [], []
     for solver in solvers:
         try:
@@ -74,21 +83,25 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str,
     return solver, replace(outcome, bound_seconds=min(bounds))
 
 
-def timelines(problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0) -> list[tuple[int, Timeline]]:
+def timelines(
+    problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0
+) -> list[tuple[int, Timeline]]:
     """How often a step plays which timeline: passes that leave gradients alone, and the one that reduces them."""
     if not evaluation.reduces_once:
         return [(micro_batches, simulate(problem, evaluation, slowdown))]
 
     def reducing(scale: float) -> Timeline:
-        waiting = [replace(t, seconds=t.seconds * scale) if t.times < micro_batches else t for t in evaluation.transfers]
+        waiting = [
+            replace(t, seconds=t.seconds * scale) if t.times < micro_batches else t for t in evaluation.transfers
+        ]
         return simulate(problem, replace(evaluation, transfers=waiting), slowdown)
 
     return [(micro_batches - 1, reducing(0.0)), (1, reducing(micro_batches))]
 
 
 def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float) -> Plan:
-    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines, and the
-    hardware's `slowdown`."""
+    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines,
+    and the hardware's `slowdown`."""
     if micro_batches == 1:
         return plan
     played = timelines(problem, evaluation, micro_batches, slowdown)

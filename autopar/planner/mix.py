@@ -1,11 +1,11 @@
 """Between two plans: one that fits the memory, and a faster one that does not.
 
-Prices of memory find plans on the lower convex hull of seconds and bytes only, and folding makes all equal blocks choose alike.
-What lies between two neighbours on the hull is found here: where the plans differ, their choices fall apart into components that
-share no tensor, so that each may be exchanged on its own and their seconds and bytes add up. The components that save most
-seconds per byte are exchanged first, block by block, as long as the memory lasts: a knapsack filled by density. (In a compact graph
-one kind of them may be exchanged in the first blocks alone; the border is where the graph is split.) What is left then holds
-gathered copies that the backward would have to make again.
+Prices of memory find plans on the lower convex hull of seconds and bytes only, and folding makes all equal blocks
+choose alike. What lies between two neighbours on the hull is found here: where the plans differ, their choices fall
+apart into components that share no tensor, so that each may be exchanged on its own and their seconds and bytes add up.
+The components that save most seconds per byte are exchanged first, block by block, as long as the memory lasts: a
+knapsack filled by density. (In a compact graph one kind of them may be exchanged in the first blocks alone; the border
+is where the graph is split.) What is left then holds gathered copies that the backward would have to make again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ from .remake import FULL, key_of
 
 
 def mix(
-    problem: Problem, lean: Evaluation, fast: Evaluation, limit_bytes: float, judge: Callable[[dict[int, int]], Evaluation]
+    problem: Problem,
+    lean: Evaluation,
+    fast: Evaluation,
+    limit_bytes: float,
+    judge: Callable[[dict[int, int]], Evaluation],
 ) -> Evaluation:
-    """`lean`, or a faster plan that also fits, made of `lean` and parts of `fast`. `judge` evaluates a choice by vertex."""
+    """`lean`, or a faster plan that also fits, made of `lean` and parts of `fast`. `judge` evaluates a choice by
+    vertex."""
     kinds: dict[tuple, list[list[int]]] = {}  # components by the classes of their vertices
     for component in _components(problem, lean.choice, fast.choice):
         kinds.setdefault(tuple(sorted(problem.vertices[v].cls for v in component)), []).append(component)
@@ -72,9 +77,9 @@ def _split(problem: Problem, best: Evaluation, fast: Evaluation, components, lim
 
 def between(problem: Problem, one: Evaluation, other: Evaluation, judge: Callable[[dict[int, int]], Evaluation],
             limit_bytes: float = math.inf) -> Evaluation:  # fmt: skip
-    """The fastest plan found that decides in the first blocks as one plan does and in the last as another; one of the two if the
-    graph is not compact. What either leaves of compute, of links or of memory the blocks of the other can use. Plans that do not
-    fit come last."""
+    """The fastest plan found that decides in the first blocks as one plan does and in the last as another; one of the
+    two if the graph is not compact. What either leaves of compute, of links or of memory the blocks of the other can
+    use. Plans that do not fit come last."""
 
     def rank(e: Evaluation) -> tuple[float, float]:
         return max(0.0, e.bytes_ - limit_bytes), e.seconds
@@ -98,8 +103,8 @@ def between(problem: Problem, one: Evaluation, other: Evaluation, judge: Callabl
 
 
 def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pricer) -> Evaluation:
-    """The plan with copies of the forward kept for the backward as far as they fit, those that save most seconds per byte first.
-    A block that is computed again keeps none."""
+    """The plan with copies of the forward kept for the backward as far as they fit, those that save most seconds per
+    byte first. A block that is computed again keeps none."""
     full = {block for block, levels in e.recomputed.items() if FULL in levels}
     homes = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
     made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(homes[c] for c in t.consumers)}

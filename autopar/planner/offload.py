@@ -1,9 +1,9 @@
 """Which parameters may live on the host, and what those cost that a plan puts there.
 
-A parameter on the host is a shard in the host's memory in one of its layouts: the user's optimizer makes its state beside it and
-steps there. On the device stays the copy that computes, in that layout, as long as the step lasts; from there on it is gathered
-like any other. So a layout on the host makes the same tensors travel as on the device, and which of the two is better depends on
-the price of memory alone: the search has no more layouts than before.
+A parameter on the host is a shard in the host's memory in one of its layouts: the user's optimizer makes its state
+beside it and steps there. On the device stays the copy that computes, in that layout, as long as the step lasts; from
+there on it is gathered like any other. So a layout on the host makes the same tensors travel as on the device, and
+which of the two is better depends on the price of memory alone: the search has no more layouts than before.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
     if (level == OPTIMIZER or on_host) and hardware.host is None:
         raise StrategyError(
             f"profile {hardware.name} says nothing of a host beside the device's own memory",
-            fix="pass the hardware= that the plan was made for" if on_host else
-            "leave offload out, or add a [host] table to the profile, as h100.toml has one",
+            fix="pass the hardware= that the plan was made for"
+            if on_host
+            else "leave offload out, or add a [host] table to the profile, as h100.toml has one",
         )
 
 
 @dataclass(frozen=True)
 class Offload:
-    """The user's choice: trainable parameters on the host never, where memory is short ("auto"), or all of them ("optimizer").
+    """The user's choice: trainable parameters on the host never, where memory is short ("auto"), or all of them
+    ("optimizer").
     `on_host`: placeholders of parameters that are there already. `cost`: None without a host."""
 
     level: str = NONE
@@ -57,7 +59,8 @@ class Offload:
 
 
 def break_even(problem: Problem, gradients: float) -> float | None:
-    """Seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be in both places.
+    """Seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be in both
+    places.
     `gradients`: whether those are held when memory peaks (1) or not (0)."""
     prices = []
     for options in problem.classes.values():
@@ -91,6 +94,8 @@ def check_host(problem: Problem, e: Evaluation) -> None:
     if cost is not None and need > cost.host.memory_bytes:
         missing = need - cost.host.memory_bytes
         raise MemoryInfeasibleError(
-            f"the plan keeps {need / 2**30:.3g} GiB on the host for each device, {missing / 2**30:.3g} GiB more than there are",
-            missing_bytes=int(missing), mesh=problem.mesh, fix='use more devices or hosts with more memory, or offload="none"',
+            f"the plan keeps {need / 2**30:.3g} GiB on the host for each device, {missing / 2**30:.3g} GiB more than "
+            f"there are",
+            missing_bytes=int(missing), mesh=problem.mesh,
+            fix='use more devices or hosts with more memory, or offload="none"',
         )  # fmt: skip

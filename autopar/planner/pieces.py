@@ -1,13 +1,16 @@
-"""From a plan of one micro-batch to the chain of pieces that the stage solver cuts: where a cut is cheap, and what lies between.
+"""From a plan of one micro-batch to the chain of pieces that the stage solver cuts: where a cut is cheap, and what lies
+between.
 
-A place to cut is looked for between each two ops that have FLOPs: where the fewest bytes of a device pass. Of those places the ones
-stay that are no worse than the one before and the one after: block borders and the place between attention and mlp, not the middle
-of either; a cut through a decoder passes what it reads of the encoder as well, and is still one of these. In a U-Net, where ever
-more skips pass, those stay too that have none near them with far fewer bytes. Where that leaves few pieces for many stages, so do
-the next best: what they send is weighed against even stages by the solver.
+A place to cut is looked for between each two ops that have FLOPs: where the fewest bytes of a device pass. Of those
+places the ones stay that are no worse than the one before and the one after: block borders and the place between
+attention and mlp, not the middle of either; a cut through a decoder passes what it reads of the encoder as well, and is
+still one of these. In a U-Net, where ever more skips pass, those stay too that have none near them with far fewer
+bytes. Where that leaves few pieces for many stages, so do the next best: what they send is weighed against even stages
+by the solver.
 
-Of a deep model the few blocks of its compact graph are cut, and their pieces stand for those of the blocks that it leaves out.
-A piece has a level for some of the steps in which its blocks may be computed again (autopar/planner/blocks.py).
+Of a deep model the few blocks of its compact graph are cut, and their pieces stand for those of the blocks that it
+leaves out. A piece has a level for some of the steps in which its blocks may be computed again
+(autopar/planner/blocks.py).
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from .whole import few_of, recomputes_alike, whole_of
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
 FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
-ENOUGH = 16  # pieces a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later
+# Pieces a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
+ENOUGH = 16
 DIGITS = 9  # that the seconds of two equal pieces share
 MOST_PIECES = 256  # but not more than so many in all: the solver's time grows with their square
 MOST_LEVELS = 4  # of a piece: the levels of a stage are counted, which takes longer the more there are
@@ -43,8 +47,8 @@ Send = Callable[[float], float]  # seconds of a tensor of so many bytes from one
 
 @dataclass(frozen=True)
 class Chain:
-    """Pieces that begin at the forward ops `starts` of the whole graph, all but the first. `shared`: parameters that several of
-    them have. `parts`: of each piece, with nothing computed again."""
+    """Pieces that begin at the forward ops `starts` of the whole graph, all but the first. `shared`: parameters that
+    several of them have. `parts`: of each piece, with nothing computed again."""
 
     pieces: tuple[Piece, ...]
     shared: tuple[Shared, ...]
@@ -63,8 +67,8 @@ class Chain:
 
 def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send, live: LiveBytes | None = None,
           prices: Prices | None = None) -> Chain:  # fmt: skip
-    """The pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides, None if nothing
-    may. Raises StageError if they are too few for so many stages."""
+    """The pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides, None
+    if nothing may. Raises StageError if they are too few for so many stages."""
     compact, first, seconds = problem.compact, e.first, e.compute["forward"]
     if not recomputes_alike(e):
         (problem, e), compact = whole_of(problem, e), None
@@ -75,7 +79,9 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     places = places_to_cut(problem, e, pricer, stages, seconds / stages, copies)
     starts = tuple(places)
     blocks = [0, *(compact.block(nodes[name]) for name in starts)] if compact else []
-    order = _repeated(blocks, lambda block: len(compact.stands_for(block, first))) if compact else range(len(starts) + 1)
+    order = (
+        _repeated(blocks, lambda block: len(compact.stands_for(block, first))) if compact else range(len(starts) + 1)
+    )
     found = Parts(problem, e, pricer, starts, live=None if compact else live)
     levels = [Parts(problem, one, pricer, starts).found for one in _levels(problem, e, pricer, prices)]
     place = {i: at for at, i in reversed([*enumerate(order)])}
@@ -93,7 +99,8 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
 
 
 def _repeated(blocks: Sequence[int], copies: Callable[[int], int]) -> list[int]:
-    """Pieces in the order of the whole model: those that begin in one block follow each other once for each of its copies."""
+    """Pieces in the order of the whole model: those that begin in one block follow each other once for each of its
+    copies."""
     return [i for block, own in groupby(range(len(blocks)), blocks.__getitem__) for i in [*own] * copies(block)]
 
 
@@ -120,16 +127,20 @@ def _levels(problem: Problem, e: Evaluation, pricer: Pricer, prices: Prices | No
     return [taking(e, [(step, 1) for own in steps.values() for step in own[:count]]) for count in counts]
 
 
-def _pieces(parts: Sequence[tuple[Part, ...]], more: Sequence[float], send: Send, crossing: Sequence[float]) -> list[Piece]:
-    """`parts`: of every piece at each level; what comes and goes is that of the level where it is most. `crossing`: bytes that pass
-    after each part. Where all parts are stages, more may pass: values that the backward of one part reads of others, which a stage
-    of several parts has itself. So a message is no more than what passes."""
+def _pieces(
+    parts: Sequence[tuple[Part, ...]], more: Sequence[float], send: Send, crossing: Sequence[float]
+) -> list[Piece]:
+    """`parts`: of every piece at each level; what comes and goes is that of the level where it is most. `crossing`:
+    bytes that pass after each part. Where all parts are stages, more may pass: values that the backward of one part
+    reads of others, which a stage of several parts has itself. So a message is no more than what passes."""
     known: dict[tuple, str] = {}
     pieces = []
     for levels, tied, most in zip(parts, more, crossing):
         part, found = levels[0], [Level(p.forward_seconds, p.backward_seconds, round(p.saved_bytes)) for p in levels]
         found = tuple(l for i, l in enumerate(found) if not i or l.activation_bytes < found[i - 1].activation_bytes)
-        key = tuple((f"{l.forward_seconds:.{DIGITS}g}", f"{l.backward_seconds:.{DIGITS}g}", l.activation_bytes) for l in found)
+        key = tuple(
+            (f"{l.forward_seconds:.{DIGITS}g}", f"{l.backward_seconds:.{DIGITS}g}", l.activation_bytes) for l in found
+        )
         kind = known.setdefault(key, (f"{part.name} {len(known)}", found))
         ahead, back = (min(sum(map(send, passing)), send(most)) for passing in (part.sent, part.returned))
         pieces.append(Piece(
@@ -141,11 +152,13 @@ def _pieces(parts: Sequence[tuple[Part, ...]], more: Sequence[float], send: Send
 
 def places_to_cut(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
                   copies: Mapping[fx.Node, int]) -> dict[str, float]:  # fmt: skip
-    """The forward ops at which a piece may begin, in order, with the bytes of a device that pass a cut there, for stages whose
-    forward takes so long in the mean; `copies`: of ops that stand for several. Raises StageError if there are fewer than the stages
-    need."""
+    """The forward ops at which a piece may begin, in order, with the bytes of a device that pass a cut there, for
+    stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raises StageError if there
+    are fewer than the stages need."""
     order, crossing = crossing_bytes(problem, e, pricer, Places(problem.graph, ()).free)
-    seconds = {v.node: float(problem.choices(v.index).seconds[e.choice[v.index]]) for v in problem.vertices if v.kind == "op"}
+    seconds = {
+        v.node: float(problem.choices(v.index).seconds[e.choice[v.index]]) for v in problem.vertices if v.kind == "op"
+    }
     ends = np.cumsum([seconds.get(node, 0.0) for node in order])
     heavy = [i for i, node in enumerate(order) if flops_of(node)]
     best = [min(range(a + 1, b + 1), key=crossing.__getitem__) for a, b in zip(heavy, heavy[1:])]

@@ -1,13 +1,13 @@
 """Which stage of a pipeline every op of a joint graph belongs to, by data flow.
 
 Forward ops belong to the stage in whose range of the graph's order they stand. What follows from inputs alone, or from
-parameters alone (a cast or view of one that trains), is no activation: each stage that reads it computes it (`free`). Another value
-computed from parameters alone is made where it is first read. A backward op runs where the values that it reads are: the gradients
-that it is given come down from later stages, the forward's values are where they were made or read, or are sent where a cut leaves
-no other way. Of the stages that could run it, it takes the one that sends less.
+parameters alone (a cast or view of one that trains), is no activation: each stage that reads it computes it (`free`).
+Another value computed from parameters alone is made where it is first read. A backward op runs where the values that it
+reads are: the gradients that it is given come down from later stages, the forward's values are where they were made or
+read, or are sent where a cut leaves no other way. Of the stages that could run it, it takes the one that sends less.
 
-A parameter that several stages read (tied embeddings) is on all of them. Ops that only add up its gradient over its uses (`terms`)
-belong to none: each stage computes its own part of the sum.
+A parameter that several stages read (tied embeddings) is on all of them. Ops that only add up its gradient over its
+uses (`terms`) belong to none: each stage computes its own part of the sum.
 
 Sets of stages are bits of an integer: stage s is in `mask` if mask >> s & 1.
 """
@@ -24,14 +24,14 @@ from ..graph import bytes_of, describe, is_op, is_tensor, output_node, tensor_of
 
 aten = torch.ops.aten
 LINEAR_UNARY = {
-    aten._to_copy.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.alias.default, aten.clone.default,
+    aten._to_copy.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default,
+    aten.transpose.int, aten.permute.default, aten.alias.default, aten.clone.default,
 }  # fmt: skip
 
 
 class Places:
-    """`stage`: of every activation and gradient. `read_at`: the stages that read each value. `parameters`: the stages of each
-    parameter's placeholder. `terms`: op -> parameter, see above. `owner`: of gradients, the stage
+    """`stage`: of every activation and gradient. `read_at`: the stages that read each value. `parameters`: the stages
+    of each parameter's placeholder. `terms`: op -> parameter, see above. `owner`: of gradients, the stage
     that adds them to its parameter's. Raises StageError for names that are no forward ops in order."""
 
     def __init__(self, graph: fx.Graph, cuts: Sequence[str]):
@@ -83,7 +83,9 @@ class Places:
         starts = [position.get(name, -1) for name in cuts]
         if -1 in starts or starts != sorted(set(starts)):
             wrong = [name for name in cuts if name not in position] or cuts
-            raise StageError(f"stages cannot begin at {', '.join(wrong)}", fix="name forward ops of the graph, in its order")
+            raise StageError(
+                f"stages cannot begin at {', '.join(wrong)}", fix="name forward ops of the graph, in its order"
+            )
         begins, stage = set(cuts), 0
         for node in self.nodes:
             if node.op == "call_function" and node.meta["phase"] == "forward":
@@ -122,7 +124,8 @@ class Places:
         return terms
 
     def _owners(self) -> dict[fx.Node, int]:
-        """The stage that each gradient, or part of one, goes to: the latest with its parameter, not after where it is made."""
+        """The stage that each gradient, or part of one, goes to: the latest with its parameter, not after where it is
+        made."""
         owner: dict[fx.Node, int] = {}
         for value, role in self.pairs:
             homes, stack = self.homes.get(value, 0), [value] if role is not None and role.kind == "gradient" else []
@@ -142,7 +145,8 @@ class Places:
         return stages
 
     def reachable(self, node: fx.Node) -> int:
-        """Stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the forward reads it."""
+        """Stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the forward
+        reads it."""
         if node in self.stage and node.meta["phase"] != "forward":
             return (1 << self.stage[node] + 1) - 1
         stages = self.all
@@ -163,7 +167,8 @@ class Places:
         return floors
 
     def _backward(self) -> None:
-        """The last stage that could run each op of the backward, if possible without sending more of the forward's values."""
+        """The last stage that could run each op of the backward, if possible without sending more of the forward's
+        values."""
         floors = self._floors()
         for node in self.nodes:
             if node not in floors or node in self.terms:
@@ -178,7 +183,8 @@ class Places:
             self.stage[node] = (near or far).bit_length() - 1
 
     def _sink(self) -> None:
-        """Ops of the backward whose results are read in earlier stages only go there, unless they are given less than they make."""
+        """Ops of the backward whose results are read in earlier stages only go there, unless they are given less than
+        they make."""
         for node in reversed(self.nodes):
             if node in self.stage and node.meta["phase"] != "forward" and is_op(node):
                 items = [u for u in node.users if tensor_of(u)[0] is node and u is not node]
@@ -209,7 +215,9 @@ class Places:
 def is_sum(node: fx.Node) -> bool:
     """Whether the op is linear in each of its arguments alone: a sum of two tensors, or a view or cast of one."""
     if node.target is aten.add.Tensor:
-        return not node.kwargs and all(is_tensor(a) and a.meta["val"].shape == node.meta["val"].shape for a in node.args)
+        return not node.kwargs and all(
+            is_tensor(a) and a.meta["val"].shape == node.meta["val"].shape for a in node.args
+        )
     return node.target in LINEAR_UNARY and node.meta["val"].is_floating_point()
 
 

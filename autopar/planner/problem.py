@@ -1,4 +1,5 @@
-"""The joint graph as an optimization problem: vertices with strategies to choose from, and uses of tensors between them.
+"""The joint graph as an optimization problem: vertices with strategies to choose from, and uses of tensors between
+them.
 
 Every vertex belongs to a class; the vertices of a class share one choice, as those of repeated blocks do
 (autopar/planner/fold.py).
@@ -28,7 +29,8 @@ from .vertices import Use, Vertex, vertices_of
 
 @dataclass
 class Problem:
-    """Everything the solver reads. Tensors are keyed (vertex, output). `compact`: the graph that is planned instead of `whole`."""
+    """Everything the solver reads. Tensors are keyed (vertex, output). `compact`: the graph that is planned instead of
+    `whole`."""
 
     mesh: Mesh
     vertices: list[Vertex]
@@ -45,7 +47,9 @@ class Problem:
     offload: Offload = Offload()
     compact: Compact | None = None
     uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/evaluate.py
-    fits: dict[int, np.ndarray] = field(default_factory=dict)  # by class, strategies that another graph allows (see beside.py)
+    fits: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # by class, strategies that another graph allows (see beside.py)
     first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
 
     def split(self, first: int) -> None:
@@ -75,8 +79,8 @@ def build(
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
 ) -> Problem:
-    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes; leaves that
-    different `pins` name do not share one."""
+    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes;
+    leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -109,7 +113,9 @@ def build(
     for v in vertices:
         if v.cls not in classes:
             pins = (fixed or {}).get(v.name)
-            classes[v.cls] = choices_of(vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins, offload)
+            classes[v.cls] = choices_of(
+                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins, offload
+            )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
         (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
@@ -117,8 +123,20 @@ def build(
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
     problem = Problem(
-        mesh, vertices, uses, classes, tensor_bytes, unruled, graph, rule_of, outputs, captured.graph, optimizer,
-        hardware.reserve_bytes, offload, compact,
+        mesh,
+        vertices,
+        uses,
+        classes,
+        tensor_bytes,
+        unruled,
+        graph,
+        rule_of,
+        outputs,
+        captured.graph,
+        optimizer,
+        hardware.reserve_bytes,
+        offload,
+        compact,
     )
     if compact:
         problem.split(compact.most // 2)

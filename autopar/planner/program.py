@@ -1,7 +1,8 @@
-"""The integer program: one strategy for every class, flows of layouts on every use, one payment for every redistribution.
+"""The integer program: one strategy for every class, flows of layouts on every use, one payment for every
+redistribution.
 
-For classes v with strategies k (x one-hot) and uses e = (tensor u -> consumer v) with flows y_e[p, q] >= 0 over the layouts p
-that u may come out in and q that v may want:
+For classes v with strategies k (x one-hot) and uses e = (tensor u -> consumer v) with flows y_e[p, q] >= 0 over the
+layouts p that u may come out in and q that v may want:
 
     min   sum copies_v (seconds_{v,k} + price * bytes_{v,k}) x_{v,k}  +  sum_hubs copies * (payments)
     s.t.  sum_k x_{v,k} = 1                              -> Program._one_hot
@@ -12,9 +13,10 @@ that u may come out in and q that v may want:
           f[p, q] <= sum of the forward's y_e[p, q]      only what the forward reads is kept      -> Program._keep_or_redo
           y_e[p, p] <= s[p], b[p, q] <= s[p]             what the backward reads must be saved    -> Program._keep_or_redo
 
-A hub is a tensor with all its uses; hubs of one producer class with the same consumer classes are copies of each other. Only x
-is integer: the flow polytope is integral in all but pathological cases, so the linear relaxation is the bound that certifies
-the plan. Memory enters as a price per byte (Lagrange), so the program has no coupling row that would break that structure.
+A hub is a tensor with all its uses; hubs of one producer class with the same consumer classes are copies of each other.
+Only x is integer: the flow polytope is integral in all but pathological cases, so the linear relaxation is the bound
+that certifies the plan. Memory enters as a price per byte (Lagrange), so the program has no coupling row that would
+break that structure.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class Program:
         return groups
 
     def _pay_once(self, hub: Hub, flows) -> dict[tuple, int]:
-        """A payment variable per (source, target), or the flow itself where it is the only one. Returns those variables."""
+        """A payment variable per (source, target), or the flow itself where it is the only one. Returns those
+        variables."""
         paid = {}
         groups = self._grouped(flows)
         shared = {pair: g for pair, g in groups.items() if len(g[1]) > 1}
@@ -160,15 +163,17 @@ class Program:
         return paid
 
     def _keep_or_redo(self, priced: HubPrices, flows) -> None:
-        """A forward tensor that the backward reads: copies kept or made again, base saved or not, at the price of memory. A copy
-        that all passes share takes 1 / m of its seconds in each; where that spares more than keeping it costs, it is kept for the
-        forward alone already."""
+        """A forward tensor that the backward reads: copies kept or made again, base saved or not, at the price of
+        memory. A copy that all passes share takes 1 / m of its seconds in each; where that spares more than keeping it
+        costs, it is kept for the forward alone already."""
         hub, is_parameter = priced.hub, priced.is_parameter
         price = self.prices.byte_seconds * hub.copies if self.prices.saved else 0.0
         early = {pair: seconds for pair, (seconds, _) in self._grouped(flows["forward"]).items()}
         more = {(p, q): price * priced.held_bytes[q] for p, q in early}  # what keeping a copy costs
         if priced.gathers_once and self.keep_parameters is not False:
-            more = {pair: m - early[pair] * hub.copies * (1 - 1 / priced.pricer.micro_batches) for pair, m in more.items()}
+            more = {
+                pair: m - early[pair] * hub.copies * (1 - 1 / priced.pricer.micro_batches) for pair, m in more.items()
+            }
             at_once = {pair: m for pair, m in more.items() if m <= 0 or self.keep_parameters}
             flows["forward"] = [(p, q, same, variable, s + at_once.get((p, q), 0.0) / hub.copies)
                                 for p, q, same, variable, s in flows["forward"]]  # fmt: skip
@@ -219,8 +224,8 @@ class Program:
     # solving
 
     def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False) -> Solution | None:
-        """Optimal within `relative_gap`, or the best found in the time; None if nothing was found. Deterministic but for the
-        time limit: one thread, fixed seed."""
+        """Optimal within `relative_gap`, or the best found in the time; None if nothing was found. Deterministic but
+        for the time limit: one thread, fixed seed."""
         from ortools.math_opt import model_pb2
         from ortools.math_opt.python import mathopt
 

@@ -15,7 +15,8 @@ DEPTH_IN_BLOCK = 2  # "layers.3.self_attn.q_proj" is listed as layers.*.self_att
 
 
 def row_of(module: str) -> str:
-    """The row a module belongs to: numbers of module lists become `*`, deeper names are cut. An adapter has a row of its own."""
+    """The row a module belongs to: numbers of module lists become `*`, deeper names are cut. An adapter has a row of
+    its own."""
     if is_factor(module):
         return row_of(re.sub(r"\.(base_layer|lora_\w+)(?=\.|$)", "", module)) + ".lora"
     names = module.split(".")

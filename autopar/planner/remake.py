@@ -1,14 +1,15 @@
 """What the backward makes again in one block instead of reading it saved: minimum cuts at rising prices of memory.
 
-Every op of the block, and every transfer into it that the backward does not make anyway, is made again or not. Making one again
-takes its seconds, and needs what it reads: saved, there anyway, or made again in turn. With L seconds a byte the cheapest set is a
-minimum cut,
+Every op of the block, and every transfer into it that the backward does not make anyway, is made again or not. Making
+one again takes its seconds, and needs what it reads: saved, there anyway, or made again in turn. With L seconds a byte
+the cheapest set is a minimum cut,
 
     min  sum seconds(i) of what is made again  +  L * sum bytes(x) of values that are needed and not made again,
 
-where a value is needed that the backward reads or that something made again reads. From L = 0 to the highest the sets grow from
-nothing to the whole block; those that are best at some price, each held to contain the one before, are the steps that a block can
-take. (Herrmann et al., arXiv 1911.13214, choose among all sets of a chain; a cut takes any graph, for one block at a time.)
+where a value is needed that the backward reads or that something made again reads. From L = 0 to the highest the sets
+grow from nothing to the whole block; those that are best at some price, each held to contain the one before, are the
+steps that a block can take. (Herrmann et al., arXiv 1911.13214, choose among all sets of a chain; a cut takes any
+graph, for one block at a time.)
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ LITTLE = 1e-6  # of the cost, less than which a cut gains nothing
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What taking one block of an evaluated plan one step further frees and costs; `copies` blocks of the whole graph are like it.
-    `freed`: what need not be saved, `needed`: what has to be instead, both with the bytes of all copies. `again`: vertices that are
-    computed twice from then on, in `compute_seconds` more than before; `moved`: transfers of the forward that the backward makes
-    for this alone. `price`: priced seconds a byte."""
+    """What taking one block of an evaluated plan one step further frees and costs; `copies` blocks of the whole graph
+    are like it.
+    `freed`: what need not be saved, `needed`: what has to be instead, both with the bytes of all copies. `again`:
+    vertices that are computed twice from then on, in `compute_seconds` more than before; `moved`: transfers of the
+    forward that the backward makes for this alone. `price`: priced seconds a byte."""
 
     block: str
     level: str
@@ -61,9 +63,10 @@ def key_of(transfer: Transfer) -> Key:
 
 
 class Moves:
-    """What an evaluation moves, as blocks see it. `in_backward`: copies that the backward makes anyway, or that all passes of a
-    step share; `readers`: forward vertices
-    that read another layout of something that is not a parameter; `alone`: by block, transfers whose copies it alone reads."""
+    """What an evaluation moves, as blocks see it. `in_backward`: copies that the backward makes anyway, or that all
+    passes of a step share; `readers`: forward vertices
+    that read another layout of something that is not a parameter; `alone`: by block, transfers whose copies it alone
+    reads."""
 
     def __init__(self, e: Evaluation, blocks: Blocks):
         kinds = [v.kind for v in blocks.problem.vertices]
@@ -82,8 +85,8 @@ class Moves:
 
 @dataclass
 class _Value:
-    """A tensor in one layout, with the bytes of one copy. `maker` makes it again, if something may; `readers` read it if they are
-    made again themselves."""
+    """A tensor in one layout, with the bytes of one copy. `maker` makes it again, if something may; `readers` read it
+    if they are made again themselves."""
 
     bytes_: float
     maker: int | None
@@ -100,7 +103,9 @@ class Remake:
         self.copies = self.problem.vertices[self.ops[0]].copies
         transfers = [t for t in moves.alone[block] if key_of(t) not in moves.in_backward]
         self.elements: list[int | Transfer] = [*self.ops, *transfers]
-        self.number = {v: i for i, v in enumerate(self.ops)} | {key_of(t): i for i, t in enumerate(transfers, len(self.ops))}
+        self.number = {v: i for i, v in enumerate(self.ops)} | {
+            key_of(t): i for i, t in enumerate(transfers, len(self.ops))
+        }
         compute, hidden = prices.compute("backward"), prices.hidden("backward")
         self.seconds = [self._compute(v) * compute for v in self.ops]
         self.seconds += [t.seconds * (hidden if t.is_hidden else 1.0) for t in transfers]
@@ -134,7 +139,11 @@ class Remake:
         key, source = (p, o, layout), self._source(p, o)
         maker = self.number.get(p if layout == source else key)
         is_leaf = self.problem.vertices[p].kind in RESIDENT_LEAVES
-        is_there = is_leaf if layout == source else key in self.moves.in_backward or key in self.e.kept and key not in self.e.saved
+        is_there = (
+            is_leaf
+            if layout == source
+            else key in self.moves.in_backward or key in self.e.kept and key not in self.e.saved
+        )
         if is_there or maker is None and key in self.e.saved:
             return
         if key not in self.values:
@@ -167,7 +176,11 @@ class Remake:
 
     def cost(self, made: Collection[int]) -> tuple[float, float]:
         """Priced seconds, and bytes that are saved, of one copy of the block."""
-        bytes_ = sum(x.bytes_ for x in self.values.values() if x.maker not in made and (x.is_saved or not _apart(x.readers, made)))
+        bytes_ = sum(
+            x.bytes_
+            for x in self.values.values()
+            if x.maker not in made and (x.is_saved or not _apart(x.readers, made))
+        )
         return sum(self.seconds[i] for i in made), bytes_
 
     def _cut(self, price: float, low: Collection[int], high: Collection[int]) -> frozenset[int]:
@@ -221,8 +234,8 @@ class Remake:
         return frozenset(self.number[v] for v in made)
 
     def _cheap_way(self, vertex: int, dropped: Collection[Key]) -> set[int] | None:
-        """The cheap ops that make a vertex again from saved values, where they are read as they were made; None if there is no
-        such way."""
+        """The cheap ops that make a vertex again from saved values, where they are read as they were made; None if
+        there is no such way."""
         found, stack = set(), [vertex]
         while stack:
             v = stack.pop()
@@ -249,14 +262,16 @@ class Remake:
                 before = made
         return found
 
-    def _step(self, level: str, before: frozenset[int], made: frozenset[int], price: float, freed_bytes: float) -> Recomputation:
+    def _step(
+        self, level: str, before: frozenset[int], made: frozenset[int], price: float, freed_bytes: float
+    ) -> Recomputation:
         held, holds = self.held(before), self.held(made)
         new = [self.elements[i] for i in sorted(made - before)]
         ops, moved = [x for x in new if isinstance(x, int)], tuple(x for x in new if not isinstance(x, int))
         return Recomputation(
             self.block, level, tuple((key, b) for key, b in held.items() if key not in holds),
-            tuple((key, b) for key, b in holds.items() if key not in held), freed_bytes, sum(map(self._compute, ops)), self.copies,
-            frozenset(ops), moved, price,
+            tuple((key, b) for key, b in holds.items() if key not in held), freed_bytes, sum(map(self._compute, ops)),
+            self.copies, frozenset(ops), moved, price,
         )  # fmt: skip
 
     def held(self, made: Collection[int]) -> dict[Key, float]:

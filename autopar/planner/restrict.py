@@ -1,9 +1,10 @@
 """Expert strategies and pins as restrictions of the search space: which strategies each class may still choose.
 
-Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a *tensor*
-axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO says whether
-parameters are stored sharded over data axes and whether a gathered copy is kept for the backward. Everything else, such as
-which weight is cut by column and which by row, the same integer program decides as without a restriction.
+Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a
+*tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO
+says whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward.
+Everything else, such as which weight is cut by column and which by row, the same integer program decides as without a
+restriction.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE = "data", "tensor", "tensor with sequ
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named strategy. `shard`: which data axes store parameters sharded ("none", "last", "all"). `keep`: whether gathered
-    copies stay for the backward (None: as memory's price says)."""
+    """A named strategy. `shard`: which data axes store parameters sharded ("none", "last", "all"). `keep`: whether
+    gathered copies stay for the backward (None: as memory's price says)."""
 
     data: bool
     tensor: str | None = None
@@ -60,8 +61,9 @@ ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": No
 
 @dataclass(frozen=True)
 class Restriction:
-    """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a glob and
-    a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that it may take.
+    """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a
+    glob and a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that
+    it may take.
     `tensor_plan`: which parameters the tensor axes cut, and that what it leaves whole is whole."""
 
     name: str
@@ -77,8 +79,8 @@ class Restriction:
     def of(strategy: str | None, mesh: Mesh) -> Restriction:
         """Raises StrategyError for an unknown strategy or one that the mesh has too few axes for.
 
-        An axis named tp carries the tensors if one named dp carries the batch; else the last axis does, and the others the
-        batch. Strategies that are data-parallel alone spread the batch over all axes."""
+        An axis named tp carries the tensors if one named dp carries the batch; else the last axis does, and the others
+        the batch. Strategies that are data-parallel alone spread the batch over all axes."""
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
             return Restriction("auto", dict.fromkeys(mesh.names, FREE))
@@ -108,7 +110,8 @@ class Restriction:
 
     @staticmethod
     def of_model(plan: TensorPlan, mesh: Mesh) -> Restriction:
-        """What the model itself says of its parameters, on the axis that Megatron cuts tensors over; the others carry the batch."""
+        """What the model itself says of its parameters, on the axis that Megatron cuts tensors over; the others carry
+        the batch."""
         return replace(Restriction.of("megatron", mesh), name=MODELS_OWN, sharded_axes=(), tensor_plan=plan)
 
     @property
@@ -117,12 +120,14 @@ class Restriction:
 
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:
-    """`"megatron_sp+zero1"`: a tensor-parallel recipe, and what a data-parallel one says of the parameters on its data axes."""
+    """`"megatron_sp+zero1"`: a tensor-parallel recipe, and what a data-parallel one says of the parameters on its data
+    axes."""
     names = [ALIASES.get(name, name) for name in strategy.split("+")]
     first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
     if len(names) != 2 or not _has_tensor(first) or second is None or not second.data or second.replicates:
         raise StrategyError(
-            f"cannot read {strategy!r} as two strategies", fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1"
+            f"cannot read {strategy!r} as two strategies",
+            fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1",
         )
     if second.shard == "none":
         return replace(first, name=strategy)
@@ -132,8 +137,8 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
 def allowed_strategies(
     problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None
 ) -> dict[int, np.ndarray]:
-    """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow, or for a class that
-    what is forbidden leaves nothing."""
+    """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow, or for a class
+    that what is forbidden leaves nothing."""
     mesh = problem.mesh
     batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
     plan = restriction.tensor_plan
@@ -145,7 +150,9 @@ def allowed_strategies(
         if v.kind == "op" and batch:
             module = v.node.meta["module"]
             must_cut = v.node.target in TENSOR_OPS and not is_factor(module)
-            if plan is not None:  # beside the layers that the plan cuts there may be one that it leaves whole, as a router
+            if (
+                plan is not None
+            ):  # beside the layers that the plan cuts there may be one that it leaves whole, as a router
                 must_cut &= cls in may_cut and (plan.cuts(module) or v.node.target not in LINEAR_OPS)
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
@@ -183,8 +190,8 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
 
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
              fits: np.ndarray) -> np.ndarray:  # fmt: skip
-    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits`:
-    the strategies that can be at all."""
+    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the
+    heads. `fits`: the strategies that can be at all."""
     mask = fits.copy()
     for i, axis in enumerate(mesh.names):
         role = roles[axis]
@@ -208,7 +215,8 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], wei
 
 
 def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.ndarray:
-    """`is_thin`: a factor of a LoRA adapter, which tensor parallelism cuts only where its base is cut along the same dim."""
+    """`is_thin`: a factor of a LoRA adapter, which tensor parallelism cuts only where its base is cut along the same
+    dim."""
     layouts = [s.outputs[0] for s in strategies]
     used = [set(layout.sharding_axes) for layout in layouts]
     mask = np.array([not (u & set(restriction.whole_axes)) for u in used])
@@ -275,7 +283,9 @@ def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: 
     for v, fits in _named(problem, pattern, text, "forbidden"):
         left = masks[v.cls] & ~fits
         if not left.any():
-            layouts = [s.outputs[0].text() for s, allowed in zip(problem.classes[v.cls].strategies, masks[v.cls]) if allowed]
+            layouts = [
+                s.outputs[0].text() for s, allowed in zip(problem.classes[v.cls].strategies, masks[v.cls]) if allowed
+            ]
             raise StrategyError(
                 f"{v.node.meta['role'].name} has no layout left when {text} is forbidden to {pattern}",
                 shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
@@ -285,8 +295,8 @@ def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: 
 
 
 def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tuple[Vertex, np.ndarray]]:
-    """Leaves that a glob matches, each with a mask of the strategies that place it as the text says. Raises StrategyError if it
-    matches none, MeshError for an axis that the mesh does not have."""
+    """Leaves that a glob matches, each with a mask of the strategies that place it as the text says. Raises
+    StrategyError if it matches none, MeshError for an axis that the mesh does not have."""
     found = False
     names = {}
     for v in problem.vertices:
@@ -321,8 +331,8 @@ def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
 
 
 def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-    """By class: the factors that come from the batch dim of an input, and those that come from a parameter's dim. Dims of
-    tensors that share a factor of some op are one group; a dim of several factors joins its outermost one only."""
+    """By class: the factors that come from the batch dim of an input, and those that come from a parameter's dim. Dims
+    of tensors that share a factor of some op are one group; a dim of several factors joins its outermost one only."""
     parent: dict = {}
 
     def find(x):

@@ -1,8 +1,8 @@
 """One search: the strategies that a restriction allows, at changing prices, until the fastest plan is found.
 
-Communication that may hide behind compute has a weight (autopar/planner/prices.py). Any weights give a lower bound; the best ones
-are found by cutting planes (autopar/planner/cuts.py). The plan is then one of those found on the way, or a mixture of two of them:
-one in the first blocks of a deep model, the other in the last.
+Communication that may hide behind compute has a weight (autopar/planner/prices.py). Any weights give a lower bound; the
+best ones are found by cutting planes (autopar/planner/cuts.py). The plan is then one of those found on the way, or a
+mixture of two of them: one in the first blocks of a deep model, the other in the last.
 """
 
 from __future__ import annotations
@@ -82,7 +82,12 @@ class Run:
     def _far_from_limit(self, doubt: float) -> bool:
         """Whether fast plans are so much too large that prices of memory will change everything."""
         least = min(plan.bytes_ for plan in self.cuts.plans)
-        return least > self.limit_bytes and doubt <= LIMITED_DOUBT or least > FAR * self.limit_bytes and len(self.cuts.plans) > 1
+        return (
+            least > self.limit_bytes
+            and doubt <= LIMITED_DOUBT
+            or least > FAR * self.limit_bytes
+            and len(self.cuts.plans) > 1
+        )
 
     def _cut(self, e: Evaluation) -> None:
         """What the plan that was found last says of the bound for all prices."""
@@ -115,8 +120,8 @@ class Run:
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
 
     def smallest(self, *found: Evaluation) -> Evaluation:
-        """The smallest plan that recomputes all: of those found so far, and of two at a price above all seconds, where the one
-        prices what cannot be made again, the other everything."""
+        """The smallest plan that recomputes all: of those found so far, and of two at a price above all seconds, where
+        the one prices what cannot be made again, the other everything."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
         dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, blocks.reruns)

@@ -1,4 +1,5 @@
-"""The searches of one problem: for the fastest plan under a memory limit, and for the plans of the expert strategies."""
+"""The searches of one problem: for the fastest plan under a memory limit, and for the plans of the expert
+strategies."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
 
 
 class Solver:
-    """Searches one problem under one memory limit. `overlap`: share of a second that is gained when communication runs beside
-    compute. `report(text)` is told what is being done."""
+    """Searches one problem under one memory limit. `overlap`: share of a second that is gained when communication runs
+    beside compute. `report(text)` is told what is being done."""
 
     def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
                  report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
@@ -35,13 +36,17 @@ class Solver:
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report, self.blocks = search, report, Blocks(problem, pricer)
         self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
-        self.found: list[dict[int, int]] = []  # choices of all searches so far: each next one starts from the best of them
+        self.found: list[
+            dict[int, int]
+        ] = []  # choices of all searches so far: each next one starts from the best of them
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
         weight = 1.0 - overlap
         # among equally fast plans the smaller one
-        self.free = Prices(self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap)
+        self.free = Prices(
+            self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap
+        )
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
         """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing, and BeyondCutoff."""
@@ -52,8 +57,8 @@ class Solver:
         return fastest if fastest.fits else WithinLimit(run, fastest).outcome()
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
-        """A mask over the strategies of every class. What may be on the device stays there if gradients wait for one reduction: on
-        the host they would wait unreduced."""
+        """A mask over the strategies of every class. What may be on the device stays there if gradients wait for one
+        reduction: on the host they would wait unreduced."""
         masks = allowed_strategies(self.problem, restriction, pins)
         for cls, options in self.problem.classes.items() if self.pricer.reduces_once else ():
             on_device = np.array([not s.on_host for s in options.strategies])
@@ -90,11 +95,13 @@ class Solver:
         )  # fmt: skip
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
-        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or not, or why
-        there is none."""
+        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or
+        not, or why there is none."""
         try:
             mesh = self.problem.mesh
-            restriction = Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
+            restriction = (
+                Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
+            )
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
             return Run(self, restriction, self.allowed(restriction), search).fastest()
@@ -103,7 +110,8 @@ class Solver:
 
 
 def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:
-    """A solver of the same problem that goes so far, under another limit if one is given, and knows the choices found so far."""
+    """A solver of the same problem that goes so far, under another limit if one is given, and knows the choices found
+    so far."""
     limit = old.limit_bytes if limit_bytes is None else limit_bytes
     new = Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
     new.found = old.found

@@ -1,8 +1,9 @@
-"""What each stage of a pipeline computes again: on every rank as little as its memory demands, the cheapest steps first.
+"""What each stage of a pipeline computes again: on every rank as little as its memory demands, the cheapest steps
+first.
 
-A block may be computed again in steps (autopar/planner/blocks.py). On a rank with f micro-batches in flight a step frees f times
-its bytes, and costs its seconds once a micro-batch, so that early ranks, which hold more of them, compute more again than late ones
-(Korthikanti et al., arXiv 2205.05198, appendix C, do so for GPTs by hand).
+A block may be computed again in steps (autopar/planner/blocks.py). On a rank with f micro-batches in flight a step
+frees f times its bytes, and costs its seconds once a micro-batch, so that early ranks, which hold more of them, compute
+more again than late ones (Korthikanti et al., arXiv 2205.05198, appendix C, do so for GPTs by hand).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Again:
         return taking(self.base, [(step, 1) for steps in self.steps.values() for step in steps])
 
     def more(self, e: Evaluation, judged: Judged, limit_bytes: float) -> Evaluation | None:
-        """A plan that computes more again than `e` on every rank that holds more than the limit, just enough to fit; None if all
-        that a rank has is too little."""
+        """A plan that computes more again than `e` on every rank that holds more than the limit, just enough to fit;
+        None if all that a rank has is too little."""
         taken = {block: len(levels) for block, levels in e.recomputed.items()}
         for rank, memory in enumerate(judged.memory):
             excess = sum(memory.values()) - limit_bytes
@@ -43,7 +44,8 @@ class Again:
         return taking(self.base, [(step, 1) for block, count in taken.items() for step in self.steps[block][:count]])
 
     def _free(self, taken: dict[str, int], blocks: list[str], excess: float, in_flight: float) -> bool:
-        """Takes steps of a rank's blocks until they free so many bytes, less what the block that computes again holds meanwhile."""
+        """Takes steps of a rank's blocks until they free so many bytes, less what the block that computes again holds
+        meanwhile."""
         alive = {b: sum(step.freed_bytes for step in self.steps[b][: taken.get(b, 0)]) for b in blocks}
         before = max(alive.values(), default=0.0)
         left = [(step.price, i, b) for b in blocks for i, step in enumerate(self.steps[b]) if i >= taken.get(b, 0)]

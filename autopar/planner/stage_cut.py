@@ -3,10 +3,11 @@
     minimize    (m - bubble_factor) T + sum over stages (bubble_factor t[s] + shared[s])     (the step of stages.py)
     where       t[s] <= T,    state + transient + buffers + in_flight[s] * activations <= limit
 
-A stage is better the less seconds it takes, whatever T is, so its levels are chosen first and alone (stage_levels.py); what is
-left is a shortest path over cuts for each T. The sum falls as T rises: between two T that were tried, no T is better than the
-smaller T with the larger one's sum, and most are never tried. Stages with the same pieces are solved once. The path for each T is
-that of Alpa (Zheng et al., arXiv:2201.12023), whose stages also choose their devices, but not how much they compute again.
+A stage is better the less seconds it takes, whatever T is, so its levels are chosen first and alone (stage_levels.py);
+what is left is a shortest path over cuts for each T. The sum falls as T rises: between two T that were tried, no T is
+better than the smaller T with the larger one's sum, and most are never tried. Stages with the same pieces are solved
+once. The path for each T is that of Alpa (Zheng et al., arXiv:2201.12023), whose stages also choose their devices, but
+not how much they compute again.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
                shared: Sequence[Shared] = ()) -> StageCut:  # fmt: skip
     """The cut with the shortest step in which every stage fits `limit_bytes`.
 
-    Raises StrategyError where there are fewer places to cut than stages need, or for pieces of one kind with different levels, and
-    MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where nothing fits.
+    Raises StrategyError where there are fewer places to cut than stages need, or for pieces of one kind with different
+    levels, and MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where
+    nothing fits.
     """
     if timing.looped > 1:
         raise StrategyError(f"{timing.name} has {timing.looped} stages a rank", fix="use cut_looped of stage_loops.py")
     check(pieces, stages, micro_batches, timing)
-    levels, flight = Levels(pieces), np.array([timing.in_flight(stages, s, micro_batches) for s in range(stages)], dtype=float)
+    levels, flight = (
+        Levels(pieces),
+        np.array([timing.in_flight(stages, s, micro_batches) for s in range(stages)], dtype=float),
+    )
     total = float(levels.before[-1] @ levels.fastest()[0])
     reach = FIRST_REACH * total / stages
     while True:
@@ -54,7 +59,9 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
 
 def check(pieces: Sequence[Piece], stages: int, micro_batches: int, timing: Timing) -> None:
     if stages < 1 or micro_batches < max(1, timing.bubble_factor):
-        raise StrategyError(f"{stages} stages and {micro_batches} micro-batches make no pipeline", fix="use 1 or more of both")
+        raise StrategyError(
+            f"{stages} stages and {micro_batches} micro-batches make no pipeline", fix="use 1 or more of both"
+        )
     most = len(pieces) and 1 + sum(piece.may_cut_after for piece in pieces[:-1])
     if stages > most:
         raise StrategyError(f"{len(pieces)} pieces that may be cut into {most} stages are too few for {stages}",
@@ -67,7 +74,8 @@ def check(pieces: Sequence[Piece], stages: int, micro_batches: int, timing: Timi
 
 
 class Spans:
-    """All runs of pieces that may be a stage and take `reach` seconds at most, sorted by `end`: arrays of one number a span."""
+    """All runs of pieces that may be a stage and take `reach` seconds at most, sorted by `end`: arrays of one number a
+    span."""
 
     def __init__(self, pieces: Sequence[Piece], stages: int, shared: Sequence[Shared], levels: Levels, reach: float):
         self.pieces, self.levels, count = pieces, levels, len(pieces)
@@ -77,7 +85,9 @@ class Spans:
         self.first, self.end = firsts[inside], ends[inside]
 
         fast_seconds, fast_bytes = levels.fastest()
-        short = (levels.before @ fast_seconds)[self.end] - (levels.before @ fast_seconds)[self.first] <= reach * (1 + SAME)
+        short = (levels.before @ fast_seconds)[self.end] - (levels.before @ fast_seconds)[self.first] <= reach * (
+            1 + SAME
+        )
         self.complete = bool(short.all())
         self.first, self.end = self.first[short], self.end[short]
         self.counts, kind = np.unique(levels.before[self.end] - levels.before[self.first], axis=0, return_inverse=True)
@@ -188,9 +198,13 @@ def infeasible(spans: Spans, flight: np.ndarray, limit: float, timing: Timing) -
     need, path = spans.path(spans.fixed_bytes + activations, np.maximum)
     stage = max(range(len(path)), key=lambda s: activations[s, path[s]] + spans.fixed_bytes[path[s]])
     x, missing = path[stage], math.ceil(need - limit)
-    bytes_ = {name: float(values[x]) for name, values in spans.fixed.items()} | {"activations": float(activations[stage, x])}
+    bytes_ = {name: float(values[x]) for name, values in spans.fixed.items()} | {
+        "activations": float(activations[stage, x])
+    }
     return MemoryInfeasibleError(
-        f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, pieces {spans.first[x]} to "
+        f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, pieces {spans.first[x]} "
+        f"to "
         f"{spans.end[x] - 1}, needs {size(need)}, {size(missing)} more than there are",
-        missing_bytes=missing, breakdown=bytes_, fix="use more stages, smaller micro-batches, or a schedule with fewer in flight",
+        missing_bytes=missing, breakdown=bytes_,
+        fix="use more stages, smaller micro-batches, or a schedule with fewer in flight",
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
 
-The solver of the cut (autopar/planner/stage_cut.py) knows formulas of schedules; here the schedule itself is played with the
-seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action; parameters that are
-gathered once are so before its first, which is charged there as well:
+The solver of the cut (autopar/planner/stage_cut.py) knows formulas of schedules; here the schedule itself is played
+with the seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action;
+parameters that are gathered once are so before its first, which is charged there as well:
 
     step = max over ranks (end of the last action + reductions and such gathers of its stages)
 
@@ -33,8 +33,8 @@ Send = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Judged:
-    """A pipeline with its costs. `once_seconds`: by rank, before its first action and after its last. `memory`: by rank and kind,
-    bytes at its peak. `parts`: by stage."""
+    """A pipeline with its costs. `once_seconds`: by rank, before its first action and after its last. `memory`: by rank
+    and kind, bytes at its peak. `parts`: by stage."""
 
     pipeline: Pipeline
     played: Played
@@ -72,9 +72,9 @@ class Judged:
 
 def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
           live: LiveBytes | None = None) -> Judged:  # fmt: skip
-    """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so many bytes
-    of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raises StageError as Places
-    does."""
+    """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so
+    many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raises
+    StageError as Places does."""
     found = Parts(problem, e, pricer, pipeline.cuts, True, live)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
@@ -86,8 +86,9 @@ def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, s
             once[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
             memory[rank] -= Counter({kind: bytes_ * (times - 1) for kind, bytes_ in tied.kinds.items()})
     transfers = [max(sum(map(send, part.sent)), sum(map(send, part.returned))) for part in parts]
-    played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts], [p.weight_seconds for p in parts],
-                  transfers[:-1], [p.saved_bytes for p in parts], pipeline.shares)  # fmt: skip
+    played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts],
+                  [p.weight_seconds for p in parts], transfers[:-1], [p.saved_bytes for p in parts],
+                  pipeline.shares)  # fmt: skip
     for rank, held in enumerate(memory):
         held[SAVED] += played.peak(rank)
         held[PASSING] += besides(held, [parts[s] for s in orders.stages_of(rank)], pipeline.micro_batches)
@@ -117,8 +118,9 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
 
 
 def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
-    """What a rank's stages hold besides what one of their micro-batches at work does: outputs of the others; or, when nothing else
-    comes and goes any more, those of all and the whole that they are joined to, or gradients in the buffers that reduce them."""
+    """What a rank's stages hold besides what one of their micro-batches at work does: outputs of the others; or, when
+    nothing else comes and goes any more, those of all and the whole that they are joined to, or gradients in the
+    buffers that reduce them."""
     bytes_ = sum(part.output_bytes for part in parts)
     joining = 2 * micro_batches * bytes_ if micro_batches > 1 else 0.0
     working = held[SAVED] + held[PASSING] + held[BUCKETS]
@@ -126,10 +128,12 @@ def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
 
 
 def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3) -> Timing:
-    """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage were alone,
-    with as much in flight as two of them share. `left`: the share of a bubble that weight gradients cannot fill."""
+    """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage
+    were alone, with as much in flight as two of them share. `left`: the share of a bubble that weight gradients cannot
+    fill."""
     v, kind = stages_per_rank, KINDS[schedule]
     if kind.v_shaped:
+
         def shared(stages: int, stage: int, micro_batches: int) -> float:
             most = kind.in_flight(ranks, v, micro_batches) if kind.in_flight else 2 * ranks + 1
             return max(1.0, min(micro_batches, most / v))
@@ -139,7 +143,7 @@ def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 /
         timing = interleaved(v)
         return replace(timing, name=schedule, bubble_factor=timing.bubble_factor * (left if kind.in_flight else 1))
     by_name = {
-        "gpipe": GPIPE, "naive": replace(GPIPE, in_flight=lambda p, s, m: 1), "zb_h1": replace(ZB_H1, bubble_factor=left),
-        "zb_h2": ZB_H2,
+        "gpipe": GPIPE, "naive": replace(GPIPE, in_flight=lambda p, s, m: 1),
+        "zb_h1": replace(ZB_H1, bubble_factor=left), "zb_h2": ZB_H2,
     }  # fmt: skip
     return replace(by_name.get(schedule, ONE_F_ONE_B), name=schedule)

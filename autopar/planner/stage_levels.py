@@ -1,9 +1,10 @@
 """Which levels the pieces of a stage run at: the fewest seconds for every number of activation bytes.
 
-Pieces of one kind are interchangeable, so a stage is the count of each kind, and all stages with the same counts, wherever they
-begin and however many micro-batches they hold, read their answer from one frontier. It is exact: the frontier of some pieces and
-one more is what no other sum of a point of theirs and a level of its own beats (Nemhauser and Ullmann, Management Science 15(9),
-1969). n equal pieces with two levels have n + 1 points; pieces that all differ may have many more.
+Pieces of one kind are interchangeable, so a stage is the count of each kind, and all stages with the same counts,
+wherever they begin and however many micro-batches they hold, read their answer from one frontier. It is exact: the
+frontier of some pieces and one more is what no other sum of a point of theirs and a level of its own beats (Nemhauser
+and Ullmann, Management Science 15(9), 1969). n equal pieces with two levels have n + 1 points; pieces that all differ
+may have many more.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .stages import Piece
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Points of rising `bytes_` (of one micro-batch) and falling `seconds`; each is point `came_from` of `fewer` pieces and one
-    more piece of kind number `kind` at `level`."""
+    """Points of rising `bytes_` (of one micro-batch) and falling `seconds`; each is point `came_from` of `fewer` pieces
+    and one more piece of kind number `kind` at `level`."""
 
     bytes_: np.ndarray
     seconds: np.ndarray
@@ -30,7 +31,10 @@ class Frontier:
     level: np.ndarray | None = None
 
     def add(self, kind: int, piece: Piece) -> Frontier:
-        more = np.array([level.activation_bytes for level in piece.levels]), np.array([level.seconds for level in piece.levels])
+        more = (
+            np.array([level.activation_bytes for level in piece.levels]),
+            np.array([level.seconds for level in piece.levels]),
+        )
         bytes_, seconds = ((mine[:, None] + its).ravel() for mine, its in zip((self.bytes_, self.seconds), more))
         order = np.lexsort((seconds, bytes_))
         before = np.concatenate([[np.inf], np.minimum.accumulate(seconds[order])[:-1]])
@@ -39,8 +43,8 @@ class Frontier:
 
 
 class Levels:
-    """Frontiers of all counts that were asked for. `kinds`: one piece of each kind, the most frequent first, so that stages that
-    differ in rare pieces share the frontiers of the others."""
+    """Frontiers of all counts that were asked for. `kinds`: one piece of each kind, the most frequent first, so that
+    stages that differ in rare pieces share the frontiers of the others."""
 
     def __init__(self, pieces: Sequence[Piece]):
         by_kind = {piece.kind: piece for piece in pieces}

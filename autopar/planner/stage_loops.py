@@ -1,9 +1,10 @@
-"""Cuts for schedules with several stages a rank: stage i is on rank i mod p, and a rank's stages share its time and its memory.
+"""Cuts for schedules with several stages a rank: stage i is on rank i mod p, and a rank's stages share its time and its
+memory.
 
-So no stage can be judged alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts, the levels of
-all pieces of its stages (stage_levels.py). Cuts are searched: from the exact cuts into p v stages that stand alone, one piece is
-moved from a stage to another, past those between, as long as that helps. The bound lets pieces of a kind be spread over the ranks
-as they like, in fractions: a linear program, so that every cut comes with a gap.
+So no stage can be judged alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts, the
+levels of all pieces of its stages (stage_levels.py). Cuts are searched: from the exact cuts into p v stages that stand
+alone, one piece is moved from a stage to another, past those between, as long as that helps. The bound lets pieces of a
+kind be spread over the ranks as they like, in fractions: a linear program, so that every cut comes with a gap.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ DOUBT = 1e-7  # of the linear program's optimum
 
 def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
                shared: Sequence[Shared] = (), is_rough: bool = False) -> StageCut:  # fmt: skip
-    """A cut into `timing.looped` stages a rank, `cut_stages` where that is one: how far its step is from the shortest at most,
-    `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is better is looked for.
+    """A cut into `timing.looped` stages a rank, `cut_stages` where that is one: how far its step is from the shortest
+    at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is better is
+    looked for.
 
-    Raises StrategyError as `cut_stages`, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that was found, if
-    none was found that fits.
+    Raises StrategyError as `cut_stages`, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that was
+    found, if none was found that fits.
     """
     if timing.looped == 1:
         return cut_stages(pieces, ranks, micro_batches, limit_bytes, timing, shared)
     check(pieces, ranks * timing.looped, micro_batches, timing)
     search = Loops(pieces, ranks, micro_batches, limit_bytes, timing, shared)
     starts = search.starts()
-    found = next((found for found in map(search.judged, starts) if not found[0]), None)  # the first has the shortest longest stage
+    found = next(
+        (found for found in map(search.judged, starts) if not found[0]), None
+    )  # the first has the shortest longest stage
     if found is None or not is_rough:
         found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
     excess, step, path = found
@@ -45,7 +49,9 @@ def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_by
     stages = tuple(search.stage(rank, path) for rank in range(ranks))
     bound = 0.0
     if not is_rough:
-        bound = min(step, fractional_step(pieces, search.levels, search.flight, micro_batches, limit_bytes, timing, shared))
+        bound = min(
+            step, fractional_step(pieces, search.levels, search.flight, micro_batches, limit_bytes, timing, shared)
+        )
     return StageCut(stages, timing, micro_batches, step, search.apart(path), bound)
 
 
@@ -54,8 +60,17 @@ class Loops:
 
     def __init__(self, pieces: Sequence[Piece], ranks: int, micro_batches: int, limit: float, timing: Timing,
                  shared: Sequence[Shared]):  # fmt: skip
-        self.ranks, self.micro_batches, self.limit, self.timing, self.shared = ranks, micro_batches, limit, timing, shared
-        self.levels, self.flight = Levels(pieces), [timing.in_flight(ranks, rank, micro_batches) for rank in range(ranks)]
+        self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
+            ranks,
+            micro_batches,
+            limit,
+            timing,
+            shared,
+        )
+        self.levels, self.flight = (
+            Levels(pieces),
+            [timing.in_flight(ranks, rank, micro_batches) for rank in range(ranks)],
+        )
         self.spans = Spans(pieces, ranks * timing.looped, shared, self.levels, math.inf)
         self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
         self.places = sorted({0, *self.spans.end.tolist()})
@@ -63,7 +78,8 @@ class Loops:
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def starts(self) -> list[list[int]]:
-        """The best cuts of stages that stand alone, in all of the memory that there could be and in their part of it."""
+        """The best cuts of stages that stand alone, in all of the memory that there could be and in their part of
+        it."""
         flight, found = np.array(self.flight * self.timing.looped), []
         for limit in (math.inf, self.limit / self.timing.looped):
             seconds = self.spans.seconds(flight, limit)
@@ -113,7 +129,9 @@ class Loops:
         if not self.shared:
             return 0.0
         ends = self.spans.end[list(path)]
-        ranks = [[int(np.searchsorted(ends, x, side="right")) % self.ranks for x in (o.first, o.second)] for o in self.shared]
+        ranks = [
+            [int(np.searchsorted(ends, x, side="right")) % self.ranks for x in (o.first, o.second)] for o in self.shared
+        ]
         return float(sum(o.seconds for o, (a, b) in zip(self.shared, ranks) if a != b))
 
     def cost(self, rank: int, path: Sequence[int]) -> tuple[float, float]:
@@ -132,7 +150,9 @@ class Loops:
         bytes_["transient"] = float(spans.fixed["transient"][own].max())
         for one in self.shared:
             a, b = ([first <= x < end for first, end in ends] for x in (one.first, one.second))
-            bytes_["state"] -= one.bytes_ * (any(a) and any(b) and a != b)  # a span that has both counts them once already
+            bytes_["state"] -= one.bytes_ * (
+                any(a) and any(b) and a != b
+            )  # a span that has both counts them once already
         frontier = self.levels.frontier(spans.counts[spans.kind[own]].sum(0))
         room = (self.limit - sum(bytes_.values())) / flight
         point = max(0, int(np.searchsorted(frontier.bytes_, room, side="right")) - 1)
@@ -144,16 +164,17 @@ class Loops:
         rank = max(range(self.ranks), key=lambda r: self.cost(r, path)[0])
         stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0])
         return MemoryInfeasibleError(
-            f"no cut was found that fits {size(self.limit)} with {self.timing.name}: in the emptiest, rank {rank} needs "
-            f"{size(stage.total_bytes)}, {size(missing)} more than there are", missing_bytes=missing, breakdown=stage.bytes_,
-            fix="use more ranks, smaller micro-batches, or a schedule with fewer in flight",
+            f"no cut was found that fits {size(self.limit)} with {self.timing.name}: in the emptiest, rank {rank} "
+            f"needs "
+            f"{size(stage.total_bytes)}, {size(missing)} more than there are", missing_bytes=missing,
+            breakdown=stage.bytes_, fix="use more ranks, smaller micro-batches, or a schedule with fewer in flight",
         )  # fmt: skip
 
 
 def fractional_step(pieces: Sequence[Piece], levels: Levels, flight: Sequence[float], micro_batches: int, limit: float,
                     timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
-    """No cut has a shorter step: pieces may be divided and be on any rank, with no shared parameter twice, the least transient of
-    all and the cheapest cuts around every stage."""
+    """No cut has a shorter step: pieces may be divided and be on any rank, with no shared parameter twice, the least
+    transient of all and the cheapest cuts around every stage."""
     model, amount = mathopt.Model(), [0.0] * len(levels.kinds)
     slowest, times = model.add_variable(lb=0.0), []
     cuts = [piece for piece in pieces[:-1] if piece.may_cut_after]

@@ -1,11 +1,13 @@
-"""What the parts of a cut model cost under one plan of the whole of it: seconds, bytes, and what passes from part to part.
+"""What the parts of a cut model cost under one plan of the whole of it: seconds, bytes, and what passes from part to
+part.
 
-A plan decides how every op of one micro-batch is sharded; autopar/planner/places.py says in which part each op runs. So a part's
-cost is a sum over its ops, the transfers for them and what they hold. What several parts need (a mask that each computes, a copy
-that each gathers) is counted in the first of them, so that parts add up to the plan, or, `repeated`, in each of them, as stages run
-it.
+A plan decides how every op of one micro-batch is sharded; autopar/planner/places.py says in which part each op runs. So
+a part's cost is a sum over its ops, the transfers for them and what they hold. What several parts need (a mask that
+each computes, a copy that each gathers) is counted in the first of them, so that parts add up to the plan, or,
+`repeated`, in each of them, as stages run it.
 
-W, the part of the backward that may wait, is what only one parameter's gradient follows from (passes/split_backward.py).
+W, the part of the backward that may wait, is what only one parameter's gradient follows from
+(passes/split_backward.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ from torch import fx
 from ..graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from .blocks import block_of, recomputed_vertices
 from .evaluate import Evaluation, Pricer, Transfer, unreduced_bytes, uses_by_tensor
-from .live_bytes import AGAIN, BUCKETS, GATHERED, GRADIENTS, PARAMETERS, PASSING, LiveBytes, bucket_bytes, live_bytes, staying_of
+from .live_bytes import (
+    AGAIN,
+    BUCKETS,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    PASSING,
+    LiveBytes,
+    bucket_bytes,
+    live_bytes,
+    staying_of,
+)
 from .places import Places, first_of
 from .problem import Problem
 from .remake import key_of
@@ -32,7 +45,8 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 
 @dataclass
 class Work:
-    """Seconds of a micro-batch: of compute and of what is computed again, of transfers that wait, and of those that may hide."""
+    """Seconds of a micro-batch: of compute and of what is computed again, of transfers that wait, and of those that may
+    hide."""
 
     compute: float = 0.0
     again: float = 0.0
@@ -40,7 +54,9 @@ class Work:
     hidden: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.compute + other.compute, self.again + other.again, self.moved + other.moved, self.hidden + other.hidden)
+        return Work(
+            self.compute + other.compute, self.again + other.again, self.moved + other.moved, self.hidden + other.hidden
+        )
 
     def seconds(self, overlap: float) -> float:
         """As Evaluation.seconds counts a phase."""
@@ -50,14 +66,16 @@ class Work:
 
 @dataclass
 class Part:
-    """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients reduced,
-    parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from its forward to its
-    backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies of parameters in the type that
-    computes; `kept_bytes`: those that are gathered once and stay through the step; `gradient_bytes`: shards of gradients, and
-    `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that comes and goes while an
-    op of the part runs; `reducing_bytes`: the same while gradients that waited are reduced; `output_bytes`: what a micro-batch
-    gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes on to the next part in the forward, and of each
-    that comes back from there. `modules`: of its forward ops, in order. All bytes are a device's."""
+    """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients
+    reduced, parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from
+    its forward to its backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
+    of parameters in the type that computes; `kept_bytes`: those that are gathered once and stay through the step;
+    `gradient_bytes`: shards of gradients, and
+    `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that comes and
+    goes while an op of the part runs; `reducing_bytes`: the same while gradients that waited are reduced;
+    `output_bytes`: what a micro-batch gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes
+    on to the next part in the forward, and of each that comes back from there. `modules`: of its forward ops, in order.
+    All bytes are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
     overlap: float = 0.0
@@ -110,7 +128,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter of several parts, in order: bytes that each holds for it, by kind, and of the gradient that they add up."""
+    """A parameter of several parts, in order: bytes that each holds for it, by kind, and of the gradient that they add
+    up."""
 
     parts: tuple[int, ...]
     kinds: dict[str, float]
@@ -122,8 +141,8 @@ class Tied:
 
 
 class Parts:
-    """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters. `live`: the
-    memory of the whole plan, if it is known."""
+    """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters.
+    `live`: the memory of the whole plan, if it is known."""
 
     def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
                  live: LiveBytes | None = None):  # fmt: skip
@@ -134,7 +153,9 @@ class Parts:
         self.again = recomputed_vertices(e)
         self.where = self._where()
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
-        self.once = {key_of(t): self._mask(t) for t in waiting}  # by copy that all micro-batches share, the parts that make it
+        self.once = {
+            key_of(t): self._mask(t) for t in waiting
+        }  # by copy that all micro-batches share, the parts that make it
         self.gradient_of = _gradients(problem.graph)
         self._vertices()
         self._transfers()
@@ -179,15 +200,28 @@ class Parts:
             if v.node is None or v.kind == "output":
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
-            seconds, mask, staying = float(options.seconds[k]), self.where.get(v.node, 0), staying_of(self.problem, self.e, v)
+            seconds, mask, staying = (
+                float(options.seconds[k]),
+                self.where.get(v.node, 0),
+                staying_of(self.problem, self.e, v),
+            )
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
-            if v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host and self._is_read_alone(v.index):
+            if (
+                v.kind == "parameter"
+                and 0 in v.casts
+                and not options.strategies[k].on_host
+                and self._is_read_alone(v.index)
+            ):
                 copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
             for part in self._charged(mask):
                 if v.kind == "op":
                     part.work[self._kind(v.node)].compute += seconds
-                    if v.phase != "backward" and (module := v.node.meta.get("module")) and v.node not in self.places.free:
+                    if (
+                        v.phase != "backward"
+                        and (module := v.node.meta.get("module"))
+                        and v.node not in self.places.free
+                    ):
                         part.modules.append(module)
                 else:
                     part.once_seconds += seconds * passes
@@ -231,7 +265,8 @@ class Parts:
             self._transfer(t, self._mask(t))
 
     def _mask(self, t: Transfer) -> int:
-        """The parts that make a transfer: those of its readers, or, of a gradient for its parameter, where it is made."""
+        """The parts that make a transfer: those of its readers, or, of a gradient for its parameter, where it is
+        made."""
         vertices, mask = self.problem.vertices, 0
         for consumer in t.consumers:
             if vertices[consumer].kind == "op":
@@ -269,7 +304,9 @@ class Parts:
 
     def _passing(self) -> None:
         """What is sent over each border: from where it is made to its last reader, or back to its first one."""
-        tensors = {v.tensor(o): (v.index, o) for v in self.problem.vertices if v.kind == "op" for o in range(len(v.values))}
+        tensors = {
+            v.tensor(o): (v.index, o) for v in self.problem.vertices if v.kind == "op" for o in range(len(v.values))
+        }
         for node, at in self.places.stage.items():
             mask = self.places.read_at.get(node, 0)
             if not mask or not is_tensor(node):
@@ -289,7 +326,9 @@ class Parts:
             if role.kind == "output" and value.meta["val"].dim():
                 strategy = self._strategy(use.consumer)
                 layout = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
-                self.found[first_of(self.where[value], 0)].output_bytes += self.pricer.bytes_of(value.meta["val"], layout)
+                self.found[first_of(self.where[value], 0)].output_bytes += self.pricer.bytes_of(
+                    value.meta["val"], layout
+                )
 
     def _local_bytes(self, node: fx.Node, tensors) -> float:
         producer, item = tensor_of(node)
@@ -327,8 +366,11 @@ def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
     return found
 
 
-def crossing_bytes(problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx.Node]) -> tuple[list[fx.Node], list[float]]:
-    """Forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a cut before each."""
+def crossing_bytes(
+    problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx.Node]
+) -> tuple[list[fx.Node], list[float]]:
+    """Forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a cut before
+    each."""
     order = [n for n in problem.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and n not in free]
     place = {node: i for i, node in enumerate(order)}
     change = [0.0] * (len(order) + 1)
@@ -342,7 +384,9 @@ def crossing_bytes(problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx
                 last[item] = max(last.get(item, -1), place.get(reader, -1))
         values = v.node.meta["val"]
         for item, end in last.items():
-            position = 0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
+            position = (
+                0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
+            )
             if end > place[v.node]:
                 change[place[v.node] + 1] += (bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position]))
                 change[end + 1] -= bytes_
@@ -351,5 +395,3 @@ def crossing_bytes(problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx
         now += change[i]
         crossing.append(now)
     return order, crossing
-
-

@@ -1,20 +1,25 @@
-"""What the cut of a model into pipeline stages is made of: pieces, the levels they may be run at, schedules, and the result.
+"""What the cut of a model into pipeline stages is made of: pieces, the levels they may be run at, schedules, and the
+result.
 
 The seconds of a step, m micro-batches through stages that take t[s] = forward + backward each, T = max t, S = sum t:
 
     step = m T + bubble_factor (S - T)
 
-The slowest stage works m times, and the first micro-batch has to come to it and the last one to leave it: S - T. Stages of equal
-seconds t make it (m + p - 1) t, the step of GPipe (Huang et al., arXiv:1811.06965) and of 1F1B with a flush (Narayanan et al.,
-arXiv:2006.09503). For stages that differ, with `forward`, `backward` of one stage each:
+The slowest stage works m times, and the first micro-batch has to come to it and the last one to leave it: S - T. Stages
+of equal seconds t make it (m + p - 1) t, the step of GPipe (Huang et al., arXiv:1811.06965) and of 1F1B with a flush
+(Narayanan et al., arXiv:2006.09503). For stages that differ, with `forward`, `backward` of one stage each:
 
-* GPipe takes S + (m - 1) (max forward + max backward): step is a lower bound, and exact where one stage is slowest both ways.
-* 1F1B takes at most step, and exactly step where the last stage is the slowest. Else the stages after the slowest one, s, may
+* GPipe takes S + (m - 1) (max forward + max backward): step is a lower bound, and exact where one stage is slowest both
+ways.
+* 1F1B takes at most step, and exactly step where the last stage is the slowest. Else the stages after the slowest one,
+s, may
   have finished while s works, so that it takes at least m t[s] + sum t[:s]: less than step by sum t[s+1:] at most.
 
-v looped stages a rank (stage i on rank i mod p) divide the bubble by v (Narayanan et al., arXiv:2104.04473); t[s] is then of a
-rank, and step is exact if all stages are equal, else a bound on neither side. A zero-bubble schedule fills the bubble with weight
-gradients: ZB-H1 leaves (F + B - W) / (F + B + W) of it, a third of it for equal parts, ZB-H2 none (Qi et al., arXiv:2401.10241).
+v looped stages a rank (stage i on rank i mod p) divide the bubble by v (Narayanan et al., arXiv:2104.04473); t[s] is
+then of a rank, and step is exact if all stages are equal, else a bound on neither side. A zero-bubble schedule fills
+the bubble with weight
+gradients: ZB-H1 leaves (F + B - W) / (F + B + W) of it, a third of it for equal parts, ZB-H2 none (Qi et al.,
+arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Level:
-    """A way to run a piece. Seconds are of one micro-batch, the backward's with what it computes again; `activation_bytes` are held
-    for each micro-batch between its forward and its backward."""
+    """A way to run a piece. Seconds are of one micro-batch, the backward's with what it computes again;
+    `activation_bytes` are held for each micro-batch between its forward and its backward."""
 
     forward_seconds: float
     backward_seconds: float
@@ -41,9 +46,9 @@ class Level:
 class Piece:
     """The least that is not cut. Pieces of one `kind` have the same levels.
 
-    `state_bytes`: parameters, gradients, optimizer state. `transient_bytes`: what comes on top while it runs. A cut after it makes
-    both neighbours hold `boundary_bytes` (a micro-batch's message); the sender pays: `boundary_seconds` are (forward, of the stage
-    before the cut; backward, of the stage after it), zero where they are hidden.
+    `state_bytes`: parameters, gradients, optimizer state. `transient_bytes`: what comes on top while it runs. A cut
+    after it makes both neighbours hold `boundary_bytes` (a micro-batch's message); the sender pays: `boundary_seconds`
+    are (forward, of the stage before the cut; backward, of the stage after it), zero where they are hidden.
     """
 
     kind: str
@@ -57,8 +62,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter of two pieces, counted in the `state_bytes` of both. Where one rank has both, `bytes_` are held once; where two
-    have them, a step takes `seconds` more to add up its gradients."""
+    """A parameter of two pieces, counted in the `state_bytes` of both. Where one rank has both, `bytes_` are held once;
+    where two have them, a step takes `seconds` more to add up its gradients."""
 
     first: int
     second: int
@@ -68,8 +73,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a schedule does to time and memory. `bubble_factor`: above. `in_flight`: micro-batches whose activations a rank holds at
-    most, of (ranks, rank, micro-batches). `looped`: stages of a rank."""
+    """What a schedule does to time and memory. `bubble_factor`: above. `in_flight`: micro-batches whose activations a
+    rank holds at most, of (ranks, rank, micro-batches). `looped`: stages of a rank."""
 
     name: str
     bubble_factor: float
@@ -92,8 +97,8 @@ ZB_H2 = Timing("zb-h2", 0.0, lambda stages, stage, micro_batches: min(micro_batc
 
 
 def interleaved(looped: int) -> Timing:
-    """Megatron's schedule. A rank holds up to (looped - 1) ranks + 2 (ranks - rank - 1) + 1 outputs of its stages; they count as if
-    they were of all of its stages alike, which is exact for stages with equal activations."""
+    """Megatron's schedule. A rank holds up to (looped - 1) ranks + 2 (ranks - rank - 1) + 1 outputs of its stages; they
+    count as if they were of all of its stages alike, which is exact for stages with equal activations."""
 
     def in_flight(ranks: int, rank: int, micro_batches: int) -> float:
         return min(micro_batches, ((looped - 1) * ranks + 2 * (ranks - rank - 1) + 1) / looped)
@@ -119,8 +124,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageCut:
-    """The fastest cut. `shared_seconds`: of the reductions of parameters on two stages, in `step_seconds`. `bound_seconds`: no cut
-    takes less."""
+    """The fastest cut. `shared_seconds`: of the reductions of parameters on two stages, in `step_seconds`.
+    `bound_seconds`: no cut takes less."""
 
     stages: tuple[Stage, ...]
     timing: Timing
@@ -143,4 +148,6 @@ class StageCut:
     @property
     def bubble(self) -> float:
         """The share of a step in which the mean stage does nothing."""
-        return 1 - self.micro_batches * sum(stage.seconds for stage in self.stages) / (len(self.stages) * self.step_seconds)
+        return 1 - self.micro_batches * sum(stage.seconds for stage in self.stages) / (
+            len(self.stages) * self.step_seconds
+        )

@@ -1,9 +1,9 @@
 """The order of a training step: which op runs when, and from when to when each transfer may travel.
 
-Ops run in graph order, forward then backward; those of recomputed blocks run again just before the backward first reads them.
-A copy that both the backward and what runs again read travels once.
-A transfer may start once its source is made, but at most one block ahead of its first reader: a block's gathered parameters
-arrive while the block before it computes, and never those of the whole model at once.
+Ops run in graph order, forward then backward; those of recomputed blocks run again just before the backward first reads
+them. A copy that both the backward and what runs again read travels once.
+A transfer may start once its source is made, but at most one block ahead of its first reader: a block's gathered
+parameters arrive while the block before it computes, and never those of the whole model at once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Travel:
-    """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, and `first` and `last` read
-    it (both the number of runs if it only leaves the step)."""
+    """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, and `first` and
+    `last` read it (both the number of runs if it only leaves the step)."""
 
     transfer: Transfer
     phase: str
@@ -45,8 +45,8 @@ class Travel:
 
 @dataclass(frozen=True)
 class StepOrder:
-    """Ops in the order in which they run, transfers in the order in which they may start; of those that may start together the
-    one that is read first comes first."""
+    """Ops in the order in which they run, transfers in the order in which they may start; of those that may start
+    together the one that is read first comes first."""
 
     runs: tuple[Run, ...]
     travels: tuple[Travel, ...]

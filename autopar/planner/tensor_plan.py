@@ -1,11 +1,14 @@
-"""The tensor parallelism that a model brings along, as transformers' models do: a style by the name of a module or parameter.
+"""The tensor parallelism that a model brings along, as transformers' models do: a style by the name of a module or
+parameter.
 
-    {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise", "lm_head": "colwise_gather_output"}
+    {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise", "lm_head":
+    "colwise_gather_output"}
 
-Weights are (out, in), experts' (expert, out, in), embeddings (vocabulary, hidden). A style says which dim the tensor axis cuts, and
-with it how the layer computes; what has no style is whole on every device
-(https://huggingface.co/docs/transformers/perf_infer_gpu_multi). Values stay cut only between a column-wise layer and the row-wise
-one beside it, so inside of the module that holds both; everywhere else they are whole: norms, residuals, logits and the loss.
+Weights are (out, in), experts' (expert, out, in), embeddings (vocabulary, hidden). A style says which dim the tensor
+axis cuts, and with it how the layer computes; what has no style is whole on every device
+(https://huggingface.co/docs/transformers/perf_infer_gpu_multi). Values stay cut only between a column-wise layer and
+the row-wise one beside it, so inside of the module that holds both; everywhere else they are whole: norms, residuals,
+logits and the loss.
 """
 
 from __future__ import annotations
@@ -25,14 +28,15 @@ STYLES: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"), ROW),
     **dict.fromkeys(("local_rowwise", "local_packed_rowwise"), ROW),
     "embedding_rowwise": (-2, None), "embedding_colwise": (-1, None), "grouped_gemm": (0, 0),
-    **dict.fromkeys(("sequence_parallel", "local", "local_params", "replicate", "replicated_with_grad_allreduce"), WHOLE),
+    **dict.fromkeys(("sequence_parallel", "local", "local_params", "replicate", "replicated_with_grad_allreduce"),
+                    WHOLE),
     **dict.fromkeys(("gather", "all_reduce", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj"), WHOLE),
 }  # fmt: skip
 
 
 def styles_of(model: object) -> dict[str, str]:
-    """The styles of a model that has any, by names as of `named_parameters` with `*` for a number: its own `_tp_plan`, and what its
-    config says of the base model in it."""
+    """The styles of a model that has any, by names as of `named_parameters` with `*` for a number: its own `_tp_plan`,
+    and what its config says of the base model in it."""
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")
     where = f"{prefix}." if prefix and isinstance(prefix, str) and hasattr(model, prefix) else ""
@@ -89,8 +93,8 @@ def _pattern(key: str) -> re.Pattern:
 
 
 def inside(problem: Problem, plan: TensorPlan) -> set[int]:
-    """Vertices that the tensor axis may cut: layers that it cuts, and what lies between them. A sum of gradients belongs to no
-    module; it lies where what it adds does."""
+    """Vertices that the tensor axis may cut: layers that it cuts, and what lies between them. A sum of gradients
+    belongs to no module; it lies where what it adds does."""
     between: set[int] = set()
     layers: set[int] = set()
     for v in problem.vertices:

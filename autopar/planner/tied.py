@@ -1,8 +1,8 @@
 """The exact priced cost of a choice by class, and a local search on it.
 
-The cost is that of the integer program: copies times what a class costs itself, plus for every hub the cheapest way to serve one
-copy times the copies. Changing one class touches only its own hubs; for all strategies of a class at once these are a few rows
-and columns of matrices.
+The cost is that of the integer program: copies times what a class costs itself, plus for every hub the cheapest way to
+serve one copy times the copies. Changing one class touches only its own hubs; for all strategies of a class at once
+these are a few rows and columns of matrices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Tied:
         return total + sum(self._hub(number, choice) for number in range(len(self.dual.hubs)))
 
     def _places(self, hub: HubPrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
-        """The row of the producer and whether it runs again; the columns of the consumers and the phases in which they read."""
+        """The row of the producer and whether it runs again; the columns of the consumers and the phases in which they
+        read."""
         again, k = divmod(choice[hub.hub.producer], len(hub.source_of))
         columns, phases = [], []
         for (cls, _, _), target_of, phase in zip(hub.hub.consumers, hub.target_of, hub.phases):
@@ -90,7 +91,9 @@ class Tied:
         return choice
 
 
-def _by_column(modes: Sequence[Mode], source: int, again: int, columns: list[int], phases: list[int], mine: int) -> np.ndarray:
+def _by_column(
+    modes: Sequence[Mode], source: int, again: int, columns: list[int], phases: list[int], mine: int
+) -> np.ndarray:
     """Cost of one copy by the column that one consumer takes: a payment of its own, or what joining another's adds."""
     others: dict[int, int] = {}
     for i, (q, phase) in enumerate(zip(columns, phases)):

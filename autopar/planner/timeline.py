@@ -1,9 +1,10 @@
-"""When everything happens: a chosen plan played through on one compute stream and one stream for the links of each mesh axis.
+"""When everything happens: a chosen plan played through on one compute stream and one stream for the links of each mesh
+axis.
 
-The planner's step is a serial sum. Here a collective occupies the streams of its axes while the ops that do not wait for it go on:
-parameters are gathered ahead of their block, gradients are reduced behind the backward (autopar/planner/step_order.py says from
-when on). Each stream works in the order of the step. Without a slowdown, the result lies between the busiest stream's time and
-the serial sum.
+The planner's step is a serial sum. Here a collective occupies the streams of its axes while the ops that do not wait
+for it go on: parameters are gathered ahead of their block, gradients are reduced behind the backward
+(autopar/planner/step_order.py says from when on). Each stream works in the order of the step. Without a slowdown, the
+result lies between the busiest stream's time and the serial sum.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ NOTHING_GAINED = 2.0  # a slowdown: both together take as long as one after the 
 
 @dataclass(frozen=True)
 class Event:
-    """One op on the compute stream, or one move of a tensor. `streams`: "compute", or the axes of a collective. `name`: of the
-    op's node, or of the node whose tensor moves; `vertex`: its number in the problem, `output` which of its tensors. `kind`: the
-    op, or the move. `bytes_`: what a device sends."""
+    """One op on the compute stream, or one move of a tensor. `streams`: "compute", or the axes of a collective. `name`:
+    of the op's node, or of the node whose tensor moves; `vertex`: its number in the problem, `output` which of its
+    tensors. `kind`: the op, or the move. `bytes_`: what a device sends."""
 
     streams: tuple[str, ...]
     name: str
@@ -62,8 +63,8 @@ class Timeline:
 
 
 def simulate(problem: Problem, evaluation: Evaluation, slowdown: float = 1.0) -> Timeline:
-    """Plays an evaluated choice through. `slowdown`: how much longer compute takes beside a collective, 1 or more; from 2 on, where
-    nothing is gained, compute waits for every collective. Raises ValueError for less."""
+    """Plays an evaluated choice through. `slowdown`: how much longer compute takes beside a collective, 1 or more; from
+    2 on, where nothing is gained, compute waits for every collective. Raises ValueError for less."""
     if slowdown < 1.0:
         raise ValueError(f"slowdown is {slowdown}, and beside a collective nothing computes faster: 1 or more is meant")
     return _Player(problem, evaluation, slowdown).play()
@@ -109,7 +110,18 @@ class _Player:
             ready = max(ready, self._ready(producer, output, wanted, run.phase))
         seconds = float(options.seconds[self.choice[run.vertex]])
         self.made[run.vertex] = self._occupy(
-            (COMPUTE,), v.name, op_base_name(v.node), module_of(v), run.phase, ready, seconds, 0.0, run.vertex, 0, None, run.again
+            (COMPUTE,),
+            v.name,
+            op_base_name(v.node),
+            module_of(v),
+            run.phase,
+            ready,
+            seconds,
+            0.0,
+            run.vertex,
+            0,
+            None,
+            run.again,
         )
 
     def _ready(self, producer: int, output: int, wanted, phase: str) -> float:
@@ -129,8 +141,9 @@ class _Player:
             streams = (COMPUTE,) if step.move.kind == "slice" else step.move.axes
             waited = streams if self.slowdown < NOTHING_GAINED else (COMPUTE, *streams)
             ready = self._occupy(
-                streams, v.name, step.move.kind, module_of(v), travel.phase, max(ready, *(self.free[s] for s in waited)), seconds,
-                step.wire_fraction * t.bytes_, t.producer, t.output, step, travel.again,
+                streams, v.name, step.move.kind, module_of(v), travel.phase,
+                max(ready, *(self.free[s] for s in waited)), seconds, step.wire_fraction * t.bytes_, t.producer,
+                t.output, step, travel.again,
             )  # fmt: skip
             if self.slowdown >= NOTHING_GAINED:
                 self.free[COMPUTE] = max(self.free[COMPUTE], ready)
@@ -151,8 +164,9 @@ class _Player:
 
 
 def _split(travel: Travel) -> tuple[list[tuple[Step, float]], list[tuple[Step, float]]]:
-    """Steps that are made as soon as they can be, and those from the first local copy after a collective on: that one is made where
-    the result is wanted, so that the compute stream does not wait for the collective earlier than it must."""
+    """Steps that are made as soon as they can be, and those from the first local copy after a collective on: that one
+    is made where the result is wanted, so that the compute stream does not wait for the collective earlier than it
+    must."""
     steps, seen = travel.transfer.step_seconds, False
     for i, (step, _) in enumerate(steps):
         if step.move.kind == "slice" and seen:

@@ -1,8 +1,8 @@
 """The vertices of a joint graph and the uses of tensors between them.
 
-A vertex is an op, a leaf (parameter, buffer, input, tangent, constant) or an output. Some couplings are part of the problem
-itself, such as a gradient that must arrive in the layout of its parameter: such a use has the parameter as consumer and `STATE`
-as slot.
+A vertex is an op, a leaf (parameter, buffer, input, tangent, constant) or an output. Some couplings are part of the
+problem itself, such as a gradient that must arrive in the layout of its parameter: such a use has the parameter as
+consumer and `STATE` as slot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ STATE = -1  # slot of a use that takes the layout of the consumer itself (a grad
 # Partial values pass only through these: more pass-through ops never improved a plan and grow the problem.
 PASS_PARTIAL = {
     aten.add.Tensor, aten.sub.Tensor, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.t.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._to_copy.default, aten.cat.default, aten.neg.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._to_copy.default, aten.cat.default,
+    aten.neg.default,
 }  # fmt: skip
 
 
@@ -32,8 +33,9 @@ PASS_PARTIAL = {
 class Vertex:
     """One node of the unfolded graph. `inputs` are tensors as (vertex index, output index).
 
-    `casts` are nodes that belong to the vertex, by output: the cast of a parameter to what it computes in, and that of a gradient
-    to its parameter's type. So a parameter is never gathered before its cast, nor a gradient reduced before its own."""
+    `casts` are nodes that belong to the vertex, by output: the cast of a parameter to what it computes in, and that of
+    a gradient to its parameter's type. So a parameter is never gathered before its cast, nor a gradient reduced before
+    its own."""
 
     index: int
     name: str
@@ -74,7 +76,8 @@ class Use:
 
 
 def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
-    """The vertices of a joint graph, each without a class, and the uses of their tensors, those by the graph's outputs last."""
+    """The vertices of a joint graph, each without a class, and the uses of their tensors, those by the graph's outputs
+    last."""
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
@@ -128,7 +131,8 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
 
 
 def _constants(node: fx.Node) -> list:
-    """Arguments that are not tensors, nested ones too, with node names left out, and stream numbers, which change no price."""
+    """Arguments that are not tensors, nested ones too, with node names left out, and stream numbers, which change no
+    price."""
     stream = STREAM.get(node.target)
     args = [a for i, a in enumerate(node.args) if i != stream]
     return [a for a in flatten((args, node.kwargs)) if not isinstance(a, fx.Node)]

@@ -1,5 +1,5 @@
-"""An evaluated plan of a compact graph, written out for every block of the whole model: what timelines and traces are made of. Or
-for the few blocks of the compact graph alone, each once.
+"""An evaluated plan of a compact graph, written out for every block of the whole model: what timelines and traces are
+made of. Or for the few blocks of the compact graph alone, each once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluat
 
 
 def few_of(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[Problem, Evaluation]:
-    """A model of the compact graph's few blocks, each once, and the same plan of it; both as they are if no blocks were left out.
-    All blocks compute again as much as a level says (see `recomputes_alike`)."""
+    """A model of the compact graph's few blocks, each once, and the same plan of it; both as they are if no blocks were
+    left out. All blocks compute again as much as a level says (see `recomputes_alike`)."""
     if problem.compact is None:
         return problem, evaluation
     problem.split(evaluation.first)
     copies = [v.copies for v in problem.vertices]
-    few = replace(problem, vertices=[replace(v, copies=1, block=None) for v in problem.vertices], whole=problem.graph, compact=None)
+    few = replace(
+        problem,
+        vertices=[replace(v, copies=1, block=None) for v in problem.vertices],
+        whole=problem.graph,
+        compact=None,
+    )
     base = _without_again(evaluation)
     saved = {key: bytes_ / copies[key[0]] for key, bytes_ in base.saved.items()}
     base = replace(base, saved=saved, transfers=[replace(t, copies=1) for t in evaluation.transfers], first=0)
@@ -68,9 +73,13 @@ class _Writer:
         vertices, uses = vertices_of(small.whole)
         by_node = {v.node: v.index for v in vertices if v.kind != "output"}
         outputs = {v.name: v.index for v in vertices if v.kind == "output"}
-        self.twins: dict[int, list[int]] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
+        self.twins: dict[
+            int, list[int]
+        ] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
         for v in small.vertices:
-            self.twins[v.index] = [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.whole_nodes(v.node)]
+            self.twins[v.index] = (
+                [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.whole_nodes(v.node)]
+            )
             for twin in self.twins[v.index]:
                 vertices[twin].cls = v.cls
         self.problem = replace(
@@ -110,7 +119,9 @@ class _Writer:
                         saved[key] += sign * bytes_ * count / step.copies
                 kept -= {key for key, _ in step.needed}
         whole = {
-            (t, output, layout): bytes_ / len(self.twins[v]) for (v, output, layout), bytes_ in saved.items() for t in self.twins[v]
+            (t, output, layout): bytes_ / len(self.twins[v])
+            for (v, output, layout), bytes_ in saved.items()
+            for t in self.twins[v]
         }
         return whole, {(t, output, layout) for v, output, layout in kept for t in self.twins[v]}
 
@@ -128,7 +139,10 @@ class _Writer:
         for block, levels in self.evaluation.recomputed.items():
             most = max(count for _, count in levels.values())
             for i, name in enumerate(names_of(self.small, block)[:most]):
-                yield name, {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count}
+                yield (
+                    name,
+                    {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count},
+                )
 
     def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
         tower, _, number = step.block.rpartition(".")
@@ -144,10 +158,12 @@ class _Writer:
         def held(values) -> tuple[tuple[Key, float], ...]:
             return tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)
 
-        moved = [replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved]
+        moved = [
+            replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved
+        ]
         return replace(
-            step, block=name, copies=1, again=frozenset(map(twin, step.again)), freed=held(step.freed), needed=held(step.needed),
-            moved=tuple(moved),
+            step, block=name, copies=1, again=frozenset(map(twin, step.again)), freed=held(step.freed),
+            needed=held(step.needed), moved=tuple(moved),
         )  # fmt: skip
 
 

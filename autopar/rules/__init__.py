@@ -20,5 +20,6 @@ from .rule import Rule, Strategy, strategies, strategy_of
 from .table import rule_of
 
 __all__ = [
-    "Rule", "Strategy", "cut_inside", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies", "strategy_of",
+    "Rule", "Strategy", "cut_inside", "factor_parts", "local_call", "propagate_parts", "rule_of", "strategies",
+    "strategy_of",
 ]  # fmt: skip

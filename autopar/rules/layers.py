@@ -98,7 +98,8 @@ def batch_norm(node: fx.Node) -> Rule:
 
 
 def channelwise(node: fx.Node) -> Rule:
-    """Images (n, c, ...) and one number a channel: where an op makes numbers from images, they are sums over all but c."""
+    """Images (n, c, ...) and one number a channel: where an op makes numbers from images, they are sums over all but
+    c."""
 
     def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
         return ("c",) if len(shape) == 1 else ("n", "c", *named(len(shape) - 2))
@@ -163,8 +164,8 @@ def per_channel(node: fx.Node) -> Rule:
 
 
 def dequantize(node: fx.Node) -> Rule:
-    """Blocks of a row share a scale, and tiles of scales a step (autopar/ops_nf4.py): both dims are cut in whole tiles. Matrices of
-    a stack are independent."""
+    """Blocks of a row share a scale, and tiles of scales a step (autopar/ops_nf4.py): both dims are cut in whole tiles.
+    Matrices of a stack are independent."""
     packed, absmax, *tiles = input_shapes(node)
     names = (*(f"b{i}" for i in range(len(packed) - 2)), "o", "i")
     even = {"o": tiles[0][-2], "i": tiles[0][-1]} if tiles else {"i": absmax[-1]}

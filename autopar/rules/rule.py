@@ -85,8 +85,8 @@ def rule(text: str, linear: Sequence[Sequence[int]] = (), reduction: str = "sum"
 
 @dataclass(frozen=True)
 class Strategy:
-    """One choice for one op: a layout for every tensor argument and output, and how many ways the work is divided. `on_host`: of a
-    parameter, whether its shards lie in the host's memory."""
+    """One choice for one op: a layout for every tensor argument and output, and how many ways the work is divided.
+    `on_host`: of a parameter, whether its shards lie in the host's memory."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
@@ -122,7 +122,11 @@ def strategies(
 
 
 def strategy_of(
-    rule: Rule, label: Sequence[str], input_shapes: Sequence[Sequence[int]], output_shapes: Sequence[Sequence[int]], mesh: Mesh
+    rule: Rule,
+    label: Sequence[str],
+    input_shapes: Sequence[Sequence[int]],
+    output_shapes: Sequence[Sequence[int]],
+    mesh: Mesh,
 ) -> Strategy | None:
     """The strategy that a `Strategy.choice` names, None if the op has none of that name."""
     factors, linear = rule.factors(), {"+" + ",".join(map(str, sorted(s))) for s in rule.linear}

@@ -128,8 +128,8 @@ def expand(node: fx.Node) -> Rule:
 
 
 def repeat(node: fx.Node) -> Rule:
-    """Copies of a dim are equal parts of the output, and a factor of the output alone; copies of nothing (a new dim or one of size
-    1) as in `expand`."""
+    """Copies of a dim are equal parts of the output, and a factor of the output alone; copies of nothing (a new dim or
+    one of size 1) as in `expand`."""
     (source,), (target,) = input_shapes(node), output_shapes(node)
     names, new = named(len(target)), len(target) - len(source)
     outputs: list[Dim] = list(names)

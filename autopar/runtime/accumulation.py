@@ -1,8 +1,8 @@
 """Gradients that wait for their reduction, in the `.grad` of their parameters.
 
-Inside `no_sync` the gradient of a parameter is a DTensor that is Partial: each rank has the sum of its own micro-batches. Such a
-gradient is as true as a reduced one. `zero_grad` drops it, `full_tensor()` shows it, and DTensor reduces it for whoever reads it.
-The next backward outside of `no_sync` adds its own part and reduces the sum.
+Inside `no_sync` the gradient of a parameter is a DTensor that is Partial: each rank has the sum of its own
+micro-batches. Such a gradient is as true as a reduced one. `zero_grad` drops it, `full_tensor()` shows it, and DTensor
+reduces it for whoever reads it. The next backward outside of `no_sync` adds its own part and reduces the sum.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def is_unreduced(gradient: torch.Tensor | None) -> bool:
 
 
 class Accumulation:
-    """What the backward passes of a module share. `is_deferring`: inside no_sync. `is_pending`: some `.grad` may be unreduced.
-    `layouts` are the parameters' by name."""
+    """What the backward passes of a module share. `is_deferring`: inside no_sync. `is_pending`: some `.grad` may be
+    unreduced. `layouts` are the parameters' by name."""
 
     def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, coordinate: Mapping[str, int]):
         self.module, self.layouts, self.mesh, self.coordinate = module, layouts, mesh, coordinate

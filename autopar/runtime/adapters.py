@@ -1,7 +1,9 @@
-"""The LoRA adapters of a compiled model: saved and loaded, several of them switched, merged into the base and out of it.
+"""The LoRA adapters of a compiled model: saved and loaded, several of them switched, merged into the base and out of
+it.
 
-The words are PEFT's. An adapter that is not active is a rank's parts of its values, kept beside the parameters, which hold those of
-the active one. While adapters are merged or disabled the model runs graphs without them, which are compiled when first called.
+The words are PEFT's. An adapter that is not active is a rank's parts of its values, kept beside the parameters, which
+hold those of the active one. While adapters are merged or disabled the model runs graphs without them, which are
+compiled when first called.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Adapters:
     def __init__(self, module: nn.Module, config: LoRA, switch: Callable[[bool], None]):
         self.module, self.config, self.switch = module, config, switch
         self.active, self.kept, self.merged, self.disabled_by = FIRST, {FIRST: None}, False, 0
-        self.trained = tuple(file_names(module))  # what an adapter is, in all stages, also if some of it is frozen later
+        self.trained = tuple(
+            file_names(module)
+        )  # what an adapter is, in all stages, also if some of it is frozen later
         self.sites = [(path, site) for path, _, site in sites_of(module._source)]
         self._lengths: dict[str, Tensor] = {}  # what the rows of a merged DoRA layer were multiplied by
 
@@ -61,7 +65,9 @@ class Adapters:
         """Raises AdaptError for an adapter that is not there."""
         self.refuse_merged("change it")
         if name not in self.kept:
-            raise AdaptError(f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first")
+            raise AdaptError(
+                f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first"
+            )
         if name != self.active:
             replaced = ({*self.trained} - {*self.module.elsewhere}) | {*self.kept[name]}
             self.kept[self.active] = {n: self._local(n).clone() for n in replaced}
@@ -91,9 +97,11 @@ class Adapters:
             self.switch(not self.disabled_by)
 
     def merge(self) -> None:
-        """Add the active adapter to the base's parameters, each rank to its parts, in place. Raises AdaptError for a quantized
-        base, and for a weight that another layer reads too."""
-        if packed := [n for n in (f"{path}.{site.parameter}" for path, site in self.sites) if n in self.module.quantized_names]:
+        """Add the active adapter to the base's parameters, each rank to its parts, in place. Raises AdaptError for a
+        quantized base, and for a weight that another layer reads too."""
+        if packed := [
+            n for n in (f"{path}.{site.parameter}" for path, site in self.sites) if n in self.module.quantized_names
+        ]:
             raise AdaptError(
                 f"{packed[0]} is quantized, and the sum would have to be rounded to its code book",
                 fix="save_adapter(folder), then load and merge it on a base that is not quantized",

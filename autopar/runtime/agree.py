@@ -1,7 +1,7 @@
 """What all ranks must agree on before the first step: one graph, one plan, one program of collectives, one batch.
 
-Rank 0 plans; the others receive its plan. Whatever fails on one rank fails on all of them, and all compare what they are going
-to run: a disagreement is a typed error on every rank instead of a hang or a wrong number later.
+Rank 0 plans; the others receive its plan. Whatever fails on one rank fails on all of them, and all compare what they
+are going to run: a disagreement is a typed error on every rank instead of a hang or a wrong number later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def everywhere(run: Callable[[], T]) -> T:
-    """What `run` returns on this rank. If it fails on some rank, every rank raises: its own error, else the first rank's."""
+    """What `run` returns on this rank. If it fails on some rank, every rank raises: its own error, else the first
+    rank's."""
     result, error = None, None
     try:
         result = run()
@@ -64,8 +65,9 @@ def from_rank_zero(make: Callable[[], object]) -> object:
 def meet(place: str, call: str) -> None:
     """All ranks come here with the same `call`, or all raise InputError.
 
-    A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that step. So
-    ranks wait for each other at the store, as long as a collective does, and then raise DesyncError. `place` names the meeting."""
+    A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
+    step. So ranks wait for each other at the store, as long as a collective does, and then raise DesyncError. `place`
+    names the meeting."""
     store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
     key, patience = f"autopar/{place}", timedelta(seconds=process_groups.timeout_seconds())
     store.set(f"{key}/{rank}", call)
@@ -86,7 +88,8 @@ def meet(place: str, call: str) -> None:
         if theirs != call:
             raise InputError(
                 f"rank {other} is called with {theirs} and rank {rank} with {call}",
-                fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch",
+                fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last "
+                "batch",
             )
 
 
@@ -107,10 +110,12 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
             )
 
 
-def check_programs(plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True) -> None:
-    """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program` as
-    RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests travel unless
-    they differ."""
+def check_programs(
+    plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True
+) -> None:
+    """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
+    as RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests
+    travel unless they differ."""
     groups = sorted({group for group, _, _ in program})
     digests = {"": _digest([what for _, what, _ in program])} if alike else {}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
@@ -118,7 +123,8 @@ def check_programs(plan_hash: str, program: Sequence[tuple[str, str, tuple[int, 
     for rank, (other_hash, theirs) in enumerate(everyone):
         if other_hash != everyone[0][0]:
             raise DesyncError(
-                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {everyone[0][0][:12]}", fix="pass the same plan on every rank"
+                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {everyone[0][0][:12]}",
+                fix="pass the same plan on every rank",
             )
         for group, digest in theirs.items():
             first = mesh.group(tuple(group.split(",")), rank)[0] if group else 0
@@ -147,29 +153,39 @@ def _digest(entries: list) -> str:
 
 
 def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | None = None) -> None:
-    """Raises InputError on every rank if ranks pass different global batches, or different tensors for one `part` of the batch:
-    the place of this rank's part, as (axis, number) pairs."""
+    """Raises InputError on every rank if ranks pass different global batches, or different tensors for one `part` of
+    the batch: the place of this rank's part, as (axis, number) pairs."""
     everyone = _gather((part, [_checksum(t) for t in tensors]))
     first: dict[tuple | None, int] = {}
     for rank, (where, others) in enumerate(everyone):
         same = first.setdefault(where, rank)
         for name, a, b in zip(names, everyone[same][1], others):
             if a != b:
-                raise InputError(f"rank {rank} passes another {name} than rank {same}, {_both(where)}", fix=_same_batch(where))
+                raise InputError(
+                    f"rank {rank} passes another {name} than rank {same}, {_both(where)}", fix=_same_batch(where)
+                )
 
 
 def _both(part: tuple | None) -> str:
     if part is None:
         return "but inputs='global' wants the same global batch on every rank"
     place = " and ".join(f"{axis} {number}" for axis, number in part)
-    return f"but inputs='local' wants one part of the batch for all ranks at {place}" if part else "and no axis carries the batch"
+    return (
+        f"but inputs='local' wants one part of the batch for all ranks at {place}"
+        if part
+        else "and no axis carries the batch"
+    )
 
 
 def _same_batch(part: tuple | None) -> str:
     if part is None:
         return "pass the same batch everywhere, or compile with inputs='local' if each rank loads its own part"
     axes = ", ".join(axis for axis, _ in part)
-    return f"load the part of a rank's place along {axes}, as DistributedSampler(rank=place) does" if part else "load one batch"
+    return (
+        f"load the part of a rank's place along {axes}, as DistributedSampler(rank=place) does"
+        if part
+        else "load one batch"
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -12,7 +12,8 @@ from .. import autocast
 
 
 class Ambient(NamedTuple):
-    """`casts`: the autocast that is on; `gradients`: whether they are recorded; `dtype`: of float tensors that name none."""
+    """`casts`: the autocast that is on; `gradients`: whether they are recorded; `dtype`: of float tensors that name
+    none."""
 
     casts: autocast.State
     gradients: bool

@@ -1,7 +1,8 @@
-"""One stage of an asynchronous pipeline: its forwards, backwards and updates, each with the version of the weights that is due.
+"""One stage of an asynchronous pipeline: its forwards, backwards and updates, each with the version of the weights that
+is due.
 
-The stage is on one rank, or on all of its ranks in lock step (autopar/simulate_asynchronous.py): what follows from the schedule is
-the same, so values come as lists here, with one item a rank.
+The stage is on one rank, or on all of its ranks in lock step (autopar/simulate_asynchronous.py): what follows from the
+schedule is the same, so values come as lists here, with one item a rank.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from ..pipeline import StageProgram
 from ..schedule.asynchronous import Asynchronous
 from .weight_versions import WeightVersions
 
-Run = Callable[[str, list[list[Tensor]]], Sequence[Sequence[Tensor]]]  # "forward", "backward" or "reduce"; arguments by rank
+Run = Callable[
+    [str, list[list[Tensor]]], Sequence[Sequence[Tensor]]
+]  # "forward", "backward" or "reduce"; arguments by rank
 Blocks = dict[str, list[Tensor]]  # local tensors by name, then by rank
 
 
 @dataclass
 class Rank:
-    """What the stage has on one rank: the local tensors of what does not train by name, and the versions of what does."""
+    """What the stage has on one rank: the local tensors of what does not train by name, and the versions of what
+    does."""
 
     program: StageProgram
     coordinate: Mapping[str, int]
@@ -59,11 +63,14 @@ class AsynchronousStage:
                 kept.clear()
 
     def forward(self, i: int, given: Mapping[str, Tensor], arrived: Blocks) -> tuple[Blocks, Blocks]:
-        """(what goes to the next stage, outputs of the call). `given`: global values of the micro-batch by placeholder."""
+        """(what goes to the next stage, outputs of the call). `given`: global values of the micro-batch by
+        placeholder."""
         version, inputs = self.schedule.version_of(self.index, i), []
         for at, rank in enumerate(self.ranks):
             known = rank.fixed | rank.versions.at(version)
-            inputs.append([self._given(n, at, known, given, arrived) for n in _placeholders(rank.program.forward_alone.graph)])
+            inputs.append(
+                [self._given(n, at, known, given, arrived) for n in _placeholders(rank.program.forward_alone.graph)]
+            )
         results = [list(r) for r in self.run("forward", inputs)]
         kept = len(results[0]) - len(self.program.saved)
         sent, outputs = {}, {}
@@ -77,7 +84,9 @@ class AsynchronousStage:
         self.next_forward = i + 1
         for rank, result in zip(self.ranks, results):
             rank.saved[i] = result[kept:]
-            if (i + 1) % self.schedule.group == 0:  # every micro-batch of a group reads the buffers as they were before it
+            if (
+                i + 1
+            ) % self.schedule.group == 0:  # every micro-batch of a group reads the buffers as they were before it
                 rank.fixed |= rank.mutated
                 rank.mutated.clear()
         return sent, outputs
@@ -103,7 +112,9 @@ class AsynchronousStage:
                 rank.sums[role.name] = rank.sums[role.name] + value if role.name in rank.sums else value
         return returned
 
-    def _given(self, node: fx.Node, at: int, known: Mapping[str, Tensor], given: Mapping[str, Tensor], arrived: Blocks) -> Tensor:
+    def _given(
+        self, node: fx.Node, at: int, known: Mapping[str, Tensor], given: Mapping[str, Tensor], arrived: Blocks
+    ) -> Tensor:
         """What a placeholder takes on a rank."""
         role = node.meta["role"]
         if role.kind in ("parameter", "buffer"):
@@ -117,7 +128,8 @@ class AsynchronousStage:
         return mine if role.kind == "random" else mine.to(self.device)
 
     def update(self, more: bool) -> None:
-        """The optimizer's step, with the gradients of the micro-batches since the last one. `more`: whether forwards follow."""
+        """The optimizer's step, with the gradients of the micro-batches since the last one. `more`: whether forwards
+        follow."""
         needed = self.schedule.needed(self.index, self.next_backward, self.next_forward, more)
         deferred = self.program.deferred
         if deferred is not None and deferred.layouts:
@@ -143,7 +155,8 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-def rank_of(program: StageProgram, coordinate: Mapping[str, int], fixed: dict[str, Tensor], parameters: Mapping[str, nn.Parameter],
+def rank_of(program: StageProgram, coordinate: Mapping[str, int], fixed: dict[str, Tensor],
+            parameters: Mapping[str, nn.Parameter],
             optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Rank:  # fmt: skip
     """A stage's part on a rank. `parameters` are those that the stage reads; what has no gradient is never updated."""
     roles = output_node(program.stage.joint.graph).meta["roles"]
@@ -160,9 +173,13 @@ def _as(parameter: nn.Parameter, local: Tensor) -> Tensor:
 
 
 def check_apart(leaves: Sequence[frozenset[str]], graph: fx.Graph) -> None:
-    """Raises StageError if stages, of which each reads the parameters and buffers `leaves`, share a parameter that trains: its
-    copies would be updated at different times."""
-    trained = [n.meta["role"].name for n in _placeholders(graph) if n.meta["role"].kind == "parameter" and n.meta["role"].trainable]
+    """Raises StageError if stages, of which each reads the parameters and buffers `leaves`, share a parameter that
+    trains: its copies would be updated at different times."""
+    trained = [
+        n.meta["role"].name
+        for n in _placeholders(graph)
+        if n.meta["role"].kind == "parameter" and n.meta["role"].trainable
+    ]
     shared = [name for name in trained if sum(name in mine for mine in leaves) > 1]
     if shared:
         raise StageError(

@@ -24,11 +24,11 @@ from .process_groups import ProcessGroups
 
 
 class Backward:
-    """Gradients of the `inputs`, in their layouts, and of the parameters `names`, which have the DTensor `specs`; `owners` are the
-    kinds and names of all of them, in order."""
+    """Gradients of the `inputs`, in their layouts, and of the parameters `names`, which have the DTensor `specs`;
+    `owners` are the kinds and names of all of them, in order."""
 
-    def __init__(self, graph, captured: Captured, plan: Plan, inputs: list[str], names: list[str], specs: list, device_mesh,
-                 groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
+    def __init__(self, graph, captured: Captured, plan: Plan, inputs: list[str], names: list[str], specs: list,
+                 device_mesh, groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
         self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
         self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
         self.owners = [("input", name) for name in inputs] + [("parameter", name) for name in names]
@@ -53,7 +53,8 @@ class Backward:
     def load_deferred(self, program: DeferredProgram) -> None:
         """What gradients that wait for their reduction need."""
         self.reduce = _Gradients(program.reduce, self.groups, self.device)
-        self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype, self.mesh,
+        self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype,
+                                                         self.mesh,
                          self.device_mesh) for name, layout in program.layouts.items()}  # fmt: skip
         self.unreduced = _Gradients(program.backward, self.groups, self.device)
         if self.compile_options is not None:
@@ -70,10 +71,12 @@ class Backward:
         self.unreduced.compile(self.compile_options)
         self.reduce.compile(self.compile_options)
 
-    def __call__(self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        """Gradients of the inputs and parameters from those of the outputs (None: zero). `nodes` are what autograd does with those
-        of the parameters next. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so
-        that each value is freed after its last use."""
+    def __call__(
+        self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and parameters from those of the outputs (None: zero). `nodes` are what autograd does
+        with those of the parameters next. A gradient to which no gradient of an output leads is None, as in eager
+        torch. Empties `saved`, so that each value is freed after its last use."""
         given = {at for at, *_ in self.tangents if tangents[at] is not None}
         self.leads = [bool(given & sources) for sources in self.sources]
         saved += [self._local_tangent(tangents[at], layout, like) for at, layout, like in self.tangents]
@@ -115,8 +118,8 @@ class Backward:
         return gradients
 
     def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
-        """Of the inputs as they are, and of the parameters as DTensors, with the strides of the parameters, as autograd gives them:
-        fused optimizers take them for granted."""
+        """Of the inputs as they are, and of the parameters as DTensors, with the strides of the parameters, as autograd
+        gives them: fused optimizers take them for granted."""
         leads = self.leads
         return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
             None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(i, spec))
@@ -146,14 +149,16 @@ def _sources(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[frozenset[in
 
 @contextmanager
 def changes_explained() -> Iterator[None]:
-    """Raises InputError where torch finds that a saved value is not what it was: a parameter, buffer or input was written to."""
+    """Raises InputError where torch finds that a saved value is not what it was: a parameter, buffer or input was
+    written to."""
     try:
         yield
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
         raise InputError(
-            "a parameter, buffer or input that the backward reads was changed in place since the forward: " + str(error),
+            "a parameter, buffer or input that the backward reads was changed in place since the forward: "
+            + str(error),
             fix="call backward() before optimizer.step() and before other writes to what the forward has read",
         ) from None
 
@@ -162,7 +167,8 @@ def refuse_second_derivatives() -> None:
     """Raises InputError in a backward that is recorded to be differentiated itself."""
     if torch.is_grad_enabled():
         raise InputError(
-            "the backward is to be differentiated itself (create_graph=True), and a compiled model has first derivatives only",
+            "the backward is to be differentiated itself (create_graph=True), and a compiled model has first "
+            "derivatives only",
             fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
         )
 
@@ -208,5 +214,7 @@ def _shared_memory(results: Sequence, inputs: Sequence) -> list[bool]:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and last address of a tensor's elements."""
-    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
+    length = (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
+    )
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

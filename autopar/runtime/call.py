@@ -31,12 +31,13 @@ class Call:
         tensor.copy_(self.inputs.as_passed(name, tensor, local))
 
     def check_apart(self, written: Sequence[int]) -> None:
-        """Raises InputError if the model writes to one of the tensors `written` and reads the same memory as another input: a
-        trace has each of them in memory of its own."""
+        """Raises InputError if the model writes to one of the tensors `written` and reads the same memory as another
+        input: a trace has each of them in memory of its own."""
         places = [_torch.storage_key(t.to_local() if hasattr(t, "to_local") else t) for t in self.tensors]
         for i in written:
             if places.count(places[i]) > 1:
                 name = self.inputs.signature.tensor_names[i]
                 raise InputError(
-                    f"the model writes to {name}, which shares its memory with another input", fix=f"pass {name}.clone()"
+                    f"the model writes to {name}, which shares its memory with another input",
+                    fix=f"pass {name}.clone()",
                 )

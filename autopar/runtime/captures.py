@@ -1,11 +1,11 @@
 """The calls that a module is compiled for, each of them one capture.
 
-A capture belongs to a form of call (names, shapes, dtypes and constants of the arguments), to training flags, and to calls with
-or without gradients: without, its graph has no backward and its plan no saved activations. All captures compute with the same
-parameters, in the layouts of the first plan, and with the same buffers.
+A capture belongs to a form of call (names, shapes, dtypes and constants of the arguments), to training flags, and to
+calls with or without gradients: without, its graph has no backward and its plan no saved activations. All captures
+compute with the same parameters, in the layouts of the first plan, and with the same buffers.
 
-A form that was not met before is compiled by all ranks together, and so is the first call of each checked on all of them. A rank
-that meets a new form alone cannot know it: agree.meet says how it finds out.
+A form that was not met before is compiled by all ranks together, and so is the first call of each checked on all of
+them. A rank that meets a new form alone cannot know it: agree.meet says how it finds out.
 """
 
 from __future__ import annotations
@@ -71,16 +71,20 @@ class Traced:
 def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     """Whether two graphs with the same nodes have the same tensors among their constants."""
     constants = [[getattr(g, n.target) for n in g.graph.nodes if n.op == "get_attr"] for g in (a, b)]
-    return all(type(x) is type(y) and torch.equal(x, y) for x, y in zip(*constants, strict=True) if isinstance(x, torch.Tensor))
+    return all(
+        type(x) is type(y) and torch.equal(x, y) for x, y in zip(*constants, strict=True) if isinstance(x, torch.Tensor)
+    )
 
 
 class Compiler(Protocol):
-    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together. `forms`: of
-    the model's tensors, before they were taken over."""
+    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together.
+    `forms`: of the model's tensors, before they were taken over."""
 
     forms: Forms
 
-    def trace(self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+    def trace(
+        self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
+    ) -> Traced:
         """`trains`: of parameters by name, if not as it was when the model was taken over."""
 
     def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
@@ -92,8 +96,8 @@ class Compiler(Protocol):
 
 @dataclass
 class Capture:
-    """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers` are when it
-    serves, `returns` what it gives. `is_met`: all ranks were seen to make this call."""
+    """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers`
+    are when it serves, `returns` what it gives. `is_met`: all ranks were seen to make this call."""
 
     call: str
     flags: list[bool]
@@ -114,7 +118,12 @@ class Capture:
         """Whether the Python state is the one that was traced, and the buffers have the forms that the graphs take."""
         for table, leaf, shape, dtype in self.buffers:
             tensor = table.get(leaf)
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype or tensor.requires_grad:
+            if (
+                not isinstance(tensor, torch.Tensor)
+                or tensor.shape != shape
+                or tensor.dtype != dtype
+                or tensor.requires_grad
+            ):
                 return False
         return self.guards.hold()
 
@@ -135,7 +144,9 @@ class Captures:
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.last: Capture | None = None
-        self.completed: WeakKeyDictionary[Step, Step] = WeakKeyDictionary()  # by the step whose program has fewer tangents
+        self.completed: WeakKeyDictionary[Step, Step] = (
+            WeakKeyDictionary()
+        )  # by the step whose program has fewer tangents
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -149,7 +160,9 @@ class Captures:
         ambient = Ambient.now()._replace(gradients=True)
         self._add(traced, plan, self._step(traced, plan, program), self._trains(self._trainable()), ambient)
 
-    def _add(self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = "") -> Capture:
+    def _add(
+        self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = ""
+    ) -> Capture:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
@@ -176,20 +189,26 @@ class Captures:
     def find(self, args: tuple, kwargs: dict) -> tuple[Step | PipelineStep, Call]:
         """What runs a call, and the call; compiles it if there is nothing yet.
 
-        Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on all
-        ranks; DesyncError if this rank alone makes a call for the first time."""
+        Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on
+        all ranks; DesyncError if this rank alone makes a call for the first time."""
         self.structure.check()
         flags, hooks, ambient = self.modes.now(), self.hooks.now(), Ambient.now()
         if ambient.dtype != self.table[0].ambient.dtype:
             raise InputError(
-                f"torch's default type is {ambient.dtype}, and was {self.table[0].ambient.dtype} when the model was compiled",
+                f"torch's default type is {ambient.dtype}, and was {self.table[0].ambient.dtype} when the model was "
+                f"compiled",
                 fix="call torch.set_default_dtype before autopar.compile",
             )
         trainable = self._trainable()
         gradients = ambient.gradients and self._trains(trainable)
         tensors = None
         for capture in (self.last, *self.table):
-            if capture.ambient != ambient or capture.flags != flags or capture.hooks != hooks or capture.trainable != trainable:
+            if (
+                capture.ambient != ambient
+                or capture.flags != flags
+                or capture.hooks != hooks
+                or capture.trainable != trainable
+            ):
                 continue
             if capture.holds():
                 tensors = capture.inputs.match(args, kwargs)
@@ -218,7 +237,8 @@ class Captures:
             raise InputError(
                 f"the model is called with {call}{changed}, and is compiled for {len(self.table)} calls already: "
                 + " | ".join(c.call for c in self.table),
-                fix="pad batches to a few shapes, keep what changes in every call in buffers or inputs, or raise the module's "
+                fix="pad batches to a few shapes, keep what changes in every call in buffers or inputs, or raise the "
+                    "module's "
                     "capture_limit",
             )  # fmt: skip
         start = time.perf_counter()
@@ -232,12 +252,14 @@ class Captures:
             capture = self._add(traced, plan, step, gradients, Ambient.now(), changed)
         if self.groups.rank == 0:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
-            _log.info("capture %d of at most %d: %s%s: %s", len(self.table), self.module.capture_limit, call, changed, how)
+            _log.info(
+                "capture %d of at most %d: %s%s: %s", len(self.table), self.module.capture_limit, call, changed, how
+            )
         return capture
 
     def _complete(self, step: Step) -> Step:
-        """The step of a call in whose program all differentiable outputs have tangents; from now on it serves the calls that `step`
-        served. Called in a backward, on all ranks together."""
+        """The step of a call in whose program all differentiable outputs have tangents; from now on it serves the calls
+        that `step` served. Called in a backward, on all ranks together."""
         if step in self.completed.values():  # torch gave it no more tangents
             return step
         if step in self.completed:
@@ -250,7 +272,9 @@ class Captures:
         with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
             traced = self.compiler.trace_again(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
         # the parts of the tensors that the first forward had serve both programs
-        plan = self.compiler.plan(replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages())
+        plan = self.compiler.plan(
+            replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages()
+        )
         whole = self._step(traced, plan, lower_together(traced, plan))
         for other in self.table:
             if other.step is step:
@@ -265,11 +289,15 @@ class Captures:
         first = self.table[0]
         leaves, nodes = first.plan.sharding.leaves, first.traced.captured.graph.nodes
         roles = {n.name: n.meta["role"] for n in nodes if n.op == "placeholder" and n.name in leaves}
-        return {role.name: leaves[name] for name, role in roles.items() if role.kind == "parameter"} | dict(self.layouts)
+        return {role.name: leaves[name] for name, role in roles.items() if role.kind == "parameter"} | dict(
+            self.layouts
+        )
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         if isinstance(program, PipelineProgram):
-            trains = any(r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"])  # on whatever rank
+            trains = any(
+                r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"]
+            )  # on whatever rank
             step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, self.accumulation,
                                 trains, self.everywhere, self.mode == "global")  # fmt: skip
         else:
@@ -295,7 +323,8 @@ class Captures:
             step.backward.load_deferred(program)
 
     def unreduced_bytes(self) -> int:
-        """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial then."""
+        """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial
+        then."""
         first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
         if isinstance(first.step, PipelineStep):
             return first.step.gradients.unreduced_bytes
@@ -303,7 +332,9 @@ class Captures:
         shapes = {r.name: n.meta["val"] for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
                   if r.kind == "gradient"}  # fmt: skip
         for name, layout in unreduced_layouts(graph, first.plan.sharding).items():
-            total += math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()
+            total += (
+                math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()
+            )
         return total
 
     def _modes_text(self) -> str:
@@ -320,7 +351,9 @@ class Captures:
     def _trains(self, trainable: list[bool]) -> bool:
         """Whether anything does, on whatever rank, with the adapters on or off as they are."""
         here = zip(self.parameters, trainable)
-        return any(t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere))
+        return any(
+            t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere)
+        )
 
 
 def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:

@@ -27,8 +27,8 @@ AS_THEY_ARE = (
 
 
 def deep_copy(module, memo: dict):
-    """Return a compiled module of its own: parameters, buffers and attributes are copies, the program of the first call is made
-    anew from its plan, without planning. All ranks call this together."""
+    """Return a compiled module of its own: parameters, buffers and attributes are copies, the program of the first call
+    is made anew from its plan, without planning. All ranks call this together."""
     made = memo[id(module)] = type(module).__new__(type(module))  # hooks of the source may refer to the module
     source = copy.deepcopy(module._source, memo)
     taken_over(source)
@@ -56,8 +56,8 @@ def deep_copy(module, memo: dict):
 
 
 def plain_model(module) -> nn.Module:
-    """Return the model on one device, with whole parameters and buffers, as it was before it was compiled. All ranks call this
-    together, and each gets it.
+    """Return the model on one device, with whole parameters and buffers, as it was before it was compiled. All ranks
+    call this together, and each gets it.
 
     Raises AdaptError for a model with adapters that are not merged or with a quantized base."""
     if module.quantized_names or (module._adapters is not None and not module._adapters.merged):

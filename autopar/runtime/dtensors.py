@@ -1,7 +1,8 @@
 """Layouts as DTensor placements, and back.
 
-DTensor applies placements in the order of the mesh's axes. Where a dim's own order differs (a ZeRO-sharded column-parallel weight
-is cut by tp first), or the dim is cut inside parts, the axis gets a strided shard whose split factor is what lies outside it.
+DTensor applies placements in the order of the mesh's axes. Where a dim's own order differs (a ZeRO-sharded
+column-parallel weight is cut by tp first), or the dim is cut inside parts, the axis gets a strided shard whose split
+factor is what lies outside it.
 """
 
 from __future__ import annotations

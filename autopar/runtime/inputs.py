@@ -17,8 +17,9 @@ from .dtensors import as_dtensor, layout_of, redistributed
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which inputs="local" means parts: those named for data, or the first one. Under a pipeline the first one that
-    is not named for something else; none on a mesh that has no such axis, where the only part is the batch."""
+    """The axes over which inputs="local" means parts: those named for data, or the first one. Under a pipeline the
+    first one that is not named for something else; none on a mesh that has no such axis, where the only part is the
+    batch."""
     named = tuple(a for a in mesh.names if a.startswith("dp") or a == "data")
     if named or axis_of(mesh) is None:
         return named or mesh.names[:1]
@@ -26,8 +27,8 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:
-    """`(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by input name:
-    of DTensors, and with inputs="local" of each rank's part."""
+    """`(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by input
+    name: of DTensors, and with inputs="local" of each rank's part."""
     signature, tensors = CallSignature.of(*split_example(example_inputs))
     axes = data_axes(mesh)
     fixed: dict[str, Layout] = {}
@@ -45,11 +46,11 @@ def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, 
 
 
 class Inputs:
-    """Turns calls of one form into the local tensors that the rank's graph takes. `layouts`: by input name, those that the plan
-    gives the inputs; `fixed`: those in which the user passes them, if they are not whole."""
+    """Turns calls of one form into the local tensors that the rank's graph takes. `layouts`: by input name, those that
+    the plan gives the inputs; `fixed`: those in which the user passes them, if they are not whole."""
 
-    def __init__(self, signature: CallSignature, mode: str, layouts: Mapping[str, Layout], fixed: Mapping[str, Layout], mesh: Mesh,
-                 device_mesh):  # fmt: skip
+    def __init__(self, signature: CallSignature, mode: str, layouts: Mapping[str, Layout], fixed: Mapping[str, Layout],
+                 mesh: Mesh, device_mesh):  # fmt: skip
         self.signature, self.is_local, self.layouts, self.fixed = signature, mode == "local", layouts, fixed
         self.mesh, self.device_mesh = mesh, device_mesh
         self.device = torch.device(device_mesh.device_type)
@@ -73,29 +74,34 @@ class Inputs:
             return describe_call(*self.signature.rebuild(tensors))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Raises InputError on every rank if ranks that are to pass the same, all of them or those at one part of the batch, pass
-        different tensors. What is a DTensor says itself which ranks have the same."""
+        """Raises InputError on every rank if ranks that are to pass the same, all of them or those at one part of the
+        batch, pass different tensors. What is a DTensor says itself which ranks have the same."""
         plain = [(n, t) for n, t in zip(self.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
         part = tuple((a, self.coordinate[a]) for a in data_axes(self.mesh)) if self.is_local else None
         agree.check_batches([n for n, _ in plain], [t for _, t in plain], part)
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of a call's tensors, with their gradients. Raises InputError for a DTensor of another mesh."""
+        """This rank's parts of a call's tensors, with their gradients. Raises InputError for a DTensor of another
+        mesh."""
         return [
             _Part.apply(t, self, name) if needs_gradient(t) else self._local(name, t)
             for name, t in zip(self.signature.tensor_names, tensors)
         ]
 
     def as_passed(self, name: str, like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as a part of the
-        batch, or as a DTensor of the same placements. Collective where that form is another one."""
+        """Values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as a part
+        of the batch, or as a DTensor of the same placements. Collective where that form is another one."""
         layout, shape = self.layouts[name], self.signature.shape_of(name)
-        if not isinstance(like, DTensor) and (self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated):
+        if not isinstance(like, DTensor) and (
+            self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated
+        ):
             return local.to(like.device)
         whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
         with watch.meeting(f"the parts of {name}"):
             if isinstance(like, DTensor):
-                return whole.redistribute(self.device_mesh, [Replicate() if p.is_partial() else p for p in like.placements])
+                return whole.redistribute(
+                    self.device_mesh, [Replicate() if p.is_partial() else p for p in like.placements]
+                )
             if self.is_local:
                 return redistributed(whole, self.fixed[name], self.mesh, self.device_mesh).to(like.device)
             return whole.full_tensor().to(like.device)
@@ -118,7 +124,9 @@ class Inputs:
     def _check_mesh(self, name: str, tensor: DTensor) -> None:
         if tensor.device_mesh != self.device_mesh:
             raise InputError(
-                f"{name} is a DTensor of another mesh", mesh=tensor.device_mesh, fix="use the mesh given to autopar.compile"
+                f"{name} is a DTensor of another mesh",
+                mesh=tensor.device_mesh,
+                fix="use the mesh given to autopar.compile",
             )
 
     def shard(self, args: tuple, kwargs: dict) -> tuple | dict:
@@ -157,9 +165,9 @@ class _Part(torch.autograd.Function):
 
 
 class WholeInputs(Inputs):
-    """Under a pipeline every rank gets the whole batch, which is cut into micro-batches and then as each stage wants it: a
-    micro-batch is a stretch of the batch, whoever has its samples, so that what it draws does not depend on how they came. Parts of
-    the batch travel to the ranks that have others, once a call."""
+    """Under a pipeline every rank gets the whole batch, which is cut into micro-batches and then as each stage wants
+    it: a micro-batch is a stretch of the batch, whoever has its samples, so that what it draws does not depend on how
+    they came. Parts of the batch travel to the ranks that have others, once a call."""
 
     def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):

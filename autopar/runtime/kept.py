@@ -1,10 +1,10 @@
-"""What a call remembers of the tensors that its backward needs: how often they were written to, and for a second forward the
-tensors themselves. A DTensor counts the writes to itself, its local values, which the graphs take, do not.
+"""What a call remembers of the tensors that its backward needs: how often they were written to, and for a second
+forward the tensors themselves. A DTensor counts the writes to itself, its local values, which the graphs take, do not.
 
-A program in which the loss alone has a tangent is the cheapest one, and serves every loop that calls `loss.backward()`. A gradient
-that arrives for another output needs a program with tangents for all outputs: it runs the forward again, from the tensors of the
-call, the random state that the first forward drew, and the state that it read. All of it is there already; only the state that the
-forward itself overwrites is copied.
+A program in which the loss alone has a tangent is the cheapest one, and serves every loop that calls `loss.backward()`.
+A gradient that arrives for another output needs a program with tangents for all outputs: it runs the forward again,
+from the tensors of the call, the random state that the first forward drew, and the state that it read. All of it is
+there already; only the state that the forward itself overwrites is copied.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ..graph import PARTNERS, Role, output_node
 
 
 class Kept:
-    """Of one forward: how often its tensors had been written to, and the `values` of its placeholders if a second one may need
-    them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if the value is its local part;
+    """Of one forward: how often its tensors had been written to, and the `values` of its placeholders if a second one
+    may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if the value
+    is its local part;
     `watched`: positions of those that matter."""
 
     def __init__(self, roles: Sequence[Role], owners: Sequence[torch.Tensor], watched: Sequence[int],
@@ -37,7 +38,8 @@ class Kept:
         for i, old, new in zip(self.watched, self.versions, now):
             if old != new and i in needed:
                 raise InputError(
-                    f"the {self.roles[i].kind} {self.roles[i].name}, which this backward needs, has been modified by an inplace "
+                    f"the {self.roles[i].kind} {self.roles[i].name}, which this backward needs, has been modified by "
+                    f"an inplace "
                     "operation since the forward",
                     fix="call backward() before optimizer.step() and other writes, or call the model again",
                 )
@@ -70,5 +72,9 @@ def read_by_outputs(graph: fx.Graph) -> set[tuple[str, str]]:
 def read_by_backward(graph: fx.Graph, saved: Sequence[str]) -> set[tuple[str, str]]:
     """Kind and name of the leaves of a joint graph that ops of the backward read, or that are saved for it."""
     leaves = [n for n in graph.nodes if n.op == "placeholder" and not n.meta["role"].is_tangent]
-    late = [n for n in leaves if n.name in saved or any(u.meta.get("phase") == "backward" and u.op != "output" for u in n.users)]
+    late = [
+        n
+        for n in leaves
+        if n.name in saved or any(u.meta.get("phase") == "backward" and u.op != "output" for u in n.users)
+    ]
     return {(n.meta["role"].kind, n.meta["role"].name) for n in late}

@@ -1,7 +1,8 @@
-"""A rank's graph, ready to run: with process groups for the logical ones, on its device, watched; through torch.compile on demand.
+"""A rank's graph, ready to run: with process groups for the logical ones, on its device, watched; through torch.compile
+on demand.
 
-torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in place
-becomes one that copies, which Inductor may turn into one in place again.
+torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
+place becomes one that copies, which Inductor may turn into one in place again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from .process_groups import ProcessGroups
 
 
 class LoadedGraph:
-    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: forward or backward."""
+    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: forward or
+    backward."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         self.module = boxed(bind_groups(module, groups.bind(group_names(module)))).to(device)

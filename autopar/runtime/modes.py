@@ -1,4 +1,5 @@
-"""Training flags: which modules of a model are in train mode and which in eval mode; and whether its adapters take part."""
+"""Training flags: which modules of a model are in train mode and which in eval mode; and whether its adapters take
+part."""
 
 from __future__ import annotations
 

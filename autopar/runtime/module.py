@@ -33,24 +33,30 @@ from .source_attributes import OfSource
 from .stage_mesh import StageMesh
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
-STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 OWN = (
-    "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts", "_forms",
-    "_places", "_captures", "_observers_are_frozen", "_adapters",
+    "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts",
+    "_forms", "_places", "_captures", "_observers_are_frozen", "_adapters",
 )  # fmt: skip
 
 
 class ParallelModule(OfSource):
-    """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the plans of all
-    calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of the parameters by name, on
-    the mesh of `stage_mesh`. Values come from the source or from `weights`.
+    """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the
+    plans of all calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of
+    the parameters by name, on the mesh of `stage_mesh`. Values come from the source or from `weights`.
 
     Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
-    `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where their stage is,
-    or `everywhere`.
+    `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where
+    their stage is, or `everywhere`.
 
-    It has the source's own submodules and tensors. Attributes that it does not know are the source's, to read and to set, so that
-    what a user says of the model is said of what is traced. `_forms`: the source's tensors before they were taken over."""
+    It has the source's own submodules and tensors. Attributes that it does not know are the source's, to read and to
+    set, so that what a user says of the model is said of what is traced. `_forms`: the source's tensors before they
+    were taken over."""
 
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
@@ -60,19 +66,25 @@ class ParallelModule(OfSource):
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
         replaced = attachment.replaced if attachment else {}
-        self.quantized_names = frozenset(replaced)  # of parameters of the source that are here only in their quantized parts
+        self.quantized_names = frozenset(
+            replaced
+        )  # of parameters of the source that are here only in their quantized parts
         traced = compiler.trace(example_inputs, True)
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
         self.stage_mesh = stage = StageMesh.of(self.plan, device_mesh)
         elsewhere = program.elsewhere(stage.place) if self.plan.pipeline else frozenset()
-        self.elsewhere, self._places = _others(source, traced.captured.ties, program, stage) if self.plan.pipeline else ({}, {})
+        self.elsewhere, self._places = (
+            _others(source, traced.captured.ties, program, stage) if self.plan.pipeline else ({}, {})
+        )
         self._forms = compiler.forms
         given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere
         self.layouts = agree.everywhere(lambda: take_over(source, self._forms, *given))
         translate_states(self, self.layouts, stage, self.elsewhere)
-        self._captures = Captures(self, compiler, Modes(source), self.layouts, inputs, mesh, device_mesh, stage, everywhere)
+        self._captures = Captures(
+            self, compiler, Modes(source), self.layouts, inputs, mesh, device_mesh, stage, everywhere
+        )
         self._captures.add(traced, self.plan, program)
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False
@@ -102,19 +114,21 @@ class ParallelModule(OfSource):
 
     @property
     def captures(self) -> dict[str, Plan]:
-        """The plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which they were met."""
+        """The plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which they were
+        met."""
         return {capture.call: capture.plan for capture in self._captures.table}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For gradient accumulation: a backward inside adds to gradients that are not reduced over the ranks; the next backward
-        outside adds its own, and reduces them all at once. What counts is where `backward()` is called.
+        """For gradient accumulation: a backward inside adds to gradients that are not reduced over the ranks; the next
+        backward outside adds its own, and reduces them all at once. What counts is where `backward()` is called.
 
-        Inside, the `.grad` of such a parameter is a Partial DTensor: `zero_grad` drops it, `full_tensor()` gives its value, and
-        an optimizer or clipping that reads it makes DTensor reduce it, tensor by tensor. It is as large as what the rank
-        computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient are sharded (ZeRO).
-        Under a pipeline they come on top of the sums of the micro-batches of the next call, which the plan counts, and a parameter
-        that several stages share is reduced in each backward."""
+        Inside, the `.grad` of such a parameter is a Partial DTensor: `zero_grad` drops it, `full_tensor()` gives its
+        value, and an optimizer or clipping that reads it makes DTensor reduce it, tensor by tensor. It is as large as
+        what the rank
+        computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient are sharded
+        (ZeRO). Under a pipeline they come on top of the sums of the micro-batches of the next call, which the plan
+        counts, and a parameter that several stages share is reduced in each backward."""
         self._captures.prepare_no_sync()
         with self._captures.accumulation.deferring():
             yield
@@ -125,62 +139,71 @@ class ParallelModule(OfSource):
         return self._captures.unreduced_bytes()
 
     def measured_schedule(self) -> Played:
-        """When each action of the last call ran, on this rank and those before and after it in the pipeline. `play`, `grid` and
-        `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises StageError without a pipeline."""
+        """When each action of the last call ran, on this rank and those before and after it in the pipeline. `play`,
+        `grid` and `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises StageError
+        without a pipeline."""
         if self.plan.pipeline is None:
-            raise StageError("the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp")
+            raise StageError(
+                "the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp"
+            )
         return self._captures.last.step.measured()
 
     def compile(self, **options) -> None:
-        """Run this rank's graphs through torch.compile with these options of it (`backend`, `mode`, ...), from the next call of
-        each on; that call compiles, which takes minutes for a large model. What is around the graphs stays as it is, so
-        `torch.compile(model)` changes nothing."""
+        """Run this rank's graphs through torch.compile with these options of it (`backend`, `mode`, ...), from the next
+        call of each on; that call compiles, which takes minutes for a large model. What is around the graphs stays as
+        it is, so `torch.compile(model)` changes nothing."""
         self._captures.compile(options)
 
     def shard_inputs(self, *args, **kwargs):
-        """The batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the call: a dict of
-        the keyword arguments, or a tuple. For a loss outside of the model, `shard_inputs(labels=labels)` of inputs not compiled
-        for are cut along dim 0 as the first input is."""
+        """The batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the call: a
+        dict of the keyword arguments, or a tuple. For a loss outside of the model, `shard_inputs(labels=labels)` of
+        inputs not compiled for are cut along dim 0 as the first input is."""
         return self._captures.table[0].inputs.shard(args, kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder: config.json, if the source has a config, and safetensors shards under the original names,
-        which `from_pretrained` and `weights=` load. All ranks call it; each writes tensors of its own, whole, one at a time. Raises
-        AdaptError for a quantized base, whose weights are not those of the folder any more."""
+        """Write a Hugging Face folder: config.json, if the source has a config, and safetensors shards under the
+        original names, which `from_pretrained` and `weights=` load. All ranks call it; each writes tensors of its own,
+        whole, one at a time. Raises AdaptError for a quantized base, whose weights are not those of the folder any
+        more."""
         if self.quantized_names:
             raise AdaptError(
                 f"the base is quantized: {len(self.quantized_names)} weights are here in their packed form alone",
-                fix="save_adapter(folder) for what trained; its base is the folder or model that this one was compiled from",
+                fix="save_adapter(folder) for what trained; its base is the folder or model that this one was compiled "
+                "from",
             )
         save_model(self, folder)
 
     def _lora(self) -> Adapters:
         """Raises AdaptError if the model was compiled without LoRA."""
         if self._adapters is None:
-            raise AdaptError("the model has no adapters", fix="compile it with adapt=[autopar.LoRA(target_modules=...)]")
+            raise AdaptError(
+                "the model has no adapters", fix="compile it with adapt=[autopar.LoRA(target_modules=...)]"
+            )
         return self._adapters
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write what trains, the active adapter, as adapter_config.json and adapter_model.safetensors in PEFT's format. All ranks
-        call it."""
+        """Write what trains, the active adapter, as adapter_config.json and adapter_model.safetensors in PEFT's format.
+        All ranks call it."""
         self._lora().save(folder)
 
     def load_adapter(self, folder: str | Path, adapter_name: str | None = None) -> None:
-        """Read an adapter that `save_adapter` or PEFT wrote, each rank its parts: into the active one, or as another one, which
-        `set_adapter` makes active. Raises AdaptError for one of another model or of other settings."""
+        """Read an adapter that `save_adapter` or PEFT wrote, each rank its parts: into the active one, or as another
+        one, which `set_adapter` makes active. Raises AdaptError for one of another model or of other settings."""
         self._lora().load(folder, adapter_name)
 
     def set_adapter(self, adapter_name: str) -> None:
-        """Make one of the loaded adapters the active one; "default" is the one that the model was compiled with. An optimizer keeps
-        its state of the parameters, which then hold other values."""
+        """Make one of the loaded adapters the active one; "default" is the one that the model was compiled with. An
+        optimizer keeps its state of the parameters, which then hold other values."""
         self._lora().activate(adapter_name)
 
     def disable_adapter(self):
-        """A context in which the model computes without its adapters. What trains beside them (biases, modules_to_save) stays."""
+        """A context in which the model computes without its adapters. What trains beside them (biases, modules_to_save)
+        stays."""
         return self._lora().disabled()
 
     def merge_adapter(self) -> None:
-        """Add the active adapter to the base: calls then run graphs without it, and `save_pretrained` writes the sum."""
+        """Add the active adapter to the base: calls then run graphs without it, and `save_pretrained` writes the
+        sum."""
         self._lora().merge()
 
     def unmerge_adapter(self) -> None:
@@ -188,8 +211,9 @@ class ParallelModule(OfSource):
         self._lora().unmerge()
 
     def freeze_observers(self, frozen: bool = True) -> None:
-        """The observers of fake-quantized inputs keep their ranges, or go on following the inputs, whatever `train()` and `eval()`
-        say meanwhile; calls in the new state are a capture of their own. In eval mode ranges are never changed."""
+        """The observers of fake-quantized inputs keep their ranges, or go on following the inputs, whatever `train()`
+        and `eval()` say meanwhile; calls in the new state are a capture of their own. In eval mode ranges are never
+        changed."""
         self._observers_are_frozen = frozen
         self._set_observers()
 
@@ -205,8 +229,8 @@ class ParallelModule(OfSource):
                 layer._modules[OBSERVER].training = layer.training and not self._observers_are_frozen
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by their norm over the whole model, all its stages; returns the norm as a plain tensor, equal on all
-        ranks, which call this together. A parameter that several stages share counts once."""
+        """Clip gradients by their norm over the whole model, all its stages; returns the norm as a plain tensor, equal
+        on all ranks, which call this together. A parameter that several stages share counts once."""
         stage = self.stage_mesh
         with watch.meeting("the norm of the gradients"):
             if stage.line is None:
@@ -225,7 +249,9 @@ class ParallelModule(OfSource):
 
     def places_of(self, name: str) -> tuple[int, ...]:
         """Where along the pipeline a parameter or buffer is."""
-        return self._places.get(name, (0,) if self.stage_mesh.line is None else tuple(range(len(self.stage_mesh.ranks))))
+        return self._places.get(
+            name, (0,) if self.stage_mesh.line is None else tuple(range(len(self.stage_mesh.ranks)))
+        )
 
     def _apply(self, fn, recurse: bool = True):
         """`.to(...)`, `.half()` and the like: fine if they change nothing, else the graph would not fit any more."""
@@ -256,8 +282,8 @@ class ParallelModule(OfSource):
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):
-    """(parameters and saved buffers that this rank does not get, on the meta device; of all that some rank does not get, the places
-    along the pipeline that have it)."""
+    """(parameters and saved buffers that this rank does not get, on the meta device; of all that some rank does not
+    get, the places along the pipeline that have it)."""
     places = range(len(stage.ranks))
     missing = [program.elsewhere(place) for place in places]
     elsewhere: dict[str, Tensor] = {}
@@ -270,6 +296,8 @@ def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram
         if first in missing[stage.place]:
             if id(tensor) not in made:
                 empty = torch.empty_like(tensor, device="meta")
-                made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                made[id(tensor)] = (
+                    nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                )
             elsewhere[name] = made[id(tensor)]
     return elsewhere, found

@@ -1,8 +1,10 @@
-"""torch's optimizers on the parameters of compiled modules: which ones are right as they are, and what happens to the others.
+"""torch's optimizers on the parameters of compiled modules: which ones are right as they are, and what happens to the
+others.
 
-Most work on DTensors and need nothing. Some update every element by itself but call ops that DTensor lacks (fused SGD and Adagrad,
-Rprop): those step on the local parts of the parameters. Some compute with whole parameters in a way that sharded ones do not
-allow (Adafactor, LBFGS): those are refused before their first step. torch calls the hook below at the start of every `step`.
+Most work on DTensors and need nothing. Some update every element by itself but call ops that DTensor lacks (fused SGD
+and Adagrad, Rprop): those step on the local parts of the parameters. Some compute with whole parameters in a way that
+sharded ones do not allow (Adafactor, LBFGS): those are refused before their first step. torch calls the hook below at
+the start of every `step`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from ..mesh import Mesh
 from ..storage.weights import shortened
 
 _modules: WeakSet[nn.Module] = WeakSet()
-_checked: WeakKeyDictionary[Optimizer, tuple] = WeakKeyDictionary()  # (form when it was checked, whether it steps on local parts)
+_checked: WeakKeyDictionary[Optimizer, tuple] = (
+    WeakKeyDictionary()
+)  # (form when it was checked, whether it steps on local parts)
 
 
 def follow(module: nn.Module) -> None:
@@ -39,7 +43,8 @@ _hooks: list = []
 
 
 def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Raises OptimizerError for an optimizer that cannot step; gives one that needs local parts a stand-in that has them."""
+    """Raises OptimizerError for an optimizer that cannot step; gives one that needs local parts a stand-in that has
+    them."""
     form = tuple((len(group["params"]), bool(group.get("fused"))) for group in optimizer.param_groups)
     known, is_local = _checked.get(optimizer, (None, False))
     if known != form:
@@ -60,26 +65,34 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-# what is refused ---------------------------------------------------------------------------------------------------------
+# what is refused
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _check(optimizer: Optimizer, module: nn.Module) -> None:
-    """Raises OptimizerError for an optimizer that would be wrong, or fail half way, on these parameters: on all ranks that have
-    some of the same."""
+    """Raises OptimizerError for an optimizer that would be wrong, or fail half way, on these parameters: on all ranks
+    that have some of the same."""
     kind, ids, mesh = type(optimizer).__name__, {id(p) for p in _parameters(optimizer)}, module.stage_mesh.mesh
     mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
     if isinstance(optimizer, LBFGS) and module.plan.pipeline is not None:
         raise OptimizerError(
             f"{kind} searches along all parameters at once, and a rank of a pipeline has those of its stages only",
-            mesh=module.plan.mesh, fix="an optimizer that updates parameter by parameter, such as AdamW, or a mesh without pp",
+            mesh=module.plan.mesh,
+            fix="an optimizer that updates parameter by parameter, such as AdamW, or a mesh without pp",
         )  # fmt: skip
     if isinstance(optimizer, LBFGS):
-        _refuse(kind, "flattens parameters, which DTensor cannot where ranks have parts of different sizes or of fused weights",
-                {n: p for n, p in mine.items() if not _can_flatten(module.layouts[n], p.shape, mesh)}, module)  # fmt: skip
+        _refuse(kind, "flattens parameters, which DTensor cannot where ranks have parts of different sizes or of fused "
+                      "weights",
+                {n: p for n, p in mine.items() if not _can_flatten(module.layouts[n], p.shape, mesh)},
+                module)  # fmt: skip
     if isinstance(optimizer, Adafactor):
         _refuse(kind, "takes norms of rows and columns in place, which DTensor cannot do of sharded parameters",
                 {n: p for n, p in mine.items() if module.layouts[n].sharding_axes}, module)  # fmt: skip
-    if isinstance(optimizer, (SGD, Adagrad, Rprop)) and _calls_missing_ops(optimizer) and not _needs_local_parts(optimizer):
+    if (
+        isinstance(optimizer, (SGD, Adagrad, Rprop))
+        and _calls_missing_ops(optimizer)
+        and not _needs_local_parts(optimizer)
+    ):
         fix = "one of torch.optim's own" if isinstance(optimizer, Rprop) else "fused=False"
         raise OptimizerError(f"{kind} inherits from an optimizer that calls ops which DTensor does not have", fix=fix)
 
@@ -95,12 +108,14 @@ def _refuse(kind: str, why: str, parameters: dict[str, nn.Parameter], module: nn
 
 
 def _can_flatten(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether DTensor can flatten a tensor: no dim is cut inside its parts, none but the last into pieces of different sizes."""
+    """Whether DTensor can flatten a tensor: no dim is cut inside its parts, none but the last into pieces of different
+    sizes."""
     cuts = [math.prod(mesh.size(axis) for axis in axes) for axes in layout.dims]
     return max(layout.parts, default=1) == 1 and not any(size % cut for size, cut in zip(shape[:-1], cuts))
 
 
-# what steps on local parts -----------------------------------------------------------------------------------------------
+# what steps on local parts
+# -----------------------------------------------------------------------------------------------
 
 
 def _calls_missing_ops(optimizer: Optimizer) -> bool:
@@ -113,7 +128,8 @@ def _needs_local_parts(optimizer: Optimizer) -> bool:
 
 
 def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and their state."""
+    """The arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and their
+    state."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:  # it computes the gradients
         with torch.enable_grad():
@@ -121,7 +137,9 @@ def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tu
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.state = defaultdict(dict)
-    stand_in.param_groups = [group | {"params": [_local(p) for p in group["params"]]} for group in optimizer.param_groups]
+    stand_in.param_groups = [
+        group | {"params": [_local(p) for p in group["params"]]} for group in optimizer.param_groups
+    ]
     for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
         if parameter in optimizer.state:
             stand_in.state[local] = {key: _local_value(value) for key, value in optimizer.state[parameter].items()}

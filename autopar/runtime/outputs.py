@@ -1,8 +1,8 @@
 """Outputs as people use them: a global tensor that is gathered when somebody reads it, and never if nobody does.
 
-With inputs="global" every rank computes the same from the outputs of a call, so an output is what eager torch gives: any loss,
-metric, head or `.numpy()` takes it. Until then it is a DTensor in the layout in which the plan left it: logits beside a loss cost
-nothing. Gathering is a collective, so what reads an output does so on all ranks.
+With inputs="global" every rank computes the same from the outputs of a call, so an output is what eager torch gives:
+any loss, metric, head or `.numpy()` takes it. Until then it is a DTensor in the layout in which the plan left it:
+logits beside a loss cost nothing. Gathering is a collective, so what reads an output does so on all ranks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from .._torch import tree_flatten, tree_map
 
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
 _AS_IT_IS = frozenset(
-    """shape size dim ndim numel nelement dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex is_cuda
-    is_meta is_sparse is_quantized element_size itemsize nbytes output_nr _version __len__ __hash__ names is_inference type stride
-    placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__ is_contiguous ndimension
+    """shape size dim ndim numel nelement dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex
+    is_cuda is_meta is_sparse is_quantized element_size itemsize nbytes output_nr _version __len__ __hash__ names is_inference
+    type stride placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__ is_contiguous ndimension
     __dict__""".split()
 )
 
 
 class GlobalTensor(DTensor):
-    """An output of a compiled model. It is gathered by the first function that reads it, which then has a plain tensor."""
+    """An output of a compiled model. It is gathered by the first function that reads it, which then has a plain
+    tensor."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -55,8 +56,8 @@ def plain(value: object) -> object:
 
 
 def output_of(local: Tensor, spec, is_global: bool) -> Tensor:
-    """Return an output, given this rank's part of it and its layout (None: the whole of it): with `is_global` the plain tensor, or
-    a GlobalTensor if it is not whole; else a DTensor."""
+    """Return an output, given this rank's part of it and its layout (None: the whole of it): with `is_global` the plain
+    tensor, or a GlobalTensor if it is not whole; else a DTensor."""
     if spec is None:
         return local.detach()
     if not is_global:

@@ -1,7 +1,8 @@
 """Hooks of parameters: they get a gradient as eager torch gives it, a plain whole tensor, and may give another one.
 
-The gradient of a compiled model's parameter is a DTensor, which does not mix with a user's plain mask. A hook sees a GlobalTensor,
-which is gathered when the hook reads it; what it returns, or writes into it, is cut again. So a hook runs on all ranks alike.
+The gradient of a compiled model's parameter is a DTensor, which does not mix with a user's plain mask. A hook sees a
+GlobalTensor, which is gathered when the hook reads it; what it returns, or writes into it, is cut again. So a hook runs
+on all ranks alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters change hands: this rank's shards take the places of the source's parameters, which are emptied and say so.
 
-The compiled module has the source's own submodules. What a user sets on one of them (a dropout's p, a temperature, a training flag)
-is set on what is traced, and what is found by its class is what was written.
+The compiled module has the source's own submodules. What a user sets on one of them (a dropout's p, a temperature, a
+training flag) is set on what is traced, and what is found by its class is what was written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _ANSWERS = frozenset(
 
 
 class MovedParameter(nn.Parameter):
-    """What is left of a source parameter: any use, also by an optimizer built on it before, says where its values went."""
+    """What is left of a source parameter: any use, also by an optimizer built on it before, says where its values
+    went."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -59,39 +60,51 @@ _taken_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def check_model(source: nn.Module) -> None:
     """Raises InputError or MovedParameterError for what cannot be traced as a model."""
     if not isinstance(source, nn.Module):
-        raise InputError(f"the model is a {type(source).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module")
+        raise InputError(
+            f"the model is a {type(source).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module"
+        )
     if source in _taken_over:
         raise MovedParameterError(
             f"the {type(source).__name__} was taken over by an earlier autopar.compile",
             fix="build the model again, or copy it before compiling",
         )
     for name, module in source.named_modules():
-        if wrapper := next((cls.__name__ for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(WRAPPERS)), None):
+        if wrapper := next(
+            (cls.__name__ for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(WRAPPERS)), None
+        ):
             raise InputError(f"{name or 'the model'} is parallel already: it is a {wrapper}",
-                             fix="pass the plain model (model.module): the plan shards parameters and reduces gradients itself; "
+                             fix="pass the plain model (model.module): the plan shards parameters and reduces "
+                                 "gradients itself; "
                                  'strategy="ddp" or "fsdp" plans as the wrapper would')  # fmt: skip
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
-                f"{name} was taken over by an earlier autopar.compile", fix="build the model again, or copy it before compiling"
+                f"{name} was taken over by an earlier autopar.compile",
+                fix="build the model again, or copy it before compiling",
             )
         if nn.parameter.is_lazy(tensor):
-            raise InputError(f"{name} has no shape yet", fix="call the model once, so that its lazy layers know their sizes")
+            raise InputError(
+                f"{name} has no shape yet", fix="call the model once, so that its lazy layers know their sizes"
+            )
     for name, parameter in source.named_parameters():
         if parameter.is_complex():
-            raise InputError(f"{name} is complex, and gradients of complex parameters are not available", fix="use real parameters")
+            raise InputError(
+                f"{name} is complex, and gradients of complex parameters are not available", fix="use real parameters"
+            )
 
 
 def parallel_already(wrapper: str) -> StrategyError:
     """The refusal of what would make a compiled model parallel once more."""
     return StrategyError(
-        f"{wrapper} cannot wrap a compiled model: it is parallel already, with gradients reduced and parameters sharded as planned",
+        f"{wrapper} cannot wrap a compiled model: it is parallel already, with gradients reduced and parameters "
+        f"sharded as planned",
         fix='train it as it is; strategy="ddp" or "fsdp" in autopar.compile plans as the wrapper would',
     )
 
 
 def check_source(source: nn.Module, weights: bool = False) -> None:
-    """Raises InputError or MovedParameterError if the model cannot be taken over; without `weights` it must have values."""
+    """Raises InputError or MovedParameterError if the model cannot be taken over; without `weights` it must have
+    values."""
     check_model(source)
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         if tensor.is_meta and not weights:
@@ -108,11 +121,11 @@ def take_over(
     source: nn.Module, forms: Forms, captured: Captured, plan: Plan, stage: StageMesh, weights: Weights | None = None,
     added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None, elsewhere: Collection[str] = (),
 ) -> dict[str, Layout]:  # fmt: skip
-    """Put this rank's parts, on the device or where the plan puts them, in the places of the parameters and buffers of `source`,
-    with its values or those that `weights` reads (which has none of the names in `added`). `replaced`: parameters that are not
-    kept, and what is computed from them instead. Each source parameter is emptied as soon as its part is made, so that the two are
-    never in memory as a whole. Of the parameters and buffers `elsewhere`, of other stages of a pipeline, this rank gets none.
-    Returns the layouts of the parameters by name."""
+    """Put this rank's parts, on the device or where the plan puts them, in the places of the parameters and buffers of
+    `source`, with its values or those that `weights` reads (which has none of the names in `added`). `replaced`:
+    parameters that are not kept, and what is computed from them instead. Each source parameter is emptied as soon as
+    its part is made, so that the two are never in memory as a whole. Of the parameters and buffers `elsewhere`, of
+    other stages of a pipeline, this rank gets none. Returns the layouts of the parameters by name."""
     mesh, device_mesh, coordinate = stage.mesh, stage.device_mesh, stage.coordinate
     device = torch.device(device_mesh.device_type)
     leaves = {n.meta["role"].name: n.name for n in captured.graph.nodes if n.op == "placeholder"}
@@ -124,7 +137,9 @@ def take_over(
             part = local_part(tensor.detach(), layout, mesh, coordinate).contiguous()
         if leaves.get(captured.ties.get(name, name)) not in plan.sharding.on_host:
             return part.to(device)
-        return part.cpu().pin_memory() if device.type == "cuda" else part.cpu()  # pinned memory is copied at the link's speed
+        return (
+            part.cpu().pin_memory() if device.type == "cuda" else part.cpu()
+        )  # pinned memory is copied at the link's speed
 
     persistent = set(source.state_dict())
     buffers: dict[int, torch.Tensor] = {}
@@ -159,7 +174,9 @@ def take_over(
             if name in replaced and not {*replaced[name].names} <= {*elsewhere}:
                 whole = part_of(name, parameter, Layout.replicated(parameter.dim()))
                 if not torch.isfinite(whole).all():
-                    raise InputError(f"{name} has values that are not finite, and its blocks would be too", fix="mend the weights")
+                    raise InputError(
+                        f"{name} has values that are not finite, and its blocks would be too", fix="mend the weights"
+                    )
                 for new, value in zip(replaced[name].names, replaced[name].compute(whole)):
                     computed[new] = local_part(value, layout_of(new, value.dim()), mesh, coordinate)
             if name in replaced:
@@ -198,8 +215,8 @@ def _empty(parameter: nn.Parameter) -> None:
 
 
 def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:
-    """Where a parameter or buffer lives: looking it up there at every step always finds the current one. A tensor that is a plain
-    attribute counts as a buffer."""
+    """Where a parameter or buffer lives: looking it up there at every step always finds the current one. A tensor that
+    is a plain attribute counts as a buffer."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if isinstance(owner, OfSource):

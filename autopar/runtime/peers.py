@@ -1,8 +1,8 @@
 """A line to every other rank besides the process groups, open when those are broken.
 
-Each process listens on a port of its own, on a thread that sleeps until somebody asks, so that nothing is sent while all goes
-well. Messages are one line of JSON each way. A rank that refuses the connection is gone; one that takes it, as its operating
-system does, and says nothing is stopped.
+Each process listens on a port of its own, on a thread that sleeps until somebody asks, so that nothing is sent while
+all goes well. Messages are one line of JSON each way. A rank that refuses the connection is gone; one that takes it, as
+its operating system does, and says nothing is stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LONGEST_BYTES = 1 << 16
 
 
 class Peers:
-    """All ranks of the world. Making one is collective: addresses are exchanged, and a word that only these processes know.
+    """All ranks of the world. Making one is collective: addresses are exchanged, and a word that only these processes
+    know.
 
     `answer`: what this rank says to a message, both plain data; it is called on the listening thread."""
 

@@ -1,7 +1,7 @@
 """A backward of a stage, whole or a part of it, that adds up the gradients of parameters over the micro-batches.
 
-The first micro-batch's gradients become the sums. For those that follow each gradient is added where the graph has computed it: a
-second set of all of a stage's gradients is never there.
+The first micro-batch's gradients become the sums. For those that follow each gradient is added where the graph has
+computed it: a second set of all of a stage's gradients is never there.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class StageBackward:
 
 
 def adding(backward: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, which takes a sum for each gradient of a parameter behind its other arguments, and returns it with the
-    gradient added, in place."""
+    """The same graph, which takes a sum for each gradient of a parameter behind its other arguments, and returns it
+    with the gradient added, in place."""
     graph, roles = fx.Graph(), output_node(backward.graph).meta["roles"]
     results = list(graph.graph_copy(backward.graph, {}))
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]

@@ -1,4 +1,5 @@
-"""Before the first step of a pipeline: its schedule ends on all ranks, and what each stage sends is what the next one receives."""
+"""Before the first step of a pipeline: its schedule ends on all ranks, and what each stage sends is what the next one
+receives."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def border_of(program: StageProgram) -> Border:
 
 
 def check_pipeline(schedule: Schedule, borders: Mapping[int, Border]) -> None:
-    """`borders` by stage, of the ranks that hand to each other. Raises ScheduleError for a schedule that does not end, DesyncError
-    for stages that do not fit together."""
+    """`borders` by stage, of the ranks that hand to each other. Raises ScheduleError for a schedule that does not end,
+    DesyncError for stages that do not fit together."""
     check(schedule)
     for stage in range(schedule.stages - 1):
         here, after = borders[stage], borders[stage + 1]
@@ -58,7 +59,9 @@ def _text(messages: tuple[Message, ...]) -> str:
 
 def _taken(graph: fx.GraphModule | None, kind: str) -> tuple[Message, ...]:
     nodes = graph.graph.nodes if graph is not None else ()
-    return tuple(_message(n.name, n.meta["val"]) for n in nodes if n.op == "placeholder" and _kind(n.meta.get("role")) == kind)
+    return tuple(
+        _message(n.name, n.meta["val"]) for n in nodes if n.op == "placeholder" and _kind(n.meta.get("role")) == kind
+    )
 
 
 def _given(graph: fx.GraphModule | None, kind: str) -> tuple[Message, ...]:

@@ -1,7 +1,9 @@
-"""One rank's stages on the engine of torch.distributed.pipelining: it walks through the schedule, sends, receives and waits.
+"""One rank's stages on the engine of torch.distributed.pipelining: it walks through the schedule, sends, receives and
+waits.
 
-torch's stages run a module under autograd; these run graphs that were split before. Of torch's stage only the place in the pipeline
-is used: what is received, sent and run is said here. A value between two stages of one rank is handed over as it is.
+torch's stages run a module under autograd; these run graphs that were split before. Of torch's stage only the place in
+the pipeline is used: what is received, sent and run is said here. A value between two stages of one rank is handed over
+as it is.
 """
 
 from __future__ import annotations
@@ -51,13 +53,17 @@ class StageGraphs:
         what = f"stage {stage.index}"
         self.index, self.saved = stage.index, len(program.saved)
         self.received = Passing.of(program.forward.graph, stage.received)
-        self.arriving = Passing.of(program.backward.graph if program.backward else None, stage.arriving if program.backward else ())
+        self.arriving = Passing.of(
+            program.backward.graph if program.backward else None, stage.arriving if program.backward else ()
+        )
         self.takes = [n.meta["role"] for n in program.forward.graph.nodes if n.op == "placeholder"]
         self.gives = [r for r in output_node(program.forward.graph).meta["roles"] if r is not None]
         self.sent = tuple(r.name for r in self.gives if r.kind == "activation")
         self.has_backward = program.backward is not None
         self.forward = LoadedGraph(program.forward, groups, device, f"forward of {what}")
-        self.copies = None if program.copies is None else LoadedGraph(program.copies, groups, device, f"copies of {what}")
+        self.copies = (
+            None if program.copies is None else LoadedGraph(program.copies, groups, device, f"copies of {what}")
+        )
         self.copied = _roles(program.copies, "placeholder"), _roles(program.copies, "output")
         self.tangents, self.split = (), None
         if not self.has_backward:
@@ -89,8 +95,9 @@ def _roles(graph, op: str) -> list:
 
 @dataclass
 class Batch:
-    """What one call gives the stages: `leaf(role, micro-batch)` finds an argument of a forward; `output(role, micro-batch, value)`
-    takes an output of the call or a buffer's new value. `gradients`: local sums by stage and parameter."""
+    """What one call gives the stages: `leaf(role, micro-batch)` finds an argument of a forward; `output(role,
+    micro-batch, value)` takes an output of the call or a buffer's new value. `gradients`: local sums by stage and
+    parameter."""
 
     leaf: Callable
     output: Callable
@@ -102,7 +109,8 @@ class EngineStage(_Base):
 
     def __init__(self, graphs: StageGraphs, count: int, device: torch.device, group, smaller: StageGraphs | None = None,
                  first_smaller: int = 0):  # fmt: skip
-        """`smaller`: the graphs for micro-batches from `first_smaller` on, which share copies and gradients with those before."""
+        """`smaller`: the graphs for micro-batches from `first_smaller` on, which share copies and gradients with those
+        before."""
         super().__init__(torch.nn.Identity(), graphs.index, count, device, group)
         self.graphs, self.smaller, self.first_smaller, self.batch = graphs, smaller, first_smaller, None
         self.arrived: Callable[[Action], None] = lambda action: None
@@ -117,7 +125,9 @@ class EngineStage(_Base):
         self.inputs: dict[int, dict[str, Tensor]] = {}
         self.gradient_inputs: dict[int, dict[str, Tensor]] = {}
         self.outbox: dict[tuple[str, int], list[Tensor]] = {}
-        self.sending: dict[tuple[str, int], list[dist.Work]] = {}  # with the tensors, which live until the others have them
+        self.sending: dict[
+            tuple[str, int], list[dist.Work]
+        ] = {}  # with the tensors, which live until the others have them
         self.saved: dict[int, list] = {}
         self.stash: dict[int, list] = {}
         self.times = []
@@ -141,7 +151,8 @@ class EngineStage(_Base):
     def _create_grad_recv_info(self, *args, **kwargs):
         return ()
 
-    # what travels --------------------------------------------------------------------------------------------------------
+    # what travels
+    # --------------------------------------------------------------------------------------------------------
 
     def _peer(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
@@ -182,7 +193,8 @@ class EngineStage(_Base):
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int) -> None:
         self.gradient_inputs[mb_index] = dict(zip(self.graphs.arriving.names, next_stage_bwd_outputs))
 
-    # what runs -----------------------------------------------------------------------------------------------------------
+    # what runs
+    # -----------------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
         start, i, graphs = time.perf_counter(), fwd_chunk_id, self.of(fwd_chunk_id)
@@ -213,7 +225,9 @@ class EngineStage(_Base):
         last = self.stage_index + 1 == self.num_stages
         return last or self._peer(self.stage_index + 1) == self.group_rank
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         start, i, graphs = time.perf_counter(), bwd_chunk_id, self.of(bwd_chunk_id)
         if not graphs.has_backward:  # of a stage that only computes other outputs than the loss
             self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, start))
@@ -255,7 +269,9 @@ class Engine(_Runtime):
         self.sent_before = sent_before(schedule, stages[0].group_rank) if stages else {}
         self.by_index = {stage.stage_index: stage for stage in stages}
         orders = [[(a.kind, a.stage, a.micro_batch) for a in order] for order in schedule.orders]
-        self.pipeline_order_with_comms = _with_sends(_actions(orders), lambda s: self.stage_index_to_group_rank[s], schedule.stages)
+        self.pipeline_order_with_comms = _with_sends(
+            _actions(orders), lambda s: self.stage_index_to_group_rank[s], schedule.stages
+        )
 
     def _initialize_stages(self, *args, **kwargs) -> None:
         """Shapes are known and nothing has to be met before the first step."""
@@ -282,8 +298,8 @@ class Engine(_Runtime):
 
 
 def sent_before(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """Of a rank's F and B that begin with a message: the F and B whose own messages the sender had taken before it sent this one. A
-    backward is B here, in parts or not."""
+    """Of a rank's F and B that begin with a message: the F and B whose own messages the sender had taken before it sent
+    this one. A backward is B here, in parts or not."""
     found: dict[Action, list[Action]] = {}
     last = schedule.stages - 1
 

@@ -1,8 +1,9 @@
 """From the sums that the stages of a rank leave to the gradients of its parameters, in the backward of a call.
 
-Each stage reduces what waited for all of its micro-batches, and stages that share a parameter add up its gradients. Inside of
-`no_sync` the reductions wait for the next backward outside (see accumulation.py): gradients are Partial over the ranks of their
-stage. What stages share is reduced at once all the same, one by one, since no DTensor is Partial over stages.
+Each stage reduces what waited for all of its micro-batches, and stages that share a parameter add up its gradients.
+Inside of `no_sync` the reductions wait for the next backward outside (see accumulation.py): gradients are Partial over
+the ranks of their stage. What stages share is reduced at once all the same, one by one, since no DTensor is Partial
+over stages.
 """
 
 from __future__ import annotations
@@ -31,23 +32,29 @@ Sums = dict[int, dict[str, Tensor]]  # by stage and parameter, local
 
 
 class StageGradients:
-    """Gradients of the parameters `names`, which have the DTensor `specs`. `programs`: of this rank's stages. All ranks make one
-    together."""
+    """Gradients of the parameters `names`, which have the DTensor `specs`. `programs`: of this rank's stages. All ranks
+    make one together."""
 
-    def __init__(self, programs: Mapping[int, StageProgram], names: list[str], specs: list, stage: StageMesh, groups: ProcessGroups,
-                 accumulation: Accumulation):  # fmt: skip
+    def __init__(self, programs: Mapping[int, StageProgram], names: list[str], specs: list, stage: StageMesh,
+                 groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
         self.names, self.specs, self.stage, self.accumulation = names, dict(zip(names, specs)), stage, accumulation
         deferred = {i: p.deferred for i, p in programs.items() if p.deferred and p.deferred.layouts}
         self.waiting: dict[int, dict[str, Layout]] = {i: d.layouts for i, d in deferred.items()}
-        self.reduce = {i: LoadedGraph(d.reduce, groups, stage.device, f"reduction of stage {i}") for i, d in deferred.items()}
+        self.reduce = {
+            i: LoadedGraph(d.reduce, groups, stage.device, f"reduction of stage {i}") for i, d in deferred.items()
+        }
         mine = {i: _trained(p) for i, p in programs.items()}
         everyone = stage.from_all_places(mine, "which stages share parameters")
         times = Counter(name for theirs in everyone for trained in theirs.values() for name in trained)
         self.shared = frozenset(name for name, count in times.items() if count > 1)
-        places = {n: [p for p, theirs in enumerate(everyone) if any(n in t for t in theirs.values())] for n in sorted(self.shared)}
+        places = {
+            n: [p for p, theirs in enumerate(everyone) if any(n in t for t in theirs.values())]
+            for n in sorted(self.shared)
+        }
         self.tied = {name: ranks for name, ranks in places.items() if len(ranks) > 1}
         self.unreduced = {
-            name: spec_of(layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh, stage.device_mesh)
+            name: spec_of(layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh,
+                          stage.device_mesh)
             for layouts in self.waiting.values() for name, layout in layouts.items() if name not in self.shared
         }  # fmt: skip
 
@@ -58,13 +65,17 @@ class StageGradients:
     @property
     def unreduced_bytes(self) -> int:
         """Bytes of this rank's gradients that are Partial inside of no_sync."""
-        layouts = {name: layout for mine in self.waiting.values() for name, layout in mine.items() if name in self.unreduced}
-        shapes = {n: local_shape(self.specs[n].shape, x, self.stage.mesh, self.stage.coordinate) for n, x in layouts.items()}
+        layouts = {
+            name: layout for mine in self.waiting.values() for name, layout in mine.items() if name in self.unreduced
+        }
+        shapes = {
+            n: local_shape(self.specs[n].shape, x, self.stage.mesh, self.stage.coordinate) for n, x in layouts.items()
+        }
         return sum(math.prod(shape) * self.specs[n].tensor_meta.dtype.itemsize for n, shape in shapes.items())
 
     def __call__(self, sums: Sums, scale: Tensor, parameters: Sequence[Tensor], nodes: Sequence) -> list[Tensor]:
-        """In the order of `names`, `scale` times: the gradient of the loss. `nodes` are what autograd does with them next. The sums
-        are used up."""
+        """In the order of `names`, `scale` times: the gradient of the loss. `nodes` are what autograd does with them
+        next. The sums are used up."""
         for of_stage in sums.values():
             if of_stage:
                 torch._foreach_mul_(list(of_stage.values()), scale)
@@ -111,7 +122,10 @@ class StageGradients:
             if is_unreduced(old) and not (spec and has_spec(old, spec)) and _torch.accumulates(node):
                 self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
         self.accumulation.is_pending = True
-        return [_torch.as_dtensor(total[name].contiguous(), self.unreduced.get(name, self.specs[name])) for name in self.names]
+        return [
+            _torch.as_dtensor(total[name].contiguous(), self.unreduced.get(name, self.specs[name]))
+            for name in self.names
+        ]
 
     def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
         """A sum in its parameter's layout, without a graph."""

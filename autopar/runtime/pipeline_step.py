@@ -1,8 +1,8 @@
 """One call of a model under a pipeline: all its micro-batches, forward and backward, as one differentiable function.
 
-The call runs the whole schedule and keeps the gradients; `loss.backward()` scales and reduces them and hands them to autograd. So
-the training loop is that of any module. The loss is known on every rank; another output is where its stage is, and None elsewhere,
-or is sent from there to all places along the pipeline.
+The call runs the whole schedule and keeps the gradients; `loss.backward()` scales and reduces them and hands them to
+autograd. So the training loop is that of any module. The loss is known on every rank; another output is where its stage
+is, and None elsewhere, or is sent from there to all places along the pipeline.
 """
 
 from __future__ import annotations
@@ -42,13 +42,20 @@ from .stage_mesh import StageMesh
 
 
 class PipelineStep:
-    """Runs the stages of `program` on the parameters and buffers of `module`. `everywhere`: all outputs are on all ranks. Raises
-    StageError for a call that trains without a scalar loss."""
+    """Runs the stages of `program` on the parameters and buffers of `module`. `everywhere`: all outputs are on all
+    ranks. Raises StageError for a call that trains without a scalar loss."""
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
-                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool, is_global: bool):  # fmt: skip
+                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool,
+                 is_global: bool):  # fmt: skip
         self.is_global = is_global
-        self.plan, self.micro, self.stage, self.groups, self.accumulation = plan, program.micro, stage, groups, accumulation
+        self.plan, self.micro, self.stage, self.groups, self.accumulation = (
+            plan,
+            program.micro,
+            stage,
+            groups,
+            accumulation,
+        )
         self.captured, self.returns, self.random = captured, captured.returns, module.random
         self.trains, self.is_deferring = trains, False
         if trains and captured.returns.loss is None:
@@ -68,13 +75,17 @@ class PipelineStep:
         self._load(program)
         made = {role.name for graphs in self.graphs for role in graphs.gives if role.kind == "output"}
         places = list(enumerate(stage.from_all_places(made, "where outputs are")))
-        named = sorted({*self.output_forms} if everywhere else {str(captured.returns.loss)} & {*self.output_forms}, key=int)
+        named = sorted(
+            {*self.output_forms} if everywhere else {str(captured.returns.loss)} & {*self.output_forms}, key=int
+        )
         self.sources = {name: next(place for place, there in places if name in there) for name in named}
 
     def _load(self, program: PipelineProgram) -> None:
         """On all ranks together."""
         self.program, pipeline = program, self.plan.pipeline
-        self.groups.bind(agree.union([group for group, _, _ in program.collectives()]))  # also those that only other stages need
+        self.groups.bind(
+            agree.union([group for group, _, _ in program.collectives()])
+        )  # also those that only other stages need
         schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
         first_smaller = sum(not self.micro.is_smaller(i) for i in range(self.micro.micro_batches))
         self.graphs, self.stages = [], []
@@ -82,20 +93,24 @@ class PipelineStep:
             graphs = [StageGraphs(p, self.groups, self.device, schedule.splits_backward) for p in sizes]
             smaller = graphs[1] if len(graphs) > 1 else None
             self.graphs += graphs
-            self.stages.append(EngineStage(graphs[0], schedule.stages, self.device, self.stage.line, smaller, first_smaller))
+            self.stages.append(
+                EngineStage(graphs[0], schedule.stages, self.device, self.stage.line, smaller, first_smaller)
+            )
         self.engine = Engine(self.stages, schedule)
         mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
         everyone = self.stage.from_all_places(mine, "what stages hand to each other")
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
         for of_size in zip(*(borders[i] for i in sorted(borders)), strict=True):
             agree.everywhere(partial(check_pipeline, pipeline.orders, dict(enumerate(of_size))))
-        self.gradients = StageGradients(program.stages, self.names, self.specs, self.stage, self.groups, self.accumulation)
+        self.gradients = StageGradients(
+            program.stages, self.names, self.specs, self.stage, self.groups, self.accumulation
+        )
         if self.compile_options is not None:
             self.compile(self.compile_options)
 
     def prepare_no_sync(self) -> None:
-        """Gradients of one micro-batch are reduced where they are made, until somebody wants them unreduced; those of several wait
-        anyway. On all ranks together."""
+        """Gradients of one micro-batch are reduced where they are made, until somebody wants them unreduced; those of
+        several wait anyway. On all ranks together."""
         if not self.trains or self.micro.micro_batches > 1 or self.is_deferring:
             return
         self.is_deferring = True
@@ -121,10 +136,16 @@ class PipelineStep:
         self.names = [name for name in leaves if name in trained]
         self.parameters = [leaves[name][0][leaves[name][1]] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
-        inputs = [n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
-        self.input_layouts = {n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs}
+        inputs = [
+            n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
+        ]
+        self.input_layouts = {
+            n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs
+        }
         self.output_specs, self.output_forms = {}, {}  # by output; local shape and dtype
-        self.gathered: dict[str, tuple[Layout, Layout]] = {}  # of outputs that are gathered to be joined, before and after
+        self.gathered: dict[
+            str, tuple[Layout, Layout]
+        ] = {}  # of outputs that are gathered to be joined, before and after
         output = output_node(self.micro.captured.graph)
         for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
             if role.kind == "output" and value.meta["val"].dim():
@@ -134,15 +155,17 @@ class PipelineStep:
                 joined = self._joined_layout(layout, how)
                 if isinstance(how, int) and self.micro.smaller and layout != joined:
                     self.gathered[role.name] = layout, joined
-                self.output_specs[role.name] = spec_of(joined, shape, like.dtype, self.stage.mesh, self.stage.device_mesh)
+                self.output_specs[role.name] = spec_of(
+                    joined, shape, like.dtype, self.stage.mesh, self.stage.device_mesh
+                )
                 local = local_shape(shape, joined, self.stage.mesh, self.stage.coordinate)
                 self.output_forms[role.name] = local, like.dtype
             elif role.kind == "output":
                 self.output_forms[role.name] = (), value.meta["val"].dtype
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
-        """Of the micro-batches' outputs one after the other: each is sharded for itself. No layout says so of micro-batches that
-        are not equal: what is joined is not cut there then."""
+        """Of the micro-batches' outputs one after the other: each is sharded for itself. No layout says so of
+        micro-batches that are not equal: what is joined is not cut there then."""
         if not isinstance(how, int):
             return layout
         if self.micro.smaller is not None:
@@ -158,7 +181,8 @@ class PipelineStep:
             graphs.compile(options)
 
     def measured(self) -> Played:
-        """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks. Collective."""
+        """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks.
+        Collective."""
         offset = time.time() - time.perf_counter()
         mine = [(action, start + offset, end + offset) for action, start, end in self.engine.times]
         everyone = self.stage.from_all_places(mine, "when the pipeline's actions ran")
@@ -170,7 +194,9 @@ class PipelineStep:
         """The model's output for a whole batch."""
         inputs = call.local()
         if self.trains and torch.is_grad_enabled():
-            anchor = torch.zeros((), requires_grad=True)  # a rank may have nothing that trains, and its loop calls backward too
+            anchor = torch.zeros(
+                (), requires_grad=True
+            )  # a rank may have nothing that trains, and its loop calls backward too
             outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))
         else:
             outputs, _ = self.run(inputs)
@@ -260,14 +286,17 @@ class _Call:
 
 
 class _PipelineLoss(torch.autograd.Function):
-    """The outputs of a call that has computed its gradients already: those of the loss, so that the others take none."""
+    """The outputs of a call that has computed its gradients already: those of the loss, so that the others take
+    none."""
 
     @staticmethod
     def forward(ctx, step: PipelineStep, inputs: list[Tensor], *anchor_and_parameters):
         outputs, ctx.sums = step.run(inputs)
         ctx.step = step
         loss, differentiable = step.returns.loss, step.returns.differentiable
-        ctx.mark_non_differentiable(*[o for o, wanted in zip(outputs, differentiable) if not wanted and isinstance(o, Tensor)])
+        ctx.mark_non_differentiable(
+            *[o for o, wanted in zip(outputs, differentiable) if not wanted and isinstance(o, Tensor)]
+        )
         ctx.set_materialize_grads(False)
         ctx.loss = loss
         return tuple(outputs)
@@ -284,9 +313,11 @@ class _PipelineLoss(torch.autograd.Function):
         for name, tangent in zip(step.returns.names, tangents):
             if tangent is not None and name != step.returns.names[ctx.loss]:
                 raise StageError(
-                    f"a gradient arrives for {name}, and under a pipeline the loss alone has one: the call has computed the "
+                    f"a gradient arrives for {name}, and under a pipeline the loss alone has one: the call has "
+                    f"computed the "
                     "gradients of its parameters when it returns",
-                    fix=f"add what you compute from {name} to the loss inside of the model, or detach it, or use a mesh without pp",
+                    fix=f"add what you compute from {name} to the loss inside of the model, or detach it, or use a "
+                    f"mesh without pp",
                 )
         scale = tangents[ctx.loss]
         if scale is None:
@@ -301,4 +332,6 @@ def forwards(schedule: Schedule) -> Schedule:
         tuple(Action("F", s, i) for s in schedule.stages_of(rank) for i in range(schedule.micro_batches))
         for rank in range(schedule.ranks)
     )
-    return Schedule(f"{schedule.name}, forwards alone", schedule.ranks, schedule.micro_batches, schedule.rank_of_stage, orders)
+    return Schedule(
+        f"{schedule.name}, forwards alone", schedule.ranks, schedule.micro_batches, schedule.rank_of_stage, orders
+    )

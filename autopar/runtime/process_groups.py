@@ -1,7 +1,8 @@
 """Process groups for the logical names that a local graph uses: "dp", or "dp,tp" for several axes together.
 
-On gloo, graphs run on groups of autopar's own: how long their collectives wait can be chosen (AUTOPAR_TIMEOUT_S) and they can be
-given up without touching the caller's. Elsewhere (a communicator of NCCL takes memory) those of the DeviceMesh serve.
+On gloo, graphs run on groups of autopar's own: how long their collectives wait can be chosen (AUTOPAR_TIMEOUT_S) and
+they can be given up without touching the caller's. Elsewhere (a communicator of NCCL takes memory) those of the
+DeviceMesh serve.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the f
 FIRST_STEP = 10  # times that in the first step
 STEPS = 20
 
-# Weak references, so that the caller's destroy_process_group ends the groups. By ranks; None where this rank is no member.
+# Weak references, so that the caller's destroy_process_group ends the groups. By ranks; None where this rank is no
+# member.
 _world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
 _own: dict[tuple[int, ...], weakref.ref | None] = {}
 
@@ -40,7 +42,8 @@ def check_world(mesh: Mesh, device_mesh) -> int:
 
 
 def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
-    """Name of the process group of this rank for every logical name. Collective: all ranks call it with the same names."""
+    """Name of the process group of this rank for every logical name. Collective: all ranks call it with the same
+    names."""
     own = dist.get_backend() == "gloo" and mesh.devices > 1
     bound = {}
     for name in sorted({*names}):
@@ -68,7 +71,8 @@ class ProcessGroups:
 
 
 def _name_of_group(ranks: tuple[int, ...]) -> str:
-    """Of the group of these ranks, "" without this one. Collective: all ranks of the world ask for the same ones in order."""
+    """Of the group of these ranks, "" without this one. Collective: all ranks of the world ask for the same ones in
+    order."""
     global _world
     if _world() is not dist.group.WORLD:
         _world = weakref.ref(dist.group.WORLD)
@@ -91,7 +95,8 @@ def limit_waits(step_seconds: float) -> None:
 
 
 def release() -> None:
-    """Give autopar's groups up after a failure: ranks that wait for this one in a group without the failed one learn of it."""
+    """Give autopar's groups up after a failure: ranks that wait for this one in a group without the failed one learn of
+    it."""
     for group in _living():
         dist.destroy_process_group(group)
     _own.clear()

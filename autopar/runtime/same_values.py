@@ -1,9 +1,9 @@
 """All ranks start with the values of one model: those of rank 0, where ranks built theirs with other random numbers.
 
-Each rank computes a 64-bit checksum of every parameter, buffer and tensor attribute, and compares with rank 0's. Tensors that
-differ on some rank are broadcast from rank 0, as torch's DDP does with all of them, one after the other, so that a rank never
-holds more than the largest of them beside its model. Checksums take 0.14 s a GB on one CPU thread (measured, 40 us a small tensor),
-and where nothing differs only they travel.
+Each rank computes a 64-bit checksum of every parameter, buffer and tensor attribute, and compares with rank 0's.
+Tensors that differ on some rank are broadcast from rank 0, as torch's DDP does with all of them, one after the other,
+so that a rank never holds more than the largest of them beside its model. Checksums take 0.14 s a GB on one CPU thread
+(measured, 40 us a small tensor), and where nothing differs only they travel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _log = logging.getLogger("autopar")
 
 
 def share_values(source: nn.Module, device: str, skipped: Collection[str] = ()) -> None:
-    """Give `source` rank 0's values on all ranks, in place; `skipped` are names of tensors that get theirs from elsewhere. All
-    ranks call it together; `device` is the type of device that collectives run on.
+    """Give `source` rank 0's values on all ranks, in place; `skipped` are names of tensors that get theirs from
+    elsewhere. All ranks call it together; `device` is the type of device that collectives run on.
 
-    Raises DesyncError, on all ranks, for a tensor of another shape or dtype than rank 0's, InputError for one that has values on
-    some ranks and not on others."""
+    Raises DesyncError, on all ranks, for a tensor of another shape or dtype than rank 0's, InputError for one that has
+    values on some ranks and not on others."""
     if dist.get_world_size() == 1:
         return
     tensors = agree.everywhere(lambda: {name: t for name, t in tensors_of(source) if name not in skipped})
@@ -78,8 +78,8 @@ def checksums(tensors: dict[str, Tensor]) -> dict[str, tuple]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar: the bytes as int64 numbers, each times its own odd number, summed modulo 2**64. Tensors that differ in one
-    number never have the same, others with a probability of about 2**-63."""
+    """An int64 scalar: the bytes as int64 numbers, each times its own odd number, summed modulo 2**64. Tensors that
+    differ in one number never have the same, others with a probability of about 2**-63."""
     flat = _bytes(tensor.detach().contiguous())
     flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()  # an int64 begins at a multiple of its size
     whole = len(flat) // 8 * 8
@@ -118,8 +118,10 @@ def _differing(mine: dict[str, tuple], first: dict[str, tuple]) -> list[str]:
                 fix="build the same model on every rank",
             )
         if (found is None) != (first[name][2] is None):
-            raise InputError(f"{name} has values on rank {0 if found is None else rank} and is on the meta device on rank "
-                             f"{rank if found is None else 0}", fix="give it values on every rank, or on none")  # fmt: skip
+            raise InputError(f"{name} has values on rank {0 if found is None else rank} and is on the meta device on "
+                             f"rank "
+                             f"{rank if found is None else 0}",
+                             fix="give it values on every rank, or on none")  # fmt: skip
     return [name for name in mine if mine[name] != first[name]]
 
 

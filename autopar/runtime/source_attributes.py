@@ -1,4 +1,5 @@
-"""A module that speaks for another one: the attributes that it does not know are those of its source, to read and to set.
+"""A module that speaks for another one: the attributes that it does not know are those of its source, to read and to
+set.
 
 What a user says of a compiled model (`model.temperature = 2.0`, `model.eval()`) is said of the model that is traced.
 """
@@ -11,8 +12,8 @@ from ..errors import SourceMethodError
 
 
 class OfSource(nn.Module):
-    """A module in front of `source`, with the same submodules. `own`: names of its own attributes; all others that are set on it
-    are set on the source."""
+    """A module in front of `source`, with the same submodules. `own`: names of its own attributes; all others that are
+    set on it are set on the source."""
 
     def __init__(self, source: nn.Module, own: tuple[str, ...], tables: tuple[str, ...] = ("_modules",)):
         super().__init__()
@@ -46,8 +47,10 @@ class OfSource(nn.Module):
             value = getattr(source, name)
         if callable(value) and not isinstance(value, nn.Module) and name not in vars(source):
             raise SourceMethodError(
-                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile took over",
-                fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain model",
+                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile "
+                f"took over",
+                fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain "
+                "model",
             )
         return value
 

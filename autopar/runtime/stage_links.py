@@ -18,8 +18,9 @@ from .process_groups import FIRST_STEP, ProcessGroups, timeout_seconds
 
 
 class StageLinks:
-    """Messages of one way are sent and received in one order. NCCL has one stream for all messages of two ranks in a group, on
-    which one of one way could wait for one of the other, without end: so each way has a group of its own there."""
+    """Messages of one way are sent and received in one order. NCCL has one stream for all messages of two ranks in a
+    group, on which one of one way could wait for one of the other, without end: so each way has a group of its own
+    there."""
 
     def __init__(self, plan: Plan, groups: ProcessGroups, program: StageProgram, device: torch.device):
         axis = plan.pipeline.axis
@@ -31,7 +32,9 @@ class StageLinks:
                 group = dist.new_group(list(ranks), timeout=patience)
                 self.backward = group if groups.rank in ranks else self.backward
         self.received = self._likes(program.forward.graph, program.stage.received)
-        self.arriving = self._likes(program.backward.graph, program.stage.arriving) if program.backward is not None else {}
+        self.arriving = (
+            self._likes(program.backward.graph, program.stage.arriving) if program.backward is not None else {}
+        )
         self.sending: deque[tuple[list, list[Tensor]]] = deque()
 
     @staticmethod
@@ -61,7 +64,8 @@ class StageLinks:
         return {name: [value] for name, value in found.items()}
 
     def _send(self, values: Mapping[str, list[Tensor]], group, place: int) -> None:
-        """Does not wait for the other side, but for what it has received long ago: a stage is at most p micro-batches ahead."""
+        """Does not wait for the other side, but for what it has received long ago: a stage is at most p micro-batches
+        ahead."""
         if not values:
             return
         tensors = [value.contiguous() for (value,) in values.values()]

@@ -1,7 +1,8 @@
-"""One rank's forward and backward graphs as one differentiable function of the parameters, and of inputs with a gradient.
+"""One rank's forward and backward graphs as one differentiable function of the parameters, and of inputs with a
+gradient.
 
-The graphs contain all collectives. `_Bridge` hangs them into autograd, so that `loss.backward()`, hooks, optimizers and gradient
-clipping work as for any module.
+The graphs contain all collectives. `_Bridge` hangs them into autograd, so that `loss.backward()`, hooks, optimizers and
+gradient clipping work as for any module.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from .process_groups import ProcessGroups
 class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
-    `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward that comes
-    from one that has none here; all ranks call it together. `is_global`: outputs are global tensors (see outputs.py)."""
+    `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward
+    that comes from one that has none here; all ranks call it together. `is_global`: outputs are global tensors (see
+    outputs.py)."""
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
-                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step], is_global: bool):  # fmt: skip
+                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step],
+                 is_global: bool):  # fmt: skip
         self.is_global = is_global
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
         self.roles = [
@@ -70,8 +73,9 @@ class Step:
         self._read_sources(captured.graph)
 
     def _read_sources(self, graph: fx.Graph) -> None:
-        """Positions among the leaves: `checked`, that the backward reads and torch does not watch, since it sees local values;
-        `sources`, that a second forward depends on, and `overwritten`, those of them to which the first one writes."""
+        """Positions among the leaves: `checked`, that the backward reads and torch does not watch, since it sees local
+        values; `sources`, that a second forward depends on, and `overwritten`, those of them to which the first one
+        writes."""
         keys = [(role.kind, role.name) for role in self.roles]
         written = written_by(graph)  # of which the backward has copies
         late = read_by_backward(graph, self.saved) - written
@@ -112,8 +116,10 @@ class Step:
         """The model's output for this rank's part of the batch."""
         if self.draws and _torch.is_in_backward():
             raise InputError(
-                "the model draws random numbers and is called inside of a backward, where it would not draw those of the forward",
-                fix="leave out torch.utils.checkpoint around the model: compile with a memory limit, and autopar recomputes blocks",
+                "the model draws random numbers and is called inside of a backward, where it would not draw those of "
+                "the forward",
+                fix="leave out torch.utils.checkpoint around the model: compile with a memory limit, and autopar "
+                "recomputes blocks",
             )
         parameters = [table[leaf] for table, leaf in self.parameter_tables]
         self._check(parameters)
@@ -133,7 +139,8 @@ class Step:
                 if not isinstance(parameter, DTensor) or parameter._spec != spec:
                     raise InputError(
                         f"{name} was replaced by a tensor of another layout, shape or dtype",
-                        fix="write into the parameter (with torch.no_grad(): parameter.copy_(value)) and leave it in place",
+                        fix="write into the parameter (with torch.no_grad(): parameter.copy_(value)) and leave it in "
+                        "place",
                     )
             self.known = parameters
         for i in self.frozen:
@@ -154,16 +161,13 @@ class Step:
         return [next(values[role.kind]) for role in self.roles]
 
     def forward(self, leaves: list[torch.Tensor], call: Call | None) -> tuple[list[torch.Tensor], list]:
-        """(outputs of the model, values saved for the backward). What the model writes to takes its new values, unless it has them
-        already (no `call`)."""
+        """(outputs of the model, values saved for the backward). What the model writes to takes its new values, unless
+        it has them already (no `call`)."""
         results = self.forward_graph.run(leaves)
         if call is not None:
             self._write(results, call)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
-        outputs = [
-            output_of(results[at], spec, self.is_global)
-            for at, spec in zip(self.outputs, self.output_specs)
-        ]
+        outputs = [output_of(results[at], spec, self.is_global) for at, spec in zip(self.outputs, self.output_specs)]
         return outputs, list(results[self.forward_count :])
 
     def _write(self, results, call: Call) -> None:
@@ -188,7 +192,9 @@ class Step:
             values[at] = leaves[at].clone()
         return Kept(self.roles, owners, self.watched, values)
 
-    def gradients_again(self, kept: Kept, tangents, nodes: Mapping[str, object]) -> dict[tuple[str, str], torch.Tensor | None]:
+    def gradients_again(
+        self, kept: Kept, tangents, nodes: Mapping[str, object]
+    ) -> dict[tuple[str, str], torch.Tensor | None]:
         """Gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter."""
         lost = [self.returns.names[at] for at in self.without_tangent if tangents[at] is not None]
         if lost:

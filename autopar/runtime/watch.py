@@ -1,9 +1,10 @@
 """When a collective fails: which rank is missing, since what step, and where everybody is.
 
-A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or that a wait
-took too long: the rank asks all others where they are (autopar/runtime/peers.py). Who is gone, who stands still and who is at an
-earlier place of the same program follows from their answers. The first to find out tells all others, as does a rank that ends
-with an exception, so that every survivor names the same first cause, also one that only sees its neighbour give up.
+A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
+that a wait took too long: the rank asks all others where they are (autopar/runtime/peers.py). Who is gone, who stands
+still and who is at an earlier place of the same program follows from their answers. The first to find out tells all
+others, as does a rank that ends with an exception, so that every survivor names the same first cause, also one that
+only sees its neighbour give up.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ END = 1 << 30  # position after the last collective of a graph
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: in the call number `call` of a graph (or of an agreement of all ranks) and at `position` in it, 2k after k
-    collectives, 2k + 1 in the next one. All ranks run through the same places in the same order."""
+    """Where a rank is: in the call number `call` of a graph (or of an agreement of all ranks) and at `position` in it,
+    2k after k collectives, 2k + 1 in the next one. All ranks run through the same places in the same order."""
 
     call: int
     position: int
@@ -91,7 +92,8 @@ class Watch:
     # what happened
 
     def verdict(self, error: RuntimeError, here: Place, node: fx.Node | None = None) -> AutoparError:
-        """The error to raise instead of what the backend says of a collective at `here`; every rank is told the cause."""
+        """The error to raise instead of what the backend says of a collective at `here`; every rank is told the
+        cause."""
         self.failed_at = here
         cause = self._find_cause(here, timed_out="timed out" in str(error).lower())
         self._tell(cause)
@@ -102,8 +104,8 @@ class Watch:
         where = f"{here.what}, step {here.step}" if here.step else here.what
         if cause.kind == "late":
             return CollectiveTimeout(
-                f"{_ranks(cause.ranks)} did not arrive in time at {where}: {cause.what}", ranks=tuple(cause.ranks), **fields,
-                fix="see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer",
+                f"{_ranks(cause.ranks)} did not arrive in time at {where}: {cause.what}", ranks=tuple(cause.ranks),
+                **fields, fix="see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer",
             )  # fmt: skip
         rank = cause.ranks[0] if cause.ranks else None
         fix = f"see the output of rank {rank}; start again from a checkpoint" if cause.ranks else "see the error above"
@@ -147,7 +149,9 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """This rank is about to end with `error`: all others hear of it."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0].strip(" :")[:300]
-        self._tell(Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}"))
+        self._tell(
+            Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
+        )
 
     def _place(self) -> Place:
         """Where this rank's own thread is, seen from the listening thread."""
@@ -210,7 +214,9 @@ class Guarded:
         return 0, f"the {self.phase} graph", None
 
 
-_INTERNAL = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__)) + ("<",)
+_INTERNAL = tuple(
+    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
+) + ("<",)
 _current: Watch | None = None
 
 
@@ -222,8 +228,8 @@ def start() -> None:
 
 
 def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
-    """`run`, the forward of a graph module or what it was compiled to; a collective in it that fails raises RankFailure or
-    CollectiveTimeout."""
+    """`run`, the forward of a graph module or what it was compiled to; a collective in it that fails raises RankFailure
+    or CollectiveTimeout."""
     return run if _current is None else Guarded(_current, module, phase, run)
 
 

@@ -1,8 +1,8 @@
 """The versions of a stage's weights that asynchronous pipelines keep, on one rank.
 
-A version is the tensors that a forward was given. The optimizer writes into the newest one: where something has still to read
-that one, it is put aside first and the optimizer gets copies. So what a forward saved for its backward never changes, and there
-are never more versions than are needed.
+A version is the tensors that a forward was given. The optimizer writes into the newest one: where something has still
+to read that one, it is put aside first and the optimizer gets copies. So what a forward saved for its backward never
+changes, and there are never more versions than are needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .. import _torch
 
 
 class WeightVersions:
-    """`parameters`, by name, are those of the optimizer. `newest`: how often it has stepped. `most`: the most versions at once."""
+    """`parameters`, by name, are those of the optimizer. `newest`: how often it has stepped. `most`: the most versions
+    at once."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]):
         self.parameters = dict(parameters)

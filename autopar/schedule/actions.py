@@ -1,13 +1,16 @@
-"""A pipeline schedule as plain data: for each rank the order of its forwards and backwards, one action a stage and micro-batch.
+"""A pipeline schedule as plain data: for each rank the order of its forwards and backwards, one action a stage and
+micro-batch.
 
-An action is written as torch.distributed.pipelining writes it: `2F0` is the forward of stage 2 on micro-batch 0. The letters:
+An action is written as torch.distributed.pipelining writes it: `2F0` is the forward of stage 2 on micro-batch 0. The
+letters:
 
     F  forward
     B  whole backward: the gradients of the stage's input and of its weights
     I  only the gradient of the stage's input, which the stage before waits for
     W  only the gradients of the weights, which nobody waits for before the optimizer
 
-The split of B into I and W is that of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), who call the parts B and W.
+The split of B into I and W is that of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), who call the
+parts B and W.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Action(NamedTuple):
     def parse(text: str) -> Action:
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text) if isinstance(text, str) else None
         if match is None:
-            raise ScheduleError(f"cannot read {text!r} as an action", fix="write stage, letter, micro-batch: 2F0, 2B0, 2I0 or 2W0")
+            raise ScheduleError(
+                f"cannot read {text!r} as an action", fix="write stage, letter, micro-batch: 2F0, 2B0, 2I0 or 2W0"
+            )
         return Action(match[2], int(match[1]), int(match[3]))
 
 
@@ -75,15 +80,17 @@ class Schedule:
     def text(self) -> str:
         width = len(str(self.ranks - 1))
         lines = (f"rank {rank:>{width}}: {' '.join(map(str, order))}" for rank, order in enumerate(self.orders))
-        return "\n".join([f"{self.name}: {self.ranks} ranks, {self.stages} stages, {self.micro_batches} micro-batches", *lines])
+        return "\n".join(
+            [f"{self.name}: {self.ranks} ranks, {self.stages} stages, {self.micro_batches} micro-batches", *lines]
+        )
 
     def __str__(self) -> str:
         return self.text
 
     def to_json(self) -> str:
         return json.dumps({
-            "version": VERSION, "name": self.name, "micro_batches": self.micro_batches, "rank_of_stage": self.rank_of_stage,
-            "orders": [" ".join(map(str, order)) for order in self.orders],
+            "version": VERSION, "name": self.name, "micro_batches": self.micro_batches,
+            "rank_of_stage": self.rank_of_stage, "orders": [" ".join(map(str, order)) for order in self.orders],
         }, indent=1)  # fmt: skip
 
     @staticmethod
@@ -92,16 +99,22 @@ class Schedule:
         try:
             data = json.loads(text)
         except ValueError as error:
-            raise ScheduleError(f"a schedule's file is not JSON: {error}", fix="write it with Schedule.to_json") from None
+            raise ScheduleError(
+                f"a schedule's file is not JSON: {error}", fix="write it with Schedule.to_json"
+            ) from None
         form = {"version": int, "name": str, "micro_batches": int, "rank_of_stage": list, "orders": list}
         if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise ScheduleError(f"not the file of a schedule of version {VERSION}", fix="write it with Schedule.to_json")
+            raise ScheduleError(
+                f"not the file of a schedule of version {VERSION}", fix="write it with Schedule.to_json"
+            )
         for field, type_ in form.items():
             if type(data.get(field)) is not type_:
                 raise ScheduleError(f"field {field!r} of a schedule is not {type_.__name__} but {data.get(field)!r}")
         orders = data["orders"]
         if not orders or not all(isinstance(order, str) for order in orders):
-            raise ScheduleError("field 'orders' of a schedule is not a text of actions for each rank", fix='write "0F0 0B0"')
+            raise ScheduleError(
+                "field 'orders' of a schedule is not a text of actions for each rank", fix='write "0F0 0B0"'
+            )
         ranks = len(orders)
         if not all(type(rank) is int and 0 <= rank < ranks for rank in data["rank_of_stage"]):
             raise ScheduleError(f"field 'rank_of_stage' of a schedule names a rank that is not one of {ranks}")

@@ -1,7 +1,8 @@
-"""Pipelines that never flush, as data: the order of a stage, its updates, and the version of the weights that a micro-batch meets.
+"""Pipelines that never flush, as data: the order of a stage, its updates, and the version of the weights that a
+micro-batch meets.
 
-Training with them is NOT synchronous training: a gradient is computed with weights that are some updates old. Version v of a
-stage's weights is what its first v updates have made of them. Of p stages (s from 0), micro-batches i from 0:
+Training with them is NOT synchronous training: a gradient is computed with weights that are some updates old. Version v
+of a stage's weights is what its first v updates have made of them. Of p stages (s from 0), micro-batches i from 0:
 
 | name                    | an update after         | version of (s, i)    | held     | the update w[t+1] = w[t] - lr g(...)   |
 |-------------------------|-------------------------|----------------------|----------|----------------------------------------|
@@ -9,15 +10,19 @@ stage's weights is what its first v updates have made of them. Of p stages (s fr
 | pipedream_vertical_sync | every micro-batch       | max(0, i-(p-1))      | p        | w[t-p+1] in all stages                 |
 | pipedream_2bw           | every m of them, m >= p | max(0, floor(i/m)-1) | 2        | w[t-1] in all stages                   |
 
-The order is 1F1B for as many micro-batches as there are: its steady state goes on over the updates, so no stage ever waits for
-another one's update. A micro-batch's backward reads the version of its forward. In vertical sync, and for each group of 2BW, the
-version is the newest that stage 0 has when the first of the group comes in; later stages have it too by then.
+The order is 1F1B for as many micro-batches as there are: its steady state goes on over the updates, so no stage ever
+waits for another one's update. A micro-batch's backward reads the version of its forward. In vertical sync, and for
+each group of 2BW, the version is the newest that stage 0 has when the first of the group comes in; later stages have it
+too by then.
 
-Held is what a micro-batch in flight, or one still to come, reads, and the newest version. So under vertical sync stage s holds
-p: the p-s of its micro-batches in flight, as with weight stashing alone, and s newer ones whose micro-batches have yet to arrive.
+Held is what a micro-batch in flight, or one still to come, reads, and the newest version. So under vertical sync stage
+s holds
+p: the p-s of its micro-batches in flight, as with weight stashing alone, and s newer ones whose micro-batches have yet
+to arrive.
 
-Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.03377). 2BW: Narayanan et al., "Memory-Efficient
-Pipeline-Parallel DNN Training" (arXiv 2006.09503); what it calls PipeDream-flush is synchronous: "1f1b" of catalogue.py.
+Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.03377). 2BW: Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503); what it calls PipeDream-flush is synchronous:
+"1f1b" of catalogue.py.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ NAMES = (STASHING, VERTICAL, BUFFERED)
 
 
 class Update(NamedTuple):
-    """A stage's optimizer step, which makes a version of its weights: `2U5` makes version 5 of stage 2. Beside an Action, whose
-    fields it has but for the last."""
+    """A stage's optimizer step, which makes a version of its weights: `2U5` makes version 5 of stage 2. Beside an
+    Action, whose fields it has but for the last."""
 
     kind: str
     stage: int
@@ -59,15 +64,19 @@ class Asynchronous:
             raise StrategyError(f"there is no asynchronous schedule {self.name!r}", fix=nearest(str(self.name), NAMES))
         for what, value, least in (("stages", self.stages, 2), ("micro-batches of an update", self.group, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise StrategyError(f"schedule {self.name} cannot have {value!r} {what}", fix=f"use a whole number from {least} on")
+                raise StrategyError(
+                    f"schedule {self.name} cannot have {value!r} {what}", fix=f"use a whole number from {least} on"
+                )
         if self.name != BUFFERED and self.group != 1:
             raise StrategyError(f"schedule {self.name} updates after every micro-batch, not after {self.group}",
                                 fix=f"use {BUFFERED} for updates of several")  # fmt: skip
         if self.name == BUFFERED and self.group < self.stages:
-            raise StrategyError(f"schedule {BUFFERED} needs at least as many micro-batches an update as stages, {self.stages}, not "
+            raise StrategyError(f"schedule {BUFFERED} needs at least as many micro-batches an update as stages, "
+                                f"{self.stages}, not "
                                 f"{self.group}", fix=f"use {self.stages} or more")  # fmt: skip
 
-    # closed forms ----------------------------------------------------------------------------------------------------------
+    # closed forms
+    # ----------------------------------------------------------------------------------------------------------
 
     def version_of(self, stage: int, micro_batch: int) -> int:
         """The version that both the forward and the backward of a micro-batch read in a stage."""
@@ -75,20 +84,22 @@ class Asynchronous:
         return max(0, micro_batch // self.group - late)
 
     def versions_held(self, stage: int) -> int:
-        """The most versions of its weights that a stage has at once, the newest included; after many updates it is exactly that."""
+        """The most versions of its weights that a stage has at once, the newest included; after many updates it is
+        exactly that."""
         return {STASHING: self.stages - stage, VERTICAL: self.stages, BUFFERED: 2}[self.name]
 
     def needed(self, stage: int, next_backward: int, next_forward: int, more: bool) -> set[int]:
-        """The versions, up to the newest that there can be, which a stage has still to read when these micro-batches are its next
-        ones; with `more` there are forwards to come, nobody knows how many."""
+        """The versions, up to the newest that there can be, which a stage has still to read when these micro-batches
+        are its next ones; with `more` there are forwards to come, nobody knows how many."""
         found = {self.version_of(stage, i) for i in range(next_backward, next_forward)}
         return found | set(range(self.version_of(stage, next_forward), next_forward // self.group + 1) if more else ())
 
-    # orders ----------------------------------------------------------------------------------------------------------------
+    # orders
+    # ----------------------------------------------------------------------------------------------------------------
 
     def walk(self, stage: int, has: Callable[[int], bool]) -> Iterator[Action | Update]:
-        """What a stage does, one after the other, as long as there is a micro-batch i: `has(i)`, which is asked for in order, no
-        earlier than the forward of the one before is over."""
+        """What a stage does, one after the other, as long as there is a micro-batch i: `has(i)`, which is asked for in
+        order, no earlier than the forward of the one before is over."""
         ahead, i = self.stages - 1 - stage, 0
         while has(i):
             yield Action("F", stage, i)
@@ -126,20 +137,23 @@ def versions_held(name: str, stages: int, stage: int, group: int | None = None) 
     return Asynchronous(name, stages, group or (stages if name == BUFFERED else 1)).versions_held(stage)
 
 
-# played --------------------------------------------------------------------------------------------------------------------
+# played
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlayedVersions:
-    """used: the version that (stage, micro-batch) read. held: by stage, how many versions there were after each of its actions."""
+    """used: the version that (stage, micro-batch) read. held: by stage, how many versions there were after each of its
+    actions."""
 
     used: dict[tuple[int, int], int]
     held: tuple[tuple[int, ...], ...]
 
 
 def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
-    """Plays the orders by what each rule says, not by the closed forms: weight stashing takes the newest version that the stage
-    has at the forward; the others what stage 0 had at the first forward of the group. Raises ScheduleError for one not there."""
+    """Plays the orders by what each rule says, not by the closed forms: weight stashing takes the newest version that
+    the stage has at the forward; the others what stage 0 had at the first forward of the group. Raises ScheduleError
+    for one not there."""
     orders = schedule.orders(micro_batches)
     used: dict[tuple[int, int], int] = {}
     held = []
@@ -154,13 +168,17 @@ def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
                 met = newest if stage == 0 or schedule.name == STASHING else used[0, first]
                 used[stage, i] = used[stage, first] if i > first else met
                 if used[stage, i] > newest:
-                    raise ScheduleError(f"stage {stage} has version {newest} when micro-batch {i} needs {used[stage, i]}")
+                    raise ScheduleError(
+                        f"stage {stage} has version {newest} when micro-batch {i} needs {used[stage, i]}"
+                    )
             counts.append(_count_held(schedule, orders[0], order, at, newest, used, stage))
         held.append(tuple(counts))
     return PlayedVersions(used, tuple(held))
 
 
-def _count_held(schedule: Asynchronous, first: tuple, order: tuple, at: int, newest: int, used: dict, stage: int) -> int:
+def _count_held(
+    schedule: Asynchronous, first: tuple, order: tuple, at: int, newest: int, used: dict, stage: int
+) -> int:
     """Versions there already that the rest of the order reads, and the newest."""
     flying = Counter(a.micro_batch for a in order[: at + 1] if a.kind == "F")
     flying.subtract(a.micro_batch for a in order[: at + 1] if a.kind == "B")

@@ -10,8 +10,8 @@ RUNS = ("predicted", "measured")
 
 
 def beside(predicted: Played, measured: Played) -> str:
-    """Milliseconds; a stage's are the mean of its micro-batches, a rank waits when it does nothing between the first action of any
-    rank and the last one of any."""
+    """Milliseconds; a stage's are the mean of its micro-batches, a rank waits when it does nothing between the first
+    action of any rank and the last one of any."""
     runs = dict(zip(RUNS, (predicted, measured)))
     rows = [["all", "first action to last", *_cells([run.seconds for run in runs.values()])]]
     for stage, rank in enumerate(predicted.schedule.rank_of_stage):

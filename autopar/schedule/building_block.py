@@ -1,12 +1,14 @@
-"""Schedules that repeat one building block: Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362).
+"""Schedules that repeat one building block: Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv
+2405.15362).
 
 Each rank has two stages, placed as a V: rank r has stages r and 2p-1-r. Micro-batch i goes through the block
 
     F down the ranks, F up again, I down, I up
 
-with the same offsets for every i, 6 units of time after the one before (F, I and W of two stages). What is in flight on a rank is
-how long the block lives there, over 6: the slower it goes from rank to rank, the more memory and the less idle time at the ends.
-Only the order is used: times follow from playing it, so that at both ends the block closes up by itself.
+with the same offsets for every i, 6 units of time after the one before (F, I and W of two stages). What is in flight on
+a rank is how long the block lives there, over 6: the slower it goes from rank to rank, the more memory and the less
+idle time at the ends. Only the order is used: times follow from playing it, so that at both ends the block closes up by
+itself.
 
     V-Min   1 unit from rank to rank, each way             a third of 1F1B's memory
     V-Half  1 and 2 units, by turns                        a half
@@ -45,10 +47,13 @@ def v_half(ranks: int) -> list[Times]:
 
 
 def repeat(blocks: Sequence[Times], micro_batches: int) -> list[list[Action]]:
-    """The orders of F and I. A rank's four times differ modulo the period (the waits are chosen so), hence no two are at once."""
+    """The orders of F and I. A rank's four times differ modulo the period (the waits are chosen so), hence no two are
+    at once."""
     last, orders = 2 * len(blocks) - 1, []
     for rank, times in enumerate(blocks):
         moves = (("F", rank), ("F", last - rank), ("I", last - rank), ("I", rank))
-        timed = [(PERIOD * i + time, Action(*move, i)) for i in range(micro_batches) for move, time in zip(moves, times)]
+        timed = [
+            (PERIOD * i + time, Action(*move, i)) for i in range(micro_batches) for move, time in zip(moves, times)
+        ]
         orders.append([action for _, action in sorted(timed)])
     return orders

@@ -34,7 +34,9 @@ Phases = Callable[[int, int, int, int], list[phases.Phase]]
 class Kind:
     """How a named schedule is made."""
 
-    orders: Callable[[list[tuple[int, ...]], int], Orders]  # from the stages of each rank and the number of micro-batches
+    orders: Callable[
+        [list[tuple[int, ...]], int], Orders
+    ]  # from the stages of each rank and the number of micro-batches
     chunks: int | None = 1  # stages a rank; None: any number
     v_shaped: bool = False
     in_flight: Callable[[int, int, int], int] | None = None  # at most, of (p, v, m), while W's are put in; None: no W
@@ -44,7 +46,9 @@ def _phased(make_phases: Phases) -> Callable[..., Orders]:
     """From phases(rank, ranks, micro_batches, stages a rank)."""
 
     def orders(stages: list[tuple[int, ...]], m: int) -> Orders:
-        return [phases.actions_of(make_phases(rank, len(stages), m, len(own)), own, m) for rank, own in enumerate(stages)]
+        return [
+            phases.actions_of(make_phases(rank, len(stages), m, len(own)), own, m) for rank, own in enumerate(stages)
+        ]
 
     return orders
 
@@ -59,7 +63,8 @@ KINDS = {
     "1f1b": Kind(_phased(lambda r, p, m, v: phases.one_stage(p - 1 - r, m, "B"))),
     "interleaved_1f1b": Kind(_phased(lambda r, p, m, v: phases.interleaved(r, p, m, v, "B")), chunks=None),
     "zb_h1": Kind(_phased(lambda r, p, m, v: phases.one_stage(p - 1 - r, m, "I")), in_flight=lambda p, v, m: p),
-    "zb_h2": Kind(_phased(lambda r, p, m, v: phases.one_stage(2 * (p - 1 - r), m, "I")), in_flight=lambda p, v, m: 2 * p - 1),
+    "zb_h2": Kind(_phased(lambda r, p, m, v: phases.one_stage(2 * (p - 1 - r), m, "I")), in_flight=lambda p, v,
+                  m: 2 * p - 1),
     "interleaved_zero_bubble": Kind(_phased(lambda r, p, m, v: phases.interleaved(r, p, m, v, "I")), chunks=None,
                                     in_flight=lambda p, v, m: (v - 1) * max(p, phases.round_size(p, m)) + p),
     "zbv": Kind(_phased(lambda r, p, m, v: phases.zbv(r, p, m)), 2, True, lambda p, v, m: 2 * p),
@@ -67,8 +72,9 @@ KINDS = {
     "v_half": Kind(_repeated(blocks.v_half), 2, True, lambda p, v, m: 2 * (p // 2 + 1)),
     "v_min": Kind(_repeated(blocks.v_min), 2, True, lambda p, v, m: 2 * -(-(p + 2) // 3)),
 }  # fmt: skip
-ALIASES = {"pipedream_flush": "1f1b", "interleaved1f1b": "interleaved_1f1b", "interleavedzerobubble": "interleaved_zero_bubble",
-           "zbvzerobubble": "zbv", "zbh1": "zb_h1", "zbh2": "zb_h2", "vhalf": "v_half", "vmin": "v_min"}  # fmt: skip
+ALIASES = {"pipedream_flush": "1f1b", "interleaved1f1b": "interleaved_1f1b",
+           "interleavedzerobubble": "interleaved_zero_bubble", "zbvzerobubble": "zbv", "zbh1": "zb_h1", "zbh2": "zb_h2",
+           "vhalf": "v_half", "vmin": "v_min"}  # fmt: skip
 
 
 def canonical(name: str) -> str:
@@ -84,15 +90,17 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
          seconds: tuple[float, float, float] | None = None) -> Schedule:  # fmt: skip
     """The schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no choice.
 
-    Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer. `seconds`: of
-    F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for these as well, and the
-    shorter order is taken.
+    Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer.
+    `seconds`: of F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for
+    these as well, and the shorter order is taken.
     """
     name = canonical(name)
     kind = KINDS[name]
     for what, value in (("ranks", ranks), ("micro-batches", micro_batches), ("stages a rank", stages_per_rank)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise StrategyError(f"schedule {name} cannot have {value!r} {what}", fix=f"give a whole number of {what} from 1 on")
+            raise StrategyError(
+                f"schedule {name} cannot have {value!r} {what}", fix=f"give a whole number of {what} from 1 on"
+            )
     v = stages_per_rank or kind.chunks or 2
     if kind.chunks is not None and v != kind.chunks:
         others = [other for other, k in KINDS.items() if k.chunks in (v, None) and v > 1 or k.chunks == v]
@@ -104,6 +112,7 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
     if kind.in_flight is None:
         return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
     limit, units = kind.in_flight(ranks, v, micro_batches), (1.0, 1.0, 1.0)
-    filled = [Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs))))
+    filled = [Schedule(name, ranks, micro_batches, rank_of_stage,
+                       tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs))))
               for costs in dict.fromkeys((units, seconds or units))]  # fmt: skip
     return filled[0] if len(filled) == 1 else min(filled, key=lambda schedule: play(schedule, *seconds).seconds)

@@ -1,4 +1,5 @@
-"""Schedules as files, by the ending of the name: a picture (.svg), a page (.html), a Chrome trace (.json) or text (.txt)."""
+"""Schedules as files, by the ending of the name: a picture (.svg), a page (.html), a Chrome trace (.json) or text
+(.txt)."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def check_name(path: str | Path) -> None:
 
 
 def save(path: str | Path, played: Played | Mapping[str, Played], title: str | None = None) -> None:
-    """Writes a run, or several by their names beside each other: `{"predicted": plan.pipeline.played(), "measured": ...}`."""
+    """Writes a run, or several by their names beside each other: `{"predicted": plan.pipeline.played(), "measured":
+    ...}`."""
     check_name(path)
     some = played if isinstance(played, Played) else next(iter(played.values()))
     title = some.schedule.name if title is None else title

@@ -2,10 +2,11 @@
 
     (p - 1, "F0"), (m, "F0 B0")     p-1 forwards of the rank's stage 0, then m times a forward and a backward of it
 
-A move is a letter and the rank's own stage, counted from 0; its micro-batch is the next one of that letter and stage, where B and I
-are both backwards and count together. `W` alone is that of the oldest I which still lacks it. A move whose micro-batches are used
-up is left out, so phases may go on too long, and a schedule that is written for many micro-batches also holds for few: an order
-without deadlock has none either after some micro-batches are taken out of it, for no micro-batch needs another one.
+A move is a letter and the rank's own stage, counted from 0; its micro-batch is the next one of that letter and stage,
+where B and I are both backwards and count together. `W` alone is that of the oldest I which still lacks it. A move
+whose micro-batches are used up is left out, so phases may go on too long, and a schedule that is written for many
+micro-batches also holds for few: an order without deadlock has none either after some micro-batches are taken out of
+it, for no micro-batch needs another one.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ def round_size(ranks: int, micro_batches: int) -> int:
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward: str) -> list[Phase]:
     """1F1B over several stages a rank: Narayanan et al. (arXiv 2104.04473), section 2.2.
 
-    A round of p micro-batches goes through the first stage of the rank, then through the second, and so on. The paper asks for
-    whole rounds; here, as in torch, the rounds are as many as fit and share the micro-batches, and a last short one is filled up.
-    Each rank does two forwards more before its first backward than the rank after it, so that none waits for that backward. With
-    the backward in two parts it is one more: the gradient of the input comes back sooner, and memory is the same on all ranks.
+    A round of p micro-batches goes through the first stage of the rank, then through the second, and so on. The paper
+    asks for whole rounds; here, as in torch, the rounds are as many as fit and share the micro-batches, and a last
+    short one is filled up. Each rank does two forwards more before its first backward than the rank after it, so that
+    none waits for that backward. With the backward in two parts it is one more: the gradient of the input comes back
+    sooner, and memory is the same on all ranks.
     """
     size = round_size(ranks, micro_batches)
     rounds = -(-micro_batches // size)
@@ -68,13 +70,14 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward
     down = [f"{backward}{chunk}" for chunk in reversed(range(chunks)) for _ in range(size)] * rounds
     warmup = min(len(up), (chunks - 1) * size + (2 if backward == "B" else 1) * (ranks - 1 - rank))
     pairs = [move for pair in zip(up[warmup:], down) for move in pair]
-    return [(1, " ".join([*up[:warmup], *pairs, *down[len(up) - warmup:]]))]
+    return [(1, " ".join([*up[:warmup], *pairs, *down[len(up) - warmup :]]))]
 
 
 def zbv(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
     """The forwards and input gradients of ZB-V: arXiv 2401.10241, section 6.
 
-    The first stage runs ahead until the second one's first forward is back; then each rank has all p micro-batches in flight.
+    The first stage runs ahead until the second one's first forward is back; then each rank has all p micro-batches in
+    flight.
     """
     ahead = ranks - rank
     return [(2 * ahead - 1, "F0"), (rank, "F1 F0"), (ahead, "F1 I1"), (micro_batches + ranks, "F0 I0 F1 I1")]
@@ -83,11 +86,13 @@ def zbv(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
 def dualpipev(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
     """DualPipe cut in half: DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, as a V: github.com/deepseek-ai/DualPipe.
 
-    The steady phase pairs the forward of one stage with the whole backward of the other, whose communication and computation can
-    overlap; the backward is split only at the two ends. Here the two of a pair follow each other.
+    The steady phase pairs the forward of one stage with the whole backward of the other, whose communication and
+    computation can overlap; the backward is split only at the two ends. Here the two of a pair follow each other.
     """
     ahead = ranks - rank - 1
     steady = max(micro_batches, 2 * ranks) - 2 * ranks + rank + 1
-    last = " ".join(f"{'B' if n <= rank else 'I'}{(n + 1) % 2}" for n in range(2 * rank + 2))  # B1 B0 ..., from the middle on I
+    last = " ".join(
+        f"{'B' if n <= rank else 'I'}{(n + 1) % 2}" for n in range(2 * rank + 2)
+    )  # B1 B0 ..., from the middle on I
     return [(2 * ahead, "F0"), (rank + 1, "F0 F1"), (ahead, "I1 W F1"), (steady, "F0 B1 F1 B0"), (ahead, "B1 F1 B0"),
             (1, last), (ahead, "W I0"), (rank + 1, "W")]  # fmt: skip

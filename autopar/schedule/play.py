@@ -1,4 +1,5 @@
-"""Plays a schedule: when each action begins and ends, given the seconds of each stage, and whether the orders end at all.
+"""Plays a schedule: when each action begins and ends, given the seconds of each stage, and whether the orders end at
+all.
 
 The rules. A rank does its actions in its order, one at a time, each as early as it can:
 
@@ -6,8 +7,8 @@ The rules. A rank does its actions in its order, one at a time, each as early as
     B or I(stage, i)  after F(stage, i), and after B or I(stage+1, i) and the transfer of its gradient
     W(stage, i)       after I(stage, i)
 
-Sends are buffered and take no time of the rank; a rank posts the receive of a message when it comes to the action that needs it.
-Between two stages of one rank nothing is transferred.
+Sends are buffered and take no time of the rank; a rank posts the receive of a message when it comes to the action that
+needs it. Between two stages of one rank nothing is transferred.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action("F", stage, i), *([Action("I", stage + 1, i)] if stage + 1 < stages else [])]
 
 
-def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seconds = 1.0, weight_seconds: Seconds = 1.0,
-         transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0, shares: Sequence[float] = ()) -> Played:  # fmt: skip
-    """Times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each border of two stages;
+def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seconds = 1.0,
+         weight_seconds: Seconds = 1.0, transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0,
+         shares: Sequence[float] = ()) -> Played:  # fmt: skip
+    """Times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each border of two
+    stages;
     `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
 
     Raises ScheduleError on what `check` finds.
@@ -86,14 +89,17 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ScheduleError unless every stage does F and either B or I and W once a micro-batch and all ranks come to their end."""
+    """Raises ScheduleError unless every stage does F and either B or I and W once a micro-batch and all ranks come to
+    their end."""
     play(schedule)
 
 
 def crossings(schedule: Schedule) -> list[tuple[int, int]]:
-    """Pairs (sender, receiver) of ranks between which messages are needed in another order than the one they are sent in.
+    """Pairs (sender, receiver) of ranks between which messages are needed in another order than the one they are sent
+    in.
 
-    Such a pair needs messages with tags, or receives that are posted in the sender's order (torch.distributed on NCCL has no tags).
+    Such a pair needs messages with tags, or receives that are posted in the sender's order (torch.distributed on NCCL
+    has no tags).
     """
     sent: dict[tuple[int, int], list] = {}
     received: dict[tuple[int, int], list] = {}
@@ -127,7 +133,11 @@ def _count(schedule: Schedule) -> None:
             kinds = "".join(kind for kind in "FBIW" if (kind, stage, i) in found)
             if kinds not in ("FB", "FIW"):
                 mixed = "B" in kinds and len(kinds) > 2
-                lacking = kinds if mixed else "".join(k for k in ("FIW" if set(kinds) & set("IW") else "FB") if k not in kinds)
+                lacking = (
+                    kinds
+                    if mixed
+                    else "".join(k for k in ("FIW" if set(kinds) & set("IW") else "FB") if k not in kinds)
+                )
                 faults.setdefault("both whole and in parts" if mixed else "missing", []).append(f"{stage}{lacking}{i}")
     for told, names in faults.items():
         if names:
@@ -140,5 +150,7 @@ def _per(value: Seconds, count: int) -> list[float]:
     """One number for each of `count` stages or borders."""
     values = [float(value)] * count if isinstance(value, int | float) else [float(v) for v in value]
     if len(values) != count:
-        raise ScheduleError(f"got {len(values)} numbers for {count} stages or borders", fix="give one number, or one for each")
+        raise ScheduleError(
+            f"got {len(values)} numbers for {count} stages or borders", fix="give one number, or one for each"
+        )
     return values

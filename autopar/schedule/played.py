@@ -1,4 +1,5 @@
-"""When each action of a schedule began and ended, predicted (`play.play`) or measured, and what follows: idle time and memory."""
+"""When each action of a schedule began and ended, predicted (`play.play`) or measured, and what follows: idle time and
+memory."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ Times = tuple[tuple[float, ...], ...]  # by rank, then in the order of the rank'
 
 @dataclass(frozen=True)
 class Played:
-    """`starts` and `ends` are in seconds, from any zero. `activation`: what one micro-batch keeps in each stage, in any unit.
+    """`starts` and `ends` are in seconds, from any zero. `activation`: what one micro-batch keeps in each stage, in any
+    unit.
 
     Two bubbles, both idle time over total time as a mean over ranks:
 
     `bubble`            of the whole makespan, from the first action of any rank to the last one of any.
     `bubble_in_window`  of each rank's own window, from its first action to its last, the longest window being the total. Where the
-                        optimizer step needs no barrier of all ranks, a rank that ended early begins the next step early, and the
-                        windows of successive steps close up: the cost of arXiv 2401.10241, sections 4 and 5.
+                        optimizer step needs no barrier of all ranks, a rank that ended early begins the next step
+                        early, and the windows of successive steps close up: the cost of arXiv 2401.10241, sections 4
+                        and 5.
     """
 
     schedule: Schedule
@@ -70,8 +73,8 @@ class Played:
     def peak(self, rank: int, until_input: bool = False) -> float:
         """The most that a rank holds at once: a micro-batch from the start of its F to the end of its B.
 
-        Where the backward is split, to the end of its W, which still reads the inputs of the matrix products. With `until_input`
-        to the end of its I: what remains after it is then not counted.
+        Where the backward is split, to the end of its W, which still reads the inputs of the matrix products. With
+        `until_input` to the end of its I: what remains after it is then not counted.
         """
         return self._peak(self.schedule.orders[rank], until_input)
 
@@ -81,7 +84,11 @@ class Played:
         return self._peak([action for action in order if action.stage == stage], until_input)
 
     def _peak(self, order: Sequence[Action], until_input: bool) -> float:
-        last, held, most = "BI" if until_input else "BW", 0.0, 0.0  # a rank's actions follow each other: their order says all
+        last, held, most = (
+            "BI" if until_input else "BW",
+            0.0,
+            0.0,
+        )  # a rank's actions follow each other: their order says all
         for kind, stage, _ in order:
             size = self.activation[stage] if self.activation else 1.0
             held += size if kind == "F" else -size if kind in last else 0.0

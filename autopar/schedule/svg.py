@@ -13,11 +13,13 @@ ROW, GAP, LEFT, TOP, BOX = 24, 4, 62, 34, 22  # pixels; BOX: the shortest action
 CAPTION = 26  # over each of several runs
 NARROWEST, WIDEST = 520, 4000  # the legend needs as much
 FAR_LONGER = 4.0  # times as long as the shortest run: on one scale nothing could be seen of that
-PAGE = ('<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        "<title>{}</title><style>"
-        'body {{ margin: 16px; background: #fff; overflow-x: auto; }} h1 {{ font: 600 17px system-ui, "DejaVu Sans"; }}'
-        "@media (prefers-color-scheme: dark) {{ body {{ background: #12151b; color: #e6e9ef; }} }}</style>"
-        "<h1>{}</h1>\n{}\n</html>\n")
+PAGE = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    "<title>{}</title><style>"
+    'body {{ margin: 16px; background: #fff; overflow-x: auto; }} h1 {{ font: 600 17px system-ui, "DejaVu Sans"; }}'
+    "@media (prefers-color-scheme: dark) {{ body {{ background: #12151b; color: #e6e9ef; }} }}</style>"
+    "<h1>{}</h1>\n{}\n</html>\n"
+)
 STYLE = """
 .pipeline { font: 12px system-ui, "DejaVu Sans", sans-serif; --text: #1c2330; --idle: #eef0f4;
   --F: #5b8def; --B: #8a7ae0; --I: #2fa58b; --W: #e0a63c; }
@@ -32,8 +34,9 @@ STYLE = """
 
 
 def svg(played: Played | Mapping[str, Played], title: str | None = None, widest: float = WIDEST) -> str:
-    """The picture, with no file or font it depends on; of several runs by their names, one below the other, on one scale unless
-    one takes many times as long. The second, fourth, ... stage of a rank has a lighter colour. `widest`: pixels."""
+    """The picture, with no file or font it depends on; of several runs by their names, one below the other, on one
+    scale unless one takes many times as long. The second, fourth, ... stage of a rank has a lighter colour. `widest`:
+    pixels."""
     runs = {"": played} if isinstance(played, Played) else dict(played)
     some = next(iter(runs.values()))
     shortest = min((end - start for run in runs.values() for *_, start, end in run if end > start), default=1.0)
@@ -47,7 +50,9 @@ def svg(played: Played | Mapping[str, Played], title: str | None = None, widest:
     top = TOP
     for name, run in runs.items():
         if name:
-            said = f"{name}: {ms(run.seconds)}, bubble {run.bubble:.1%}{'' if is_one_scale else ', on a scale of its own'}"
+            said = (
+                f"{name}: {ms(run.seconds)}, bubble {run.bubble:.1%}{'' if is_one_scale else ', on a scale of its own'}"
+            )
             parts.append(f'<text x="4" y="{top + 14}">{escape(said)}</text>')
             top += CAPTION
         parts += _rows(run, top, scale if is_one_scale else scale * longest / (run.seconds or 1.0))
@@ -73,7 +78,8 @@ def _rows(run: Played, top: float, scale: float) -> Iterator[str]:
     for rank, action, start, end in run:
         x, y, wide = LEFT + (start - run.first) * scale, top + rank * (ROW + GAP), (end - start) * scale
         odd = " odd" if place[action.stage] % 2 else ""
-        yield (f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" rx="2">'
+        yield (f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" '
+               f'rx="2">'
                f"<title>{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}, "
                f"{start - run.first:.6g} to {end - run.first:.6g} s</title></rect>")  # fmt: skip
         if wide >= 7 * len(str(action.micro_batch)) + 2:

@@ -29,7 +29,11 @@ def legend(*runs: Played) -> str:
     """What the letters of grids are."""
     used = {action.kind for run in runs for _, action, *_ in run}
     letters = ", ".join(f"{kind} {word}" for kind, word in KINDS.items() if kind in used)
-    where = "2F0: of stage 2, micro-batch 0" if any(r.schedule.stages_per_rank > 1 for r in runs) else "F0: of micro-batch 0"
+    where = (
+        "2F0: of stage 2, micro-batch 0"
+        if any(r.schedule.stages_per_rank > 1 for r in runs)
+        else "F0: of micro-batch 0"
+    )
     return f"{letters}; {where}; . waits, - goes on"
 
 
@@ -43,7 +47,9 @@ def grid(played: Played, unit_seconds: float | None = None) -> str:
     columns = max(1, round(played.seconds / unit))
     rows = [["."] * columns for _ in played.schedule.orders]
     for rank, action, start, end in times:
-        first, last = (max(0, -int(-(t / unit - 0.5 - 1e-9) // 1)) for t in (start, end))  # the columns whose middles are inside
+        first, last = (
+            max(0, -int(-(t / unit - 0.5 - 1e-9) // 1)) for t in (start, end)
+        )  # the columns whose middles are inside
         for column in range(first, min(last, columns)):
             rows[rank][column] = label(action, played) if column == first else "-"
     width = max(len(cell) for row in rows for cell in row)

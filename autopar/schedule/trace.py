@@ -1,7 +1,7 @@
 """Schedules as a Chrome trace, which Perfetto opens: a process a rank, times in microseconds.
 
-A rank has a row of its actions, a row of what it sends, if that is known, and a counter of what it holds: micro-batches in flight,
-or bytes where those are known.
+A rank has a row of its actions, a row of what it sends, if that is known, and a counter of what it holds: micro-batches
+in flight, or bytes where those are known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ IN_FLIGHT, HELD = "micro-batches in flight", "bytes of a device"
 
 def trace_of(played: Played | Mapping[str, Played], transfer_seconds: Sequence[float] = (),
              staying: Sequence[Mapping[str, float]] = ()) -> dict:  # fmt: skip
-    """The trace as plain data for `json.dump`, of one run or of several by their names, one after the other in the list of
-    processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes that it holds all the
-    time; `activation` of the runs is then in bytes."""
+    """The trace as plain data for `json.dump`, of one run or of several by their names, one after the other in the list
+    of processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes that it
+    holds all the time; `activation` of the runs is then in bytes."""
     runs = {"": played} if isinstance(played, Played) else played
     events: list[dict] = []
     for number, (name, run) in enumerate(runs.items()):
@@ -45,8 +45,8 @@ def _names(process: int, name: str, sends: bool) -> Iterator[dict]:
 
 
 def _slice(process: int, row: int, name: str, category: str, start: float, end: float, args: dict) -> dict:
-    return {"ph": "X", "pid": process, "tid": row, "name": name, "cat": category, "ts": _us(start), "dur": _us(end - start),
-            "args": args}  # fmt: skip
+    return {"ph": "X", "pid": process, "tid": row, "name": name, "cat": category, "ts": _us(start),
+            "dur": _us(end - start), "args": args}  # fmt: skip
 
 
 def _us(seconds: float) -> float:

@@ -1,7 +1,8 @@
 """Puts the weight gradients into the gaps of an order of forwards and input gradients: a list scheduler.
 
-Nobody waits for a W before the optimizer step, so it is the work that fills the time in which a rank would wait (arXiv 2401.10241,
-section 2). What limits it is memory: until its W, a micro-batch keeps the inputs of the stage's matrix products.
+Nobody waits for a W before the optimizer step, so it is the work that fills the time in which a rank would wait (arXiv
+2401.10241, section 2). What limits it is memory: until its W, a micro-batch keeps the inputs of the stage's matrix
+products.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ def fill_weights(orders: Sequence[Sequence[Action]], stages: int, limit: int,
                  seconds: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> list[list[Action]]:  # fmt: skip
     """Orders of F, I and W from `orders` of F and I.
 
-    A rank that is free takes its next F or I if what it needs is there and, for an F, if it holds fewer than `limit` micro-batches
-    (counted once for each of its stages); else its oldest W; else it waits. `seconds`: those of F, I and W.
+    A rank that is free takes its next F or I if what it needs is there and, for an F, if it holds fewer than `limit`
+    micro-batches (counted once for each of its stages); else its oldest W; else it waits. `seconds`: those of F, I and
+    W.
     """
     cost = dict(zip("FIW", seconds))
     done: list[list[Action]] = [[] for _ in orders]

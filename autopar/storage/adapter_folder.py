@@ -1,7 +1,8 @@
 """LoRA adapters as the folder that PEFT reads and writes: adapter_config.json and adapter_model.safetensors.
 
-The file has what trains and nothing else, whole tensors under "base_model.model." and the name that PEFT's modules give them: an
-adapter as it is, a bias of an adapted module behind ".base_layer" (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+The file has what trains and nothing else, whole tensors under "base_model.model." and the name that PEFT's modules give
+them: an adapter as it is, a bias of an adapted module behind ".base_layer"
+(https://huggingface.co/docs/peft/developer_guides/checkpoint).
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ PREFIX = "base_model.model."
 # What has to be equal for the values of one adapter to mean the same in another.
 SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 # Settings of PEFT under which the same tensors would mean something else.
-NOT_OURS = ("alora_invocation_tokens", "layer_replication", "use_qalora", "lora_bias", "trainable_token_indices", "arrow_config")
+NOT_OURS = (
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_qalora",
+    "lora_bias",
+    "trainable_token_indices",
+    "arrow_config",
+)
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
-    """Name of every tensor that the file of a ParallelModule's adapter holds, adapters and what else trains, in all stages -> its
-    name there."""
+    """Name of every tensor that the file of a ParallelModule's adapter holds, adapters and what else trains, in all
+    stages -> its name there."""
     adapted = _adapted(model)
     trained = [n for n, p in _parameters(model).items() if n in model.adapter_names or p.requires_grad]
     return {name: _name_there(name, adapted, model) for name in trained}
@@ -69,8 +77,8 @@ def _name_there(name: str, adapted: set[str], model: nn.Module) -> str:
 
 
 def save_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> None:
-    """Write the folder with the parameters called `trained`; all ranks call this, rank 0 gathers and writes, a tensor at a time, of
-    all stages. Raises CheckpointError if it cannot be written."""
+    """Write the folder with the parameters called `trained`; all ranks call this, rank 0 gathers and writes, a tensor
+    at a time, of all stages. Raises CheckpointError if it cannot be written."""
     folder = Path(folder).expanduser()
     unfinished = folder / ".unfinished"
     parameters, held = dict(model.named_parameters()), {}
@@ -94,7 +102,9 @@ def peft_config(model: nn.Module, config: LoRA) -> dict:
     fields = asdict(config)
     sources = {type(m).__name__ for n, m in model._source.named_modules() if SITES in vars(m)}
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or None
-    lists = {k: _listed(fields[k]) for k in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save")}
+    lists = {
+        k: _listed(fields[k]) for k in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save")
+    }
     return fields | lists | {
         "peft_type": "LORA", "task_type": None, "inference_mode": True, "base_model_name_or_path": name,
         "fan_in_fan_out": "Conv1D" in sources,
@@ -106,10 +116,12 @@ def _listed(targets) -> list | str | None:
 
 
 def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> dict[str, Tensor]:
-    """This rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted embedding whole
+    """This rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted
+    embedding whole
     besides: what a file has of the base is read too.
 
-    Raises AdaptError for an adapter of another model or with other settings than the one compiled, with all that differs."""
+    Raises AdaptError for an adapter of another model or with other settings than the one compiled, with all that
+    differs."""
     folder = Path(folder).expanduser()
     _check_config(folder / CONFIG, config)
     file = TensorFile(folder / single_name(STEM))
@@ -118,7 +130,9 @@ def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder:
         adapted = _adapted(model)
         names = {n: there for there, n in _base_names(model).items() if there in file.forms}
         names |= {name: _name_there(name, adapted, model) for name in trained}
-        _compare({names[n]: tuple(parameters[n].shape) for n in names}, {n: f.shape for n, f in file.forms.items()}, folder)
+        _compare(
+            {names[n]: tuple(parameters[n].shape) for n in names}, {n: f.shape for n, f in file.forms.items()}, folder
+        )
         parts = {}
         for name, stored in names.items():
             if name in model.elsewhere:
@@ -135,7 +149,9 @@ def _check_config(path: Path, config: LoRA) -> None:
         found = json.loads(path.read_text())
         kind = found["peft_type"]
     except OSError as error:
-        raise AdaptError(f"cannot read {path}: {error.strerror}", fix="give a folder that save_adapter or PEFT wrote") from error
+        raise AdaptError(
+            f"cannot read {path}: {error.strerror}", fix="give a folder that save_adapter or PEFT wrote"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise AdaptError(f"{path} is not a configuration of an adapter: {error}", fix="save it again") from error
     if kind != "LORA":
@@ -160,10 +176,15 @@ def _check_config(path: Path, config: LoRA) -> None:
 
 def _compare(wanted: Mapping[str, tuple], found: Mapping[str, tuple], folder: Path) -> None:
     lines = []
-    for what, names in (("missing", [n for n in wanted if n not in found]), ("unexpected", [n for n in found if n not in wanted])):
+    for what, names in (
+        ("missing", [n for n in wanted if n not in found]),
+        ("unexpected", [n for n in found if n not in wanted]),
+    ):
         if names:
             lines.append(f"{what}: {shortened([n.removeprefix(PREFIX) for n in names])}")
-    differ = [f"{n.removeprefix(PREFIX)} {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
+    differ = [
+        f"{n.removeprefix(PREFIX)} {found[n]}, not {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]
+    ]
     if differ:
         lines.append(f"of another shape: {shortened(differ)}")
     if lines:

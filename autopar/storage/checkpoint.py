@@ -6,8 +6,9 @@
                        state.json    step, data position, scheduler, dropout, the optimizer's plain values
                        manifest.json, COMMIT
 
-Everything is whole tensors and JSON, nothing is pickled, and no mesh or plan is part of it: every rank reads the slices that it
-needs. A save writes into a hidden folder, which takes its name when all ranks' files are on the disk; COMMIT comes last.
+Everything is whole tensors and JSON, nothing is pickled, and no mesh or plan is part of it: every rank reads the slices
+that it needs. A save writes into a hidden folder, which takes its name when all ranks' files are on the disk; COMMIT
+comes last.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ from .plain import canonical, encode
 from .shards import write_shards
 from .tensor_file import Form, TensorFileWriter
 
-_runs: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the name of the run that a model is of, known on rank 0
+_runs: WeakKeyDictionary[nn.Module, str] = (
+    WeakKeyDictionary()
+)  # the name of the run that a model is of, known on rank 0
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded. `data`: what `save_checkpoint` was given as data on this rank; where ranks gave different data and there
-    is another number of ranks now, the list of it all. `run`: the name of the run that saved it, `saved`: when, in UTC."""
+    """What was loaded. `data`: what `save_checkpoint` was given as data on this rank; where ranks gave different data
+    and there is another number of ranks now, the list of it all. `run`: the name of the run that saved it, `saved`:
+    when, in UTC."""
 
     path: Path
     step: int
@@ -53,16 +57,17 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, scheduler=None, data=None,
-    keep: int | None = None,
+    root: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, scheduler=None,
+    data=None, keep: int | None = None,
 ) -> Path:  # fmt: skip
     """Save a compiled model and what trains it as `root/step-STEP`, and return that path. All ranks call it together.
 
-    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`: afterwards
-    remove all of this run's checkpoints but the last so many that were saved, this one among them, whatever their steps; the disk
-    needs room for one more. A run is what one compiled model saves, before and after it loads one of its checkpoints; those of
-    other runs in the folder stay, but for one of the same step, which this one replaces. A kill at any point leaves the earlier
-    checkpoints, and this one or nothing. Raises CheckpointError if something cannot be saved."""
+    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`:
+    afterwards remove all of this run's checkpoints but the last so many that were saved, this one among them, whatever
+    their steps; the disk needs room for one more. A run is what one compiled model saves, before and after it loads one
+    of its checkpoints; those of other runs in the folder stay, but for one of the same step, which this one replaces. A
+    kill at any point leaves the earlier checkpoints, and this one or nothing. Raises CheckpointError if something
+    cannot be saved."""
     _check_model(model)
     agree.everywhere(lambda: _check_numbers(step, keep))
     root = Path(root).expanduser()
@@ -74,10 +79,11 @@ def save_checkpoint(
         plain = agree.everywhere(lambda: optimizer_state.of_all_stages(plain, model.stage_mesh))
     positions = agree.from_all(lambda: encode(_state_of(data), "data"))
     state = {
-        "step": step, "data": positions[:1] if all(p == positions[0] for p in positions) else positions, "ranks": len(positions),
-        "scheduler": agree.everywhere(lambda: encode(_state_of(scheduler), "scheduler")), "dropout": _dropout_of(model),
-        "optimizer": plain,
+        "step": step, "data": positions[:1] if all(p == positions[0] for p in positions) else positions,
+        "ranks": len(positions), "scheduler": agree.everywhere(lambda: encode(_state_of(scheduler), "scheduler")),
+        "dropout": _dropout_of(model), "optimizer": plain,
     }  # fmt: skip
+
     def begin() -> None:
         with disk_errors(root):
             _remove_unfinished(root)
@@ -113,18 +119,22 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler=None, data=None
 ) -> Checkpoint:
-    """Load a checkpoint, or the one under a root that was saved last, into a model compiled for any mesh and its optimizer.
+    """Load a checkpoint, or the one under a root that was saved last, into a model compiled for any mesh and its
+    optimizer.
 
-    `scheduler`, `data`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that saved takes
-    rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every rank: CheckpointError
-    if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another model or optimizer."""
+    `scheduler`, `data`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that
+    saved takes rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every
+    rank: CheckpointError if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another
+    model or optimizer."""
     _check_model(model)
     path, run, saved = agree.from_rank_zero(lambda: _find(Path(folder).expanduser()))
     path, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
     agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
     opened = agree.everywhere(lambda: Opened(path, model, optimizer, scheduler is not None, data is not None))
     agree.everywhere(opened.restore)
-    position = opened.positions if len(opened.positions) not in (1, ranks) else opened.positions[rank % len(opened.positions)]
+    position = (
+        opened.positions if len(opened.positions) not in (1, ranks) else opened.positions[rank % len(opened.positions)]
+    )
     for target, value in ((scheduler, opened.scheduler), (data, position)):
         if target is not None:
             target.load_state_dict(value)
@@ -141,7 +151,9 @@ def _check_numbers(step: object, keep: object) -> None:
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step is {step!r}", fix="give the number of steps taken")
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise CheckpointError(f"keep is {keep!r}", fix="give the number of checkpoints to keep, 1 or more, or None for all")
+        raise CheckpointError(
+            f"keep is {keep!r}", fix="give the number of checkpoints to keep, 1 or more, or None for all"
+        )
 
 
 def _check_model(model: nn.Module) -> None:
@@ -154,7 +166,8 @@ def _check_model(model: nn.Module) -> None:
         model._adapters.refuse_merged("save or load checkpoints")
 
 
-# saving -------------------------------------------------------------------------------------------------------------------
+# saving
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
@@ -163,7 +176,9 @@ def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
 
 def _write_generators(folder: Path) -> dict[str, Digest]:
     """The states of torch's generators on this rank."""
-    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    states = {"cpu": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    )
     path = folder / rng_name(dist.get_rank())
     with disk_errors(path):
         writer = TensorFileWriter(path, {name: Form(tuple(value.shape), value.dtype) for name, value in states.items()})
@@ -179,12 +194,15 @@ def _state_of(value):
 def _dropout_of(model: nn.Module) -> dict | None:
     """Where the random numbers stand; under a pipeline those of the stages that draw."""
     random = getattr(model, "random", None)
-    offsets = model.stage_mesh.from_all_places(None if random is None else int(random.offset), "where random numbers stand")
+    offsets = model.stage_mesh.from_all_places(
+        None if random is None else int(random.offset), "where random numbers stand"
+    )
     return None if random is None else {"seed": int(random.seed), "offset": max(offsets)}
 
 
 def _put_in_place(unfinished: Path, final: Path) -> None:
-    """Give a finished folder its name; a checkpoint that has it keeps another one, complete, until it is cleaned away."""
+    """Give a finished folder its name; a checkpoint that has it keeps another one, complete, until it is cleaned
+    away."""
     root = final.parent
     if (final / COMMIT).is_file():
         shutil.rmtree(replaced := final.with_name(final.name + REPLACED), ignore_errors=True)
@@ -198,8 +216,8 @@ def _put_in_place(unfinished: Path, final: Path) -> None:
 
 
 def _clean(root: Path, saved: Path, run: str, keep: int | None) -> None:
-    """Remove what saves that did not end have left, what was replaced, and all of this run but the last `keep` that were saved, of
-    which `saved` is one."""
+    """Remove what saves that did not end have left, what was replaced, and all of this run but the last `keep` that
+    were saved, of which `saved` is one."""
     _remove_unfinished(root)
     newest = complete(root)
     old = [path for path in newest if path.name.endswith(REPLACED)]
@@ -225,7 +243,8 @@ def _is_of(path: Path, run: str) -> bool:
         return False
 
 
-# loading ------------------------------------------------------------------------------------------------------------------
+# loading
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _find(folder: Path) -> tuple[str, str, str]:
@@ -233,7 +252,9 @@ def _find(folder: Path) -> tuple[str, str, str]:
     if not is_checkpoint(folder) and not (folder / COMMIT).exists():
         found = latest_checkpoint(folder)
         if found is None:
-            raise CheckpointError(f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one")
+            raise CheckpointError(
+                f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one"
+            )
         folder = found
     manifest = Manifest.read(folder)
     manifest.refuse_unlisted(folder)

@@ -1,7 +1,7 @@
 """Files that are on the disk when a function returns, and what they hold in short.
 
-Everything that is saved goes through these few calls, in an order that leaves a whole old state or a whole new one, wherever the
-process or the machine stops.
+Everything that is saved goes through these few calls, in an order that leaves a whole old state or a whole new one,
+wherever the process or the machine stops.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ CHUNK_BYTES = 16 << 20
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What the disk refuses inside becomes a CheckpointError that names `path`, or the file itself where that is known."""
+    """What the disk refuses inside becomes a CheckpointError that names `path`, or the file itself where that is
+    known."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {error.filename or path}: {error.strerror}", fix="give a folder that can be written, on a disk with room"
+            f"cannot write {error.filename or path}: {error.strerror}",
+            fix="give a folder that can be written, on a disk with room",
         ) from error
 
 
@@ -39,8 +41,8 @@ class Digest:
 
 @dataclass
 class Writer:
-    """A new file that is written from its start to its end. `close` returns its Digest once all of it is on the disk. A file that
-    cannot be written is closed and removed: an open one would hold its space until the process ends."""
+    """A new file that is written from its start to its end. `close` returns its Digest once all of it is on the disk. A
+    file that cannot be written is closed and removed: an open one would hold its space until the process ends."""
 
     path: Path
     _file: int | None = field(init=False)

@@ -1,5 +1,5 @@
-"""One whole tensor out of the parts that ranks hold, whatever its layout. Collective: ranks call with the same arguments but their
-own part, in the same order."""
+"""One whole tensor out of the parts that ranks hold, whatever its layout. Collective: ranks call with the same
+arguments but their own part, in the same order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .tensor_file import Form, Ranges
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of which every rank of a stage holds the part that `layout` says; `part()` gives it, the stage's ranks ask for it
-    together. `places`: of the stages that hold it, along the pipeline; `part` is None on the ranks of others."""
+    """A tensor of which every rank of a stage holds the part that `layout` says; `part()` gives it, the stage's ranks
+    ask for it together. `places`: of the stages that hold it, along the pipeline; `part` is None on the ranks of
+    others."""
 
     form: Form
     layout: Layout
@@ -47,8 +48,8 @@ def of_all_stages(held: dict[str, Held], stage: StageMesh) -> dict[str, Held]:
 
 
 def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
-    """The whole tensor on rank `owner`, None on the others. The owner holds one part besides it, the others nothing. All ranks call
-    it; those that neither hold a part nor get the whole do nothing."""
+    """The whole tensor on rank `owner`, None on the others. The owner holds one part besides it, the others nothing.
+    All ranks call it; those that neither hold a part nor get the whole do nothing."""
     rank, shape, ranks = dist.get_rank(), held.form.shape, held.ranks_for(owner, stage)
     part = held.part() if rank in ranks else None
     parts = _holders(held.layout, stage.mesh, ranks)
@@ -81,14 +82,19 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
     rank, whole = dist.get_rank(), part.new_empty(tuple(shape))
     with watch.meeting("a tensor gathered from its parts"):
         for coordinate, holders in parts:
-            sent = part.contiguous() if rank == holders[0] else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
+            sent = (
+                part.contiguous()
+                if rank == holders[0]
+                else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
+            )
             dist.broadcast(sent, holders[0], group=stage.group)
             _place(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
     return whole
 
 
 def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[tuple[dict[str, int], list[int]]]:
-    """For each different part the coordinate of its first holder, and all its holders. `ranks`: what the mesh's devices are."""
+    """For each different part the coordinate of its first holder, and all its holders. `ranks`: what the mesh's devices
+    are."""
     axes, found = layout.sharding_axes, {}
     for device, rank in enumerate(ranks):
         coordinate = mesh.coordinate(device)
@@ -108,7 +114,8 @@ def _place(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
 
 
 def is_plain(layout: Layout, mesh: Mesh) -> bool:
-    """Whether parts are the blocks that DTensor's `Shard` placements say: cut in the order of the mesh's axes, in one part."""
+    """Whether parts are the blocks that DTensor's `Shard` placements say: cut in the order of the mesh's axes, in one
+    part."""
     return layout == plain(layout, mesh)
 
 

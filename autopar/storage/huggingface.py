@@ -1,5 +1,6 @@
-"""What Hugging Face's transformers knows of its models and the files they come in: other names of tensors, tensors stored in other
-forms, names to pass over, buffers to compute. A model of any other kind is stored under its own names."""
+"""What Hugging Face's transformers knows of its models and the files they come in: other names of tensors, tensors
+stored in other forms, names to pass over, buffers to compute. A model of any other kind is stored under its own
+names."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ PASSED_OVER = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 @dataclass(eq=False)
 class Group:
-    """Tensors of a file that together make tensors of a model, by one of transformers' converters. `forms`: the results."""
+    """Tensors of a file that together make tensors of a model, by one of transformers' converters. `forms`: the
+    results."""
 
     converter: object
     first_name: str
@@ -46,8 +48,9 @@ class Names:
 
 
 def names_in(model: nn.Module, stored: Mapping[str, Form], wanted: Mapping[str, tuple[int, ...]]) -> Names:
-    """Which tensors of a file are which of a model. A name that is wanted as it is stands for itself; else transformers' renaming
-    rules for this kind of model apply, and the prefix by which a model with a head differs from one without."""
+    """Which tensors of a file are which of a model. A name that is wanted as it is stands for itself; else
+    transformers' renaming rules for this kind of model apply, and the prefix by which a model with a head differs from
+    one without."""
     renamings, converters = _rules(model)
     prefix = getattr(model, "base_model_prefix", "")
     ignored = (*PASSED_OVER, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
@@ -76,6 +79,7 @@ def names_in(model: nn.Module, stored: Mapping[str, Form], wanted: Mapping[str, 
 
 def _add_group(result: Names, group: Group, stored: Mapping[str, Form], wanted: Mapping) -> None:
     """What a conversion gives is found out on the meta device."""
+
     def read(name: str) -> Tensor:
         return torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta")
 
@@ -113,7 +117,8 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def _with_prefix(name: str, prefix: str, wanted: Mapping) -> str:
-    """A file of a bare model has names without the prefix that it has inside a model with a head, and the other way round."""
+    """A file of a bare model has names without the prefix that it has inside a model with a head, and the other way
+    round."""
     if not prefix or name in wanted:
         return name
     for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
@@ -127,15 +132,20 @@ def _by_number(name: str) -> list:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
-# buffers -----------------------------------------------------------------------------------------------------------------
+# buffers
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def fill_unsaved_buffers(model: nn.Module) -> list[str]:
-    """Give meta buffers that no state dict holds the values that transformers' own initialization computes for them. Returns the
-    names of those that it does not write."""
+    """Give meta buffers that no state dict holds the values that transformers' own initialization computes for them.
+    Returns the names of those that it does not write."""
     left = []
     for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None and module._buffers[n].is_meta]
+        names = [
+            n
+            for n in module._non_persistent_buffers_set
+            if module._buffers.get(n) is not None and module._buffers[n].is_meta
+        ]
         if not names:
             continue
         owner = _initializer_of(model, path)

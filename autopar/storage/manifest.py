@@ -1,9 +1,10 @@
-"""What makes a folder a checkpoint: a manifest with length and sha256 of every file, and a COMMIT with the sha256 of the manifest.
+"""What makes a folder a checkpoint: a manifest with length and sha256 of every file, and a COMMIT with the sha256 of
+the manifest.
 
-COMMIT is written last. A folder without it is what a save that did not end has left behind; one with it is complete, and then any
-difference between the files and the manifest is damage, as is a file that it does not list. The manifest also says which run saved
-the checkpoint and how many saves into the same root came before, so that the newest is the one that was saved last, whatever its
-step.
+COMMIT is written last. A folder without it is what a save that did not end has left behind; one with it is complete,
+and then any difference between the files and the manifest is damage, as is a file that it does not list. The manifest
+also says which run saved the checkpoint and how many saves into the same root came before, so that the newest is the
+one that was saved last, whatever its step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _NAME = re.compile(rf"step-(\d{{8,}})({re.escape(REPLACED)})?", re.ASCII)
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files`: path inside the folder -> Digest. `run`: the name of the training that saved it, the same after it went on from a
-    checkpoint of its own. `number`: of the save, counted over all that went into the root. `saved`: when, as text."""
+    """`files`: path inside the folder -> Digest. `run`: the name of the training that saved it, the same after it went
+    on from a checkpoint of its own. `number`: of the save, counted over all that went into the root. `saved`: when, as
+    text."""
 
     step: int
     files: Mapping[str, Digest]
@@ -40,17 +42,26 @@ class Manifest:
     def write(self, folder: Path) -> str:
         """Write manifest.json and return what COMMIT has to say."""
         files = {path: [digest.bytes_, digest.sha256] for path, digest in self.files.items()}
-        data = {"version": VERSION, "step": self.step, "files": files, "run": self.run, "number": self.number, "saved": self.saved}
+        data = {
+            "version": VERSION,
+            "step": self.step,
+            "files": files,
+            "run": self.run,
+            "number": self.number,
+            "saved": self.saved,
+        }
         return write_file(folder / MANIFEST, canonical(data)).sha256
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Raises CheckpointError for a folder without COMMIT, and CheckpointCorrupt if the manifest is not the one committed, or no
-        manifest."""
+        """Raises CheckpointError for a folder without COMMIT, and CheckpointCorrupt if the manifest is not the one
+        committed, or no manifest."""
         try:
             committed = (folder / COMMIT).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"{folder} is not a complete checkpoint", fix="load the newest complete one") from error
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint", fix="load the newest complete one"
+            ) from error
         try:
             text = (folder / MANIFEST).read_bytes()
         except OSError as error:
@@ -65,18 +76,26 @@ class Manifest:
     @staticmethod
     def _of(saved: dict, folder: Path) -> Manifest:
         if saved["version"] != VERSION:
-            raise CheckpointError(f"{folder} has version {saved['version']} and this is version {VERSION}", fix="update autopar")
+            raise CheckpointError(
+                f"{folder} has version {saved['version']} and this is version {VERSION}", fix="update autopar"
+            )
         files = {path: Digest(bytes_, sha256) for path, (bytes_, sha256) in saved["files"].items()}
         for path, digest in files.items():
             if PurePath(path).is_absolute() or ".." in PurePath(path).parts or type(digest.bytes_) is not int:
                 raise ValueError(f"{path} lies outside of the folder, or has no length")
         manifest = Manifest(saved["step"], files, saved.get("run", ""), saved.get("number", 0), saved.get("saved", ""))
-        if [type(value) for value in (manifest.step, manifest.run, manifest.number, manifest.saved)] != [int, str, int, str]:
+        if [type(value) for value in (manifest.step, manifest.run, manifest.number, manifest.saved)] != [
+            int,
+            str,
+            int,
+            str,
+        ]:
             raise ValueError("its step, run or number is of another kind")
         return manifest
 
     def check(self, folder: Path, wanted: Callable[[int], bool] = lambda i: True) -> None:
-        """Read the files whose numbers are wanted. Raises CheckpointCorrupt at the first that is not what was written."""
+        """Read the files whose numbers are wanted. Raises CheckpointCorrupt at the first that is not what was
+        written."""
         for i, (path, digest) in enumerate(sorted(self.files.items())):
             if not wanted(i):
                 continue
@@ -95,17 +114,21 @@ class Manifest:
                 raise corrupt(folder, path, "was changed")
 
     def refuse_unlisted(self, folder: Path) -> None:
-        """Raises CheckpointCorrupt if the folder has a file that the save did not write and a reader might take for one of its own.
-        Hidden files are never read, and may be there."""
+        """Raises CheckpointCorrupt if the folder has a file that the save did not write and a reader might take for one
+        of its own. Hidden files are never read, and may be there."""
         known = {MANIFEST, COMMIT, *self.files}
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if not path.is_dir() and not path.name.startswith(".") and name not in known:
-                raise CheckpointCorrupt(f"{name} of {folder} was not written by the save", fix="move it out of the checkpoint")
+                raise CheckpointCorrupt(
+                    f"{name} of {folder} was not written by the save", fix="move it out of the checkpoint"
+                )
 
 
 def corrupt(folder: Path, path: str, what: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{path} of {folder} {what}", fix="load an older checkpoint, or restore the file from a copy")
+    return CheckpointCorrupt(
+        f"{path} of {folder} {what}", fix="load an older checkpoint, or restore the file from a copy"
+    )
 
 
 def folder_name(step: int) -> str:
@@ -113,8 +136,8 @@ def folder_name(step: int) -> str:
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, the one that was saved last first. One whose manifest cannot be read comes before all
-    others, so that loading it says so."""
+    """The complete checkpoints under `root`, the one that was saved last first. One whose manifest cannot be read comes
+    before all others, so that loading it says so."""
     paths = [path for path in _checkpoints(root) if (path / COMMIT).is_file()]
     return sorted(paths, key=lambda path: -number_of(path))  # else they stay in the order of their steps
 

@@ -1,4 +1,5 @@
-"""A compiled model as a folder that Hugging Face's `from_pretrained` and `weights=` load: config.json, shards and their index."""
+"""A compiled model as a folder that Hugging Face's `from_pretrained` and `weights=` load: config.json, shards and their
+index."""
 
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
 
 
 def write_model(model: nn.Module, folder: Path, adapters: bool = True) -> dict[str, Digest]:
-    """Write this rank's files of the model, with or without what adaptations added to it, into an empty folder, on rank 0 also the
-    config. Returns their digests."""
+    """Write this rank's files of the model, with or without what adaptations added to it, into an empty folder, on rank
+    0 also the config. Returns their digests."""
     written = write_shards(tensors_of(model, adapters), folder, STEM, model.stage_mesh)
     return written | (_write_config(model, folder) if dist.get_rank() == 0 else {})
 
 
 def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
-    """Parameters and saved buffers that this rank has of a ParallelModule, each under one name: of a shared tensor's names the one
-    under which transformers wants to find it."""
+    """Parameters and saved buffers that this rank has of a ParallelModule, each under one name: of a shared tensor's
+    names the one under which transformers wants to find it."""
     later = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     skipped = set()
     for names in ties_of(model):
@@ -71,8 +72,8 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def whole(model: nn.Module, name: str, places: Collection[int] | None = None) -> Tensor | None:
-    """A parameter or buffer of a ParallelModule, gathered on every rank of some places along its pipeline (None: of all),
-    perhaps more, and None on the others. All ranks call this."""
+    """A parameter or buffer of a ParallelModule, gathered on every rank of some places along its pipeline (None: of
+    all), perhaps more, and None on the others. All ranks call this."""
     stage, held = model.stage_mesh, model.places_of(name)
     gathered = None
     if stage.place in held:
@@ -115,7 +116,9 @@ def _write_config(model: nn.Module, folder: Path) -> dict[str, Digest]:
         generation = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):
             generation.save_pretrained(folder)
-        return {path.name: write_file(path, path.read_bytes()) for path in folder.glob("*config.json")}  # now on the disk
+        return {
+            path.name: write_file(path, path.read_bytes()) for path in folder.glob("*config.json")
+        }  # now on the disk
 
 
 def _move_in(unfinished: Path, folder: Path) -> None:

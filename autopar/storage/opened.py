@@ -1,4 +1,5 @@
-"""A checkpoint that is opened and found fit for a model, its optimizer and what else is restored, before any of them changes."""
+"""A checkpoint that is opened and found fit for a model, its optimizer and what else is restored, before any of them
+changes."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ def rng_name(rank: int) -> str:
 
 
 class Opened:
-    """The files of a checkpoint at `path`, whose digests are checked already. `step`; `scheduler`: its state, `positions`: the data
-    positions, of all ranks or of one for all.
+    """The files of a checkpoint at `path`, whose digests are checked already. `step`; `scheduler`: its state,
+    `positions`: the data positions, of all ranks or of one for all.
 
-    Raises CheckpointMismatch if it is of another model or optimizer, or lacks what is wanted (`with_scheduler`, `with_data`), and
-    CheckpointCorrupt if no save wrote such files."""
+    Raises CheckpointMismatch if it is of another model or optimizer, or lacks what is wanted (`with_scheduler`,
+    `with_data`), and CheckpointCorrupt if no save wrote such files."""
 
     def __init__(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, with_scheduler: bool, with_data: bool
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        with_scheduler: bool,
+        with_data: bool,
     ):
         self.path, self.model, self.optimizer, self.tensors = path, model, optimizer, None
         state = _readable(path, STATE, lambda: json.loads((path / STATE).read_text()))
@@ -68,13 +74,15 @@ class Opened:
             raise CheckpointMismatch(f"{self.path} was saved without an optimizer", fix="load it without one")
 
     def _check_dtypes(self) -> None:
-        """A cast in silence would be another model, and leave an optimizer with state of another dtype than its parameters."""
+        """A cast in silence would be another model, and leave an optimizer with state of another dtype than its
+        parameters."""
         differ = [f"{name} {self.weights.form(name).dtype}, not {tensor.dtype}" for name, tensor in self._targets()
                   if self.weights.form(name).dtype != tensor.dtype]  # fmt: skip
         if differ:
             raise CheckpointMismatch(
                 f"{self.path} has other dtypes than the model: {shortened(differ)}",
-                fix=f"compile the model in those dtypes, or take the weights alone: compile(weights={str(self.path / MODEL)!r})",
+                fix=f"compile the model in those dtypes, or take the weights alone: "
+                f"compile(weights={str(self.path / MODEL)!r})",
             )
 
     def _targets(self) -> list[tuple[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """The state of any torch optimizer by the names of parameters: tensors for a tensor file, the rest for JSON.
 
-A state tensor like its parameter (momentum) is sharded as the parameter is; any other is stored whole. Under a pipeline every
-rank has an optimizer of its own parameters, and what is stored is that of all of them.
+A state tensor like its parameter (momentum) is sharded as the parameter is; any other is stored whole. Under a pipeline
+every rank has an optimizer of its own parameters, and what is stored is that of all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LIKE_PARAMETER, WHOLE_DTENSOR, PLAIN = "like parameter", "whole", "plain"
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Held], dict]:
-    """(tensors by "PARAMETER/KEY", the rest as JSON). Raises CheckpointError for parameters of another model and for state that
-    is neither tensors nor plain values."""
+    """(tensors by "PARAMETER/KEY", the rest as JSON). Raises CheckpointError for parameters of another model and for
+    state that is neither tensors nor plain values."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
         {"params": _names_of(group["params"], names)}
@@ -50,12 +50,14 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 def of_all_stages(described: dict, stage: StageMesh) -> dict:
-    """What the optimizers of all stages say together, of a parameter that several have what the first says. All ranks call this.
-    Raises CheckpointError if they are not of one kind with the same groups."""
+    """What the optimizers of all stages say together, of a parameter that several have what the first says. All ranks
+    call this. Raises CheckpointError if they are not of one kind with the same groups."""
     everyone = stage.from_all_places(described, "what the stages' optimizers hold")
     if len({(other["class"], len(other["groups"])) for other in everyone}) > 1:
         kinds = ", ".join(f"{other['class']} with {len(other['groups'])} groups" for other in everyone)
-        raise CheckpointError(f"ranks have different optimizers: {kinds}", fix="build the same one on every rank, with all groups")
+        raise CheckpointError(
+            f"ranks have different optimizers: {kinds}", fix="build the same one on every rank, with all groups"
+        )
     groups = []
     for same in zip(*(other["groups"] for other in everyone)):
         groups.append(same[0] | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))})
@@ -66,7 +68,8 @@ def of_all_stages(described: dict, stage: StageMesh) -> dict:
 def _names_of(parameters: list, names: Mapping[int, str]) -> list[str]:
     if any(id(p) not in names for p in parameters):
         raise CheckpointError(
-            "the optimizer has parameters that are not the model's", fix="build it from the parameters() of the compiled model"
+            "the optimizer has parameters that are not the model's",
+            fix="build it from the parameters() of the compiled model",
         )
     return [names[id(p)] for p in parameters]
 
@@ -91,16 +94,21 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -
     if len(mine) != len(saved):
         lines.append(f"it has {len(saved)} parameter groups, not {len(mine)}")
     for i, (ours, theirs) in enumerate(zip(mine, saved)):
-        for what, found in (("lacks", [n for n in ours if n not in theirs]), ("also has", [n for n in theirs if n not in ours])):
+        for what, found in (
+            ("lacks", [n for n in ours if n not in theirs]),
+            ("also has", [n for n in theirs if n not in ours]),
+        ):
             if found:
                 lines.append(f"group {i} {what} {shortened(found)}")
     if lines:
-        raise CheckpointMismatch(f"the checkpoint's optimizer is another one: {'; '.join(lines)}", fix="build the same optimizer")
+        raise CheckpointMismatch(
+            f"the checkpoint's optimizer is another one: {'; '.join(lines)}", fix="build the same optimizer"
+        )
 
 
 def check_values(model: nn.Module, forms: Mapping[str, Form], described: dict) -> None:
-    """Raises an error of some kind if what is described cannot be decoded, or its tensors are not among `forms` in the shapes of
-    their parameters."""
+    """Raises an error of some kind if what is described cannot be decoded, or its tensors are not among `forms` in the
+    shapes of their parameters."""
     parameters = dict(model.named_parameters())
     for group in described["groups"]:
         dict(decode(group["options"]))
@@ -140,4 +148,6 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: WeightsF
             else:
                 whole = folder.read(stored).to(saved["device"])
                 is_plain = saved["tensor"] == PLAIN
-                state[key] = whole if is_plain else DTensor.from_local(whole, stage.device_mesh, [Replicate()] * len(mesh.names))
+                state[key] = (
+                    whole if is_plain else DTensor.from_local(whole, stage.device_mesh, [Replicate()] * len(mesh.names))
+                )

@@ -1,4 +1,5 @@
-"""Python values as JSON and back: what optimizers, schedulers and data loaders keep besides tensors. Nothing is ever unpickled."""
+"""Python values as JSON and back: what optimizers, schedulers and data loaders keep besides tensors. Nothing is ever
+unpickled."""
 
 from __future__ import annotations
 

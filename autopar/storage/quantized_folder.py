@@ -1,4 +1,5 @@
-"""A converted model as a folder: quantization.json, which says what layers are quantized and how, and model.safetensors."""
+"""A converted model as a folder: quantization.json, which says what layers are quantized and how, and
+model.safetensors."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CONFIG = "quantization.json"
 
 
 def save_quantized(model: nn.Module, folder: str | Path) -> None:
-    """Write what `autopar.convert` made, and the config of a Hugging Face model. Raises CheckpointError if it cannot be written."""
+    """Write what `autopar.convert` made, and the config of a Hugging Face model. Raises CheckpointError if it cannot be
+    written."""
     folder = Path(folder).expanduser()
     unfinished = folder / ".unfinished"
     make_folder(unfinished)
@@ -43,15 +45,17 @@ def save_quantized(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_quantized(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Fill a plain model of the class that was converted with what `autopar.convert(..., folder=folder)` wrote, in place: its
-    layers are replaced by quantized ones. Returns it in eval mode.
+    """Fill a plain model of the class that was converted with what `autopar.convert(..., folder=folder)` wrote, in
+    place: its layers are replaced by quantized ones. Returns it in eval mode.
 
-    Raises AdaptError for a model on the meta device, another model's folder or one without a readable quantization.json,
-    WeightsError for a damaged file."""
+    Raises AdaptError for a model on the meta device, another model's folder or one without a readable
+    quantization.json, WeightsError for a damaged file."""
     folder = Path(folder).expanduser()
     layers, modules = _read_layers(folder / CONFIG), dict(model.named_modules())
     if missing := [path for path in layers if path not in modules]:
-        raise AdaptError(f"{folder} is of another model, with {shortened(missing)}", fix="build the model that was converted")
+        raise AdaptError(
+            f"{folder} is of another model, with {shortened(missing)}", fix="build the model that was converted"
+        )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise AdaptError("the model is on the meta device", fix="build it on a device: its values are overwritten")
     for path, layer in layers.items():
@@ -69,7 +73,8 @@ def _fill(model: nn.Module, file: TensorFile, folder: Path) -> None:
     wanted = {name: Form(tuple(t.shape), t.dtype) for name, t in _tensors(model).items()}
     if different := sorted(n for n in wanted.keys() | file.forms.keys() if wanted.get(n) != file.forms.get(n)):
         raise AdaptError(
-            f"{folder} is of another model: {shortened(different)} are only in one of them, or of another shape or dtype",
+            f"{folder} is of another model: {shortened(different)} are only in one of them, or of another shape or "
+            f"dtype",
             fix="build the model that was converted",
         )
     for name, tensor in _tensors(model).items():
@@ -93,9 +98,13 @@ def _read_layers(path: Path) -> dict[str, QuantizedWeight]:
     try:
         return {name: _layer(fields) for name, fields in json.loads(path.read_text())["layers"].items()}
     except OSError as error:
-        raise AdaptError(f"cannot read {path}: {error.strerror}", fix="give a folder that autopar.convert wrote") from error
+        raise AdaptError(
+            f"cannot read {path}: {error.strerror}", fix="give a folder that autopar.convert wrote"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AdaptError(f"{path} does not describe quantized layers: {error}", fix="convert the model again") from error
+        raise AdaptError(
+            f"{path} does not describe quantized layers: {error}", fix="convert the model again"
+        ) from error
 
 
 def _layer(fields: dict) -> QuantizedWeight:

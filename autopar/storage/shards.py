@@ -1,8 +1,8 @@
 """Tensors that ranks hold parts of, as safetensors files of whole tensors: one file a rank, written at the same time.
 
-A whole tensor lies in one file, so that any reader of such files can use them whatever the mesh was. Its owner, a rank that holds a
-part of it, gathers it, writes it and lets it go before the next one: no rank ever holds more than one whole tensor besides its own
-parts. Owners are chosen such that files are about equally long.
+A whole tensor lies in one file, so that any reader of such files can use them whatever the mesh was. Its owner, a rank
+that holds a part of it, gathers it, writes it and lets it go before the next one: no rank ever holds more than one
+whole tensor besides its own parts. Owners are chosen such that files are about equally long.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ def owners_of(forms: Mapping[str, Form], holders: Mapping[str, Sequence[int]]) -
 def write_shards(
     held: Mapping[str, Held], folder: Path, stem: str, stage: StageMesh, writer_rank: int | None = None
 ) -> dict[str, Digest]:
-    """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there are several.
-    `held`: what this rank's stage holds. Returns the digests of this rank's files by name. `writer_rank`: the one that writes all
-    tensors, as one file (None: those that hold them).
+    """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there
+    are several.
+    `held`: what this rank's stage holds. Returns the digests of this rank's files by name. `writer_rank`: the one that
+    writes all tensors, as one file (None: those that hold them).
 
-    Raises CheckpointError if the file cannot be written or a dtype cannot be stored. Until all is gathered a failure waits, lest
-    other ranks wait for this one; they have to be told afterwards."""
+    Raises CheckpointError if the file cannot be written or a dtype cannot be stored. Until all is gathered a failure
+    waits, lest other ranks wait for this one; they have to be told afterwards."""
     held = of_all_stages(dict(held), stage)
     rank, forms = dist.get_rank(), {name: h.form for name, h in held.items()}
     if strange := [name for name in forms if forms[name].dtype not in NAMES]:

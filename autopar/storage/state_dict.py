@@ -1,10 +1,11 @@
-"""`state_dict` and `load_state_dict` of a compiled model: plain Shard placements go out, any placement or whole tensors come in.
+"""`state_dict` and `load_state_dict` of a compiled model: plain Shard placements go out, any placement or whole tensors
+come in.
 
-A part that DTensor calls a strided shard (a fused weight cut inside its parts, a dim cut by axes in another order than the mesh's)
-is not what tools outside of autopar expect, so it is moved: all ranks call `state_dict` together.
+A part that DTensor calls a strided shard (a fused weight cut inside its parts, a dim cut by axes in another order than
+the mesh's) is not what tools outside of autopar expect, so it is moved: all ranks call `state_dict` together.
 
-Under a pipeline a rank gives and takes the tensors of its own stages, as DTensors on the mesh of a stage. What it is given besides,
-of other stages, it passes over, so that every rank can load the whole model's state dict.
+Under a pipeline a rank gives and takes the tensors of its own stages, as DTensors on the mesh of a stage. What it is
+given besides, of other stages, it passes over, so that every rank can load the whole model's state dict.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ..runtime.stage_mesh import StageMesh
 from .gather import gather_everywhere, plain
 
 
-def translate_states(module: nn.Module, layouts: Mapping[str, Layout], stage: StageMesh, elsewhere: Collection[str] = ()) -> None:
-    """Let a module with DTensor parameters in these layouts give and take state dicts as said above. `elsewhere`: what other stages
-    have."""
+def translate_states(
+    module: nn.Module, layouts: Mapping[str, Layout], stage: StageMesh, elsewhere: Collection[str] = ()
+) -> None:
+    """Let a module with DTensor parameters in these layouts give and take state dicts as said above. `elsewhere`: what
+    other stages have."""
 
     def give(_, state: dict, prefix: str, __) -> None:
         for name, layout in layouts.items():
@@ -50,8 +53,8 @@ def moved(tensor: DTensor, layout: Layout, target: Layout, stage: StageMesh) -> 
 
 
 def laid_out(name: str, value: Tensor, parameter: DTensor, layout: Layout, stage: StageMesh) -> Tensor:
-    """A whole tensor, or a DTensor in any placement, as the parameter's are; one of another shape stays as it is, for torch to
-    report. Raises InputError for a DTensor on other ranks than the stage's."""
+    """A whole tensor, or a DTensor in any placement, as the parameter's are; one of another shape stays as it is, for
+    torch to report. Raises InputError for a DTensor on other ranks than the stage's."""
     if tuple(value.shape) != tuple(parameter.shape):
         return value
     if not isinstance(value, DTensor):

@@ -1,8 +1,9 @@
 """Safetensors files, read by slices and written tensor by tensor.
 
-Such a file is the length of its header in 8 bytes, a JSON header (name -> dtype, shape, begin and end) and the values, row-major.
-The package of that name wants all tensors of a file in memory to write it, and maps the file to read it, so that what was read
-stays in the process's resident memory, and a file cut short meanwhile ends the process. Here plain reads and writes do both.
+Such a file is the length of its header in 8 bytes, a JSON header (name -> dtype, shape, begin and end) and the values,
+row-major. The package of that name wants all tensors of a file in memory to write it, and maps the file to read it, so
+that what was read stays in the process's resident memory, and a file cut short meanwhile ends the process. Here plain
+reads and writes do both.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from ..errors import WeightsError
 from .durable import Digest, Writer
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+    "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100 << 20  # bytes, as the format demands
@@ -52,14 +54,17 @@ def in_order(forms: Mapping[str, Form]) -> list[str]:
 
 
 class TensorFile:
-    """A file to read from; `forms` says what is in it. Raises WeightsError if it is not such a file, or ends too early."""
+    """A file to read from; `forms` says what is in it. Raises WeightsError if it is not such a file, or ends too
+    early."""
 
     def __init__(self, path: Path):
         self.path, self.forms, self._begin = path, {}, {}
         try:
             self._file = open(path, "rb", buffering=0)
         except OSError as error:
-            raise WeightsError(f"cannot read {path}: {error.strerror}", fix="see that all files of the folder are there") from error
+            raise WeightsError(
+                f"cannot read {path}: {error.strerror}", fix="see that all files of the folder are there"
+            ) from error
         try:
             self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
@@ -136,7 +141,11 @@ class TensorFileWriter:
         header, end = {"__metadata__": {"format": "pt"}}, 0
         for name in self._left:
             begin, end = end, end + forms[name].bytes_
-            header[name] = {"dtype": NAMES[forms[name].dtype], "shape": list(forms[name].shape), "data_offsets": [begin, end]}
+            header[name] = {
+                "dtype": NAMES[forms[name].dtype],
+                "shape": list(forms[name].shape),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._writer = Writer(path)

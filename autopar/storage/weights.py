@@ -1,7 +1,8 @@
-"""`weights=FOLDER`: values for a model on the meta device; each rank reads what it holds from a Hugging Face safetensors folder.
+"""`weights=FOLDER`: values for a model on the meta device; each rank reads what it holds from a Hugging Face
+safetensors folder.
 
-Never in memory: the model, or more than the largest single tensor besides this rank's shards. (Where the folder stores a tensor in
-another form, such as one file tensor an expert, its parts and the result are there at once.)
+Never in memory: the model, or more than the largest single tensor besides this rank's shards. (Where the folder stores
+a tensor in another form, such as one file tensor an expert, its parts and the result are there at once.)
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def index_name(stem: str) -> str:
 
 
 class WeightsFolder:
-    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json, by their names there. In a
-    folder that has both, the one file counts and the index does not, as for transformers' `from_pretrained`."""
+    """The tensors of a folder with model.safetensors, or with shards and model.safetensors.index.json, by their names
+    there. In a folder that has both, the one file counts and the index does not, as for transformers'
+    `from_pretrained`."""
 
     def __init__(self, folder: str | Path, stem: str = STEM):
         self.folder, self._single, self._index = Path(folder).expanduser(), single_name(stem), index_name(stem)
@@ -53,7 +55,8 @@ class WeightsFolder:
                 raise ValueError("it names files outside of the folder")
         except OSError as error:
             raise WeightsError(
-                f"{self.folder} has neither {self._single} nor {self._index}", fix="give a folder that save_pretrained wrote"
+                f"{self.folder} has neither {self._single} nor {self._index}",
+                fix="give a folder that save_pretrained wrote",
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             index = self.folder / self._index
@@ -78,9 +81,9 @@ class Stored:
 
 
 class Weights:
-    """A folder opened for a model. Raises WeightsError for a folder that cannot be read and for one whose tensors are not those
-    of the model: all that are missing, unexpected or of another shape are named. Gives buffers that are not saved (rotary
-    frequencies) their values, and raises WeightsError with the names of those for which it cannot."""
+    """A folder opened for a model. Raises WeightsError for a folder that cannot be read and for one whose tensors are
+    not those of the model: all that are missing, unexpected or of another shape are named. Gives buffers that are not
+    saved (rotary frequencies) their values, and raises WeightsError with the names of those for which it cannot."""
 
     def __init__(self, model: nn.Module, folder: str | Path, error: type[WeightsError] = WeightsError):
         self._folder = WeightsFolder(folder)
@@ -122,8 +125,10 @@ class Weights:
 def _fill_buffers(model: nn.Module) -> None:
     if left := huggingface.fill_unsaved_buffers(model):
         raise WeightsError(
-            f"no file holds buffers of the model that are not saved with it, and they are on the meta device: {', '.join(left)}",
-            fix="give them their values before autopar.compile (module.buffer = tensor); only what is saved need be on meta",
+            f"no file holds buffers of the model that are not saved with it, and they are on the meta device: "
+            f"{', '.join(left)}",
+            fix="give them their values before autopar.compile (module.buffer = tensor); only what is saved need be on "
+            "meta",
         )
 
 
@@ -166,7 +171,10 @@ def compare(wanted: Mapping, found: Mapping, unexpected: list[str], where: objec
     if differ:
         lines.append(f"of another shape: {shortened(differ)}")
     if lines:
-        raise error(f"{where} is of another model; {'; '.join(lines)}", fix="build the model from the config.json of that folder")
+        raise error(
+            f"{where} is of another model; {'; '.join(lines)}",
+            fix="build the model from the config.json of that folder",
+        )
 
 
 def shortened(names: list[str]) -> str:

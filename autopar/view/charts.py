@@ -31,7 +31,8 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
         for stream in event.streams:
             bars.append(tag(
                 "rect", title, x=_x(event.start_seconds / total), y=f"{lanes[stream] * (LANE + GAP) + GAP / 2:.0f}",
-                width=f"{max(WIDTH * event.duration_seconds / total, 0.05):.3g}", height=f"{LANE:.0f}", class_=_colour(event),
+                width=f"{max(WIDTH * event.duration_seconds / total, 0.05):.3g}", height=f"{LANE:.0f}",
+                class_=_colour(event),
             ))  # fmt: skip
     drawing = _drawing([*_tick_lines(total, height), *bars], height, "compute and communication streams over the step")
     names = joined(tag("span", name, style=f"height:{LANE + GAP:.0f}px") for name in lanes)
@@ -40,8 +41,8 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
 
 
 def memory_chart(planned: Planned, timeline: Timeline) -> Html:
-    """Bytes by kind on top of each other, with the peak and, where it is near, the limit. Each kind has a colour of its own, the
-    same in every report."""
+    """Bytes by kind on top of each other, with the peak and, where it is near, the limit. Each kind has a colour of its
+    own, the same in every report."""
     live, limit = planned.live_bytes, planned.plan.memory_limit_bytes
     ends, total = np.array(ends_of(live.order, timeline)), timeline.seconds or 1.0
     column = np.minimum((ends / total * COLUMNS).astype(int), COLUMNS - 1)
@@ -68,7 +69,8 @@ def memory_chart(planned: Planned, timeline: Timeline) -> Html:
     run = live.order.runs[live.peak_at] if len(ends) else None
     at = f" at {planned.whole[0].vertices[run.vertex].name}, {run.phase}" if run else ""
     near = f"the red line is the limit, {size(limit)}" if shows_limit else f"the limit, {size(limit)}, is far above"
-    caption = f"The dashed line is the peak, {size(live.peak_bytes)}{at}; {near}. Beside each kind is the most of it over the step."
+    peak = f"The dashed line is the peak, {size(live.peak_bytes)}{at}; {near}."
+    caption = f"{peak} Beside each kind is the most of it over the step."
     legend = [(MEMORY_CLASSES[kind], f"{kind} {size(b.max())}") for kind, b in live.kinds.items()]
     chart = tag("div", tag("div", names, class_="heights"), tag("div", drawing, _time_axis(total)), class_="chart")
     return joined([chart, legend_of(legend), tag("p", caption, class_="note")])
@@ -87,8 +89,8 @@ def legend_of(entries: list[tuple[str, str]]) -> Html:
 
 def _drawing(shapes: list[Html], height: float, label: str) -> Html:
     """Shapes in a space of WIDTH by `height`, stretched to the width that the page has."""
-    return tag("svg", *shapes, viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", preserveAspectRatio="none", style=f"height:{height:.0f}px",
-               role="img", aria_label=label)  # fmt: skip
+    return tag("svg", *shapes, viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", preserveAspectRatio="none",
+               style=f"height:{height:.0f}px", role="img", aria_label=label)  # fmt: skip
 
 
 def _colour(event: Event) -> str:
@@ -110,13 +112,17 @@ def _time_axis(total: float) -> Html:
     marks = [tag("span", "0", class_="first")]
     for t in _ticks(total):
         text = f"{t:g} s" if total >= 10 else f"{1e3 * t:g} ms"
-        marks.append(tag("span", text, style=f"left:{100 * t / total:.2f}%", class_="last" if t > 0.9 * total else None))
+        marks.append(
+            tag("span", text, style=f"left:{100 * t / total:.2f}%", class_="last" if t > 0.9 * total else None)
+        )
     return tag("div", *marks, class_="axis")
 
 
 def _tick_lines(total: float, height: float) -> list[Html]:
     """An upright line at each of the round times."""
-    return [tag("line", x1=_x(t / total), x2=_x(t / total), y1=0, y2=f"{height:.0f}", class_="tick") for t in _ticks(total)]
+    return [
+        tag("line", x1=_x(t / total), x2=_x(t / total), y1=0, y2=f"{height:.0f}", class_="tick") for t in _ticks(total)
+    ]
 
 
 def _ticks(total: float) -> list[float]:

@@ -22,9 +22,13 @@ def diff_text(a: Plan, b: Plan) -> str:
         "layouts of parameters and inputs": _folded(a.layouts, b.layouts),
         "layouts of activations": _pairs(_activations(a), _activations(b)) + _ops(a, b),
         "recomputed in the backward": _folded(_recomputed(a), _recomputed(b)),
-        "collectives": sorted(_pairs(_collectives(a), _collectives(b)), key=lambda line: (not line.startswith("forward"), line)),
+        "collectives": sorted(
+            _pairs(_collectives(a), _collectives(b)), key=lambda line: (not line.startswith("forward"), line)
+        ),
     }
-    return "\n".join("\n".join([name, *(f"  {line}" for line in lines)]) + "\n" for name, lines in sections.items() if lines)
+    return "\n".join(
+        "\n".join([name, *(f"  {line}" for line in lines)]) + "\n" for name, lines in sections.items() if lines
+    )
 
 
 def _made_for(plan: Plan) -> dict[str, str]:
@@ -40,8 +44,8 @@ def _recomputed(plan: Plan) -> dict[str, str]:
 def _costs(plan: Plan) -> dict[str, str]:
     seconds = {
         "step": plan.step_seconds, "simulated with overlap": plan.simulated_seconds, "compute": plan.compute_seconds,
-        "communication": plan.communication_seconds, "exposed": plan.exposed_seconds, "recomputation": plan.recompute_seconds,
-        "offload": plan.offloaded.seconds,
+        "communication": plan.communication_seconds, "exposed": plan.exposed_seconds,
+        "recomputation": plan.recompute_seconds, "offload": plan.offloaded.seconds,
         "bound": plan.bound,
     }  # fmt: skip
     waits = {"waiting of the mean rank": ms(waiting_seconds(plan))} if plan.pipeline else {}
@@ -54,13 +58,15 @@ def _pipeline(plan: Plan) -> dict[str, str]:
     if p is None:
         return {}
     found = {
-        "schedule": p.schedule, "micro-batches": str(p.micro_batches), "stages": f"{p.stages_per_rank} on each of {p.ranks} ranks",
-        "bubble": percent(p.played().bubble, 1.0), "slowest stage": f"{balance(plan):.2f} times the mean",
+        "schedule": p.schedule, "micro-batches": str(p.micro_batches),
+        "stages": f"{p.stages_per_rank} on each of {p.ranks} ranks", "bubble": percent(p.played().bubble, 1.0),
+        "slowest stage": f"{balance(plan):.2f} times the mean",
     }  # fmt: skip
     for i, (c, rank) in enumerate(zip(p.costs, p.orders.rank_of_stage)):
         backward = c.input_seconds + c.weight_seconds
         found[f"stage {i}"] = f"{c.name} on rank {rank}, F {ms(c.forward_seconds)}, B {ms(backward)}"
     return found
+
 
 def _memory(a: Plan, b: Plan) -> list[str]:
     kinds = [*MEMORY_KINDS, "in all"]
@@ -84,7 +90,8 @@ def _ops(a: Plan, b: Plan) -> list[str]:
 
 def _collectives(plan: Plan) -> dict[str, str]:
     return {
-        f"{c.phase} {c.kind} {','.join(c.axes)}": f"{c.count}, {size(c.wire_bytes)} sent, {ms(c.seconds)}" for c in plan.collectives
+        f"{c.phase} {c.kind} {','.join(c.axes)}": f"{c.count}, {size(c.wire_bytes)} sent, {ms(c.seconds)}"
+        for c in plan.collectives
     }
 
 
@@ -93,7 +100,8 @@ def _pairs(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 def _folded(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    """Differences by name, where names that differ in their numbers alone and change alike are one line: `h.*.mlp (x12)`."""
+    """Differences by name, where names that differ in their numbers alone and change alike are one line: `h.*.mlp
+    (x12)`."""
     found: dict[tuple[str, str], int] = defaultdict(int)
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):

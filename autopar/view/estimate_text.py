@@ -13,7 +13,9 @@ def estimate_text(e: Estimate) -> str:
     p = e.plan
     how = "once a step" if p.reduces_once else "every pass"
     many = "" if p.micro_batches == 1 else "es"
-    passes = f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (f", gradients reduced {how}" if many else "")
+    passes = f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (
+        f", gradients reduced {how}" if many else ""
+    )
     simulated = "" if p.pipeline else f"; simulated with overlap {ms(p.simulated_seconds)}"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision}, {p.optimizer}, "
@@ -21,8 +23,8 @@ def estimate_text(e: Estimate) -> str:
         pipeline_line(p) if p.pipeline else passes,
         f"step {ms(p.step_seconds)} = {parts_of(p)}{simulated}",
         _rates(e),
-        f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of {size(p.memory_limit_bytes)}"
-        + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),
+        f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of "
+        f"{size(p.memory_limit_bytes)}" + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),
         "",
     ]
     kinds = {**in_order(p.at_peak), "in all": p.peak_bytes}
@@ -33,7 +35,8 @@ def estimate_text(e: Estimate) -> str:
 
 
 def _rates(e: Estimate) -> str:
-    """FLOPs a second of the model, and of what is computed if that is more; what the devices have, and in bf16 if that is more."""
+    """FLOPs a second of the model, and of what is computed if that is more; what the devices have, and in bf16 if that
+    is more."""
     kinds = {"model": e.model_flops} | ({"hardware": e.hardware_flops} if e.hardware_flops > e.model_flops else {})
     p = e.plan
     cells = [
@@ -44,6 +47,7 @@ def _rates(e: Estimate) -> str:
     peak, bf16 = e.peaks[e.dtype], e.peaks.get("bf16", 0.0)
     faster = f"; bf16 has {number(bf16 / 1e12)}: --precision bf16" if e.dtype == "fp32" and bf16 > 2 * peak else ""
     return (
-        f"TFLOP/s a device: {', '.join(cells)}, {percent(e.utilization, 1.0)} of the {number(peak / 1e12)} of {e.dtype}{faster}\n"
+        f"TFLOP/s a device: {', '.join(cells)}, {percent(e.utilization, 1.0)} of the {number(peak / 1e12)} of "
+        f"{e.dtype}{faster}\n"
         f"a step of the model is {e.model_flops:.4g} FLOPs"
     )

@@ -1,4 +1,5 @@
-"""The text of a pipeline's explanation: what each rank does, and what other micro-batches, schedules and cuts would cost."""
+"""The text of a pipeline's explanation: what each rank does, and what other micro-batches, schedules and cuts would
+cost."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from .pipeline_text import pipeline_line
 def explain_pipeline_text(e: PipelineExplanation) -> str:
     p = e.plan.pipeline
     lines = [
-        f"pipeline of {e.plan.model} on mesh {e.plan.mesh}: step {ms(e.plan.step_seconds)}, peak {size(e.plan.peak_bytes)} "
+        f"pipeline of {e.plan.model} on mesh {e.plan.mesh}: step {ms(e.plan.step_seconds)}, peak "
+        f"{size(e.plan.peak_bytes)} "
         f"a device, {percent(e.plan.peak_bytes, e.plan.memory_limit_bytes)} of {size(e.plan.memory_limit_bytes)}",
         pipeline_line(e.plan), "", *_ranks(e), "",
-        "* as planned; works, reduces (gradients, after the last action) and waits are the mean rank's and add up to the step", "",
+        "* as planned; works, reduces (gradients, after the last action) and waits are the mean rank's and add up to "
+        "the step", "",
         *priced_lines(f"micro-batches, with {p.schedule}", e.micro_batches), "",
         *priced_lines(f"schedules, with {p.micro_batches} micro-batches", e.schedules), "",
         *priced_lines("cuts into stages", e.cuts),
@@ -32,21 +35,27 @@ def explain_pipeline_text(e: PipelineExplanation) -> str:
 def inside_lines(plan: Plan) -> list[str]:
     """What the seconds of an explanation inside of stages are of."""
     p = plan.pipeline
-    return [f"inside of the stages: seconds of one of {p.micro_batches} micro-batches through all stages, as if one rank along "
+    return [f"inside of the stages: seconds of one of {p.micro_batches} micro-batches through all stages, as if one "
+            f"rank along "
             f"{p.axis} had them all; a rank has 1/{p.ranks} of it"]  # fmt: skip
 
 
 def _ranks(e: PipelineExplanation) -> list[str]:
     unit, peaks = byte_column([r.peak_bytes for r in e.ranks])
     seconds = column([1e3 * s for r in e.ranks
-                      for s in (r.forward_seconds, r.backward_seconds, r.reduces_seconds, r.waits_seconds)])  # fmt: skip
+                      for s in (r.forward_seconds, r.backward_seconds, r.reduces_seconds,
+                                r.waits_seconds)])  # fmt: skip
     names = [c.name for c in e.plan.pipeline.costs]
     rows = [
         [str(rank), "; ".join(f"{s}: {names[s]}" for s in r.stages), *seconds[4 * rank : 4 * rank + 4], peaks[rank],
          percent(r.peak_bytes, e.plan.memory_limit_bytes)]
         for rank, r in enumerate(e.ranks)
     ]  # fmt: skip
-    return table(["rank", "stages", "forward ms", "backward ms", "reduces", "waits", f"peak {unit}", "of the limit"], rows, left=2)
+    return table(
+        ["rank", "stages", "forward ms", "backward ms", "reduces", "waits", f"peak {unit}", "of the limit"],
+        rows,
+        left=2,
+    )
 
 
 def priced_lines(title: str, priced: Sequence[Priced]) -> list[str]:

@@ -8,7 +8,9 @@ from ..units import byte_unit, decimals, ms, size, table
 
 def explain_text(e: Explanation) -> str:
     """A heading, then a paragraph and a table a choice."""
-    lines = [f"{e.pattern} of {e.model} on mesh {e.mesh}: step {ms(e.step_seconds)}, peak {size(e.peak_bytes)} a device"]
+    lines = [
+        f"{e.pattern} of {e.model} on mesh {e.mesh}: step {ms(e.step_seconds)}, peak {size(e.peak_bytes)} a device"
+    ]
     for choice in e.choices:
         lines += ["", *_choice(e, choice)]
     if e.left_out:

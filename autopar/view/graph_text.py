@@ -1,4 +1,5 @@
-"""A graph as text, one line a node, stable and diffable: global shapes, layouts where they are decided, and the user's line."""
+"""A graph as text, one line a node, stable and diffable: global shapes, layouts where they are decided, and the user's
+line."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from ..sharding import Sharding
 
 
 def graph_text(module: fx.GraphModule, sharding: Sharding | None = None) -> str:
-    """`name: op(arguments) -> (global shape) dtype layout  # module source`, one line a node. Layouts are those of `sharding`,
-    or of the nodes themselves if the graph is one rank's."""
+    """Return `name: op(arguments) -> (global shape) dtype layout  # module source`, one line a node.
+
+    Layouts are those of `sharding`, or of the nodes themselves if the graph is one rank's."""
     return "\n".join(_line(node, sharding) for node in module.graph.nodes) + "\n"
 
 

@@ -12,8 +12,8 @@ class Html(str):
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """`tag("td", "a < b", class_="number")`. Attributes drop a final underscore, others become hyphens; None and False leave one
-    out, True stands alone."""
+    """`tag("td", "a < b", class_="number")`. Attributes drop a final underscore, others become hyphens; None and False
+    leave one out, True stands alone."""
     words = [name]
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
@@ -32,8 +32,8 @@ def joined(children) -> Html:
 
 
 def rows_of(header: list[str], rows: list[list[object]], left: int = 1, bars: int | None = None) -> Html:
-    """A table that scrolls sideways in a narrow window; all but the first `left` columns are numbers, and `bars` is the one with
-    bars, which a narrow window leaves out."""
+    """A table that scrolls sideways in a narrow window; all but the first `left` columns are numbers, and `bars` is the
+    one with bars, which a narrow window leaves out."""
 
     def cells(name: str, row) -> Html:
         classes = ("bars" if i == bars else None if i < left else "number" for i in range(len(row)))

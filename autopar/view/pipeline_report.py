@@ -1,5 +1,5 @@
-"""`autopar report` on a mesh with pp: stages, the schedule as it is predicted, memory of the ranks, what else was possible, and
-how a stage is sharded inside."""
+"""`autopar report` on a mesh with pp: stages, the schedule as it is predicted, memory of the ranks, what else was
+possible, and how a stage is sharded inside."""
 
 from __future__ import annotations
 
@@ -72,13 +72,15 @@ def _stages(judged: Judged) -> Html:
     state_unit, state = byte_column([c.state_bytes for c in p.costs])
     saved_unit, saved = byte_column([c.activation_bytes for c in p.costs])
     rows = [
-        [s, bar(sum(seconds[s]) / slowest), c.name, p.orders.rank_of_stage[s], f"{c.parameters:,}", *times[3 * s : 3 * s + 3],
-         sent[s], state[s], saved[s], f"{judged.played.peak_of_stage(s) / c.activation_bytes:.0f}" if c.activation_bytes else "-"]
+        [s, bar(sum(seconds[s]) / slowest), c.name, p.orders.rank_of_stage[s], f"{c.parameters:,}",
+         *times[3 * s : 3 * s + 3], sent[s], state[s], saved[s],
+         f"{judged.played.peak_of_stage(s) / c.activation_bytes:.0f}" if c.activation_bytes else "-"]
         for s, c in enumerate(p.costs)
     ]  # fmt: skip
-    header = ["stage", "seconds", "holds", "rank", "parameters", "F ms", "B ms", "W ms", f"{sent_unit} sent", f"state {state_unit}",
-              f"saved {saved_unit}", "in flight"]  # fmt: skip
-    note = tag("p", "Of one micro-batch on a device: F forward, B gradient of the stage's input, W gradients of its parameters; "
+    header = ["stage", "seconds", "holds", "rank", "parameters", "F ms", "B ms", "W ms", f"{sent_unit} sent",
+              f"state {state_unit}", f"saved {saved_unit}", "in flight"]  # fmt: skip
+    note = tag("p", "Of one micro-batch on a device: F forward, B gradient of the stage's input, W gradients of its "
+                    "parameters; "
                "state: parameters, gradients, optimizer; saved: kept for the backward by each micro-batch in flight.",
                class_="note")  # fmt: skip
     return joined([rows_of(header, rows, left=3, bars=1), note])
@@ -114,8 +116,8 @@ def _explained(e: PipelineExplanation | None) -> Html | None:
         return None
     p = e.plan.pipeline
     tables = {
-        f"micro-batches, with {p.schedule}": e.micro_batches, f"schedules, with {p.micro_batches} micro-batches": e.schedules,
-        "cuts into stages": e.cuts,
+        f"micro-batches, with {p.schedule}": e.micro_batches,
+        f"schedules, with {p.micro_batches} micro-batches": e.schedules, "cuts into stages": e.cuts,
     }  # fmt: skip
     parts = []
     for title, priced in tables.items():
@@ -125,6 +127,7 @@ def _explained(e: PipelineExplanation | None) -> Html | None:
         cells = [[name, drawn, *rest] for drawn, (name, *rest) in zip(bars, rows)]
         parts.append(rows_of([title, "", *header], cells, left=1, bars=1))
         parts += [tag("p", f"{one.text}: {one.note}", class_="note") for one in priced if one.note]
-    note = tag("p", "* as planned. Works, reduces (gradients, after the last action) and waits are the mean rank's and add up to "
+    note = tag("p", "* as planned. Works, reduces (gradients, after the last action) and waits are the mean rank's and "
+                    "add up to "
                "the step. Other schedules and cuts are for the same plan of a micro-batch.", class_="note")  # fmt: skip
     return joined([*parts, note])

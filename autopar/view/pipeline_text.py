@@ -1,4 +1,5 @@
-"""The part of a plan's text that is about its pipeline: the schedule, a table of its stages, and a small schedule as a grid."""
+"""The part of a plan's text that is about its pipeline: the schedule, a table of its stages, and a small schedule as a
+grid."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def pipeline_line(plan: Plan) -> str:
     p = plan.pipeline
     sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, p.micro_batches)}, reverse=True))
     batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {sizes} samples"
-    stages = f"{p.ranks} ranks along {p.axis}" + (f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else "")
+    stages = f"{p.ranks} ranks along {p.axis}" + (
+        f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else ""
+    )
     bubble = percent(p.played().bubble, 1.0)
     return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {balance(plan):.2f} times the mean"
 

@@ -14,10 +14,10 @@ MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload, alternatives, meshes,
-    warnings."""
-    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines, _alternatives, _meshes,
-                _warnings)  # fmt: skip
+    """All of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload, alternatives,
+    meshes, warnings."""
+    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines,
+                _alternatives, _meshes, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -32,8 +32,10 @@ def _result(plan: Plan) -> list[str]:
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
         f"strategy {plan.strategy}",
         f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {_bound(plan)} (gap {plan.gap:.2%})",
-        pipeline_line(plan) if plan.pipeline else
-        f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
+        pipeline_line(plan)
+        if plan.pipeline
+        else f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication "
+        f"exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *axis_lines(plan),
@@ -61,7 +63,8 @@ def parts_of(plan: Plan) -> str:
 
 
 def hidden_seconds(plan: Plan) -> float:
-    """What the step's parts take more than the step, because they run beside each other; 0 for what is mere rounding."""
+    """What the step's parts take more than the step, because they run beside each other; 0 for what is mere
+    rounding."""
     hidden = sum(_parts(plan).values()) - plan.step_seconds
     return hidden if hidden > 1e-6 * plan.step_seconds else 0.0
 
@@ -149,7 +152,9 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak])
     return [f"most {unit}", "at the peak", "of the limit"], [
         [kind, most, now, percent(bytes_, plan.memory_limit_bytes)]
-        for kind, most, now, bytes_ in zip([*kinds, "in all"], [*cells[: len(kinds)], "-"], cells[len(kinds) :], at_peak)
+        for kind, most, now, bytes_ in zip(
+            [*kinds, "in all"], [*cells[: len(kinds)], "-"], cells[len(kinds) :], at_peak
+        )
     ]
 
 
@@ -165,7 +170,9 @@ def recomputed_lines(plan: Plan) -> list[str]:
     for what, blocks in ((f"{kinds} of ", plan.recomputed_selectively), ("", plan.recomputed)):
         if blocks:
             few = ", ".join(blocks[:4]) + (" ..." if len(blocks) > 4 else "")
-            lines.append(f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}")
+            lines.append(
+                f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}"
+            )
     return lines
 
 
@@ -173,7 +180,8 @@ def offloaded_lines(plan: Plan) -> list[str]:
     o = plan.offloaded
     line = (
         f"on the host: {o.parameters} parameter{'s' if o.parameters > 1 else ''} with gradients and optimizer state, "
-        f"{size(o.host_bytes)} a device; {ms(o.copy_seconds)} a step to copy, {ms(o.optimizer_seconds)} for the optimizer there"
+        f"{size(o.host_bytes)} a device; {ms(o.copy_seconds)} a step to copy, {ms(o.optimizer_seconds)} for the "
+        f"optimizer there"
     )
     return [line] if o.parameters else []
 

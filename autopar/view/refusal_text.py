@@ -8,8 +8,13 @@ from .plan_text import in_order
 
 
 def refusal_text(error: MemoryInfeasibleError) -> str:
-    """The message, the memory of the smallest plan, and the changes that were planned, cheapest first, as on the command line."""
-    sections = [[error.message if error.fixes else f"{error.message}; fix: {error.fix}"], _smallest(error), _fixes(error)]
+    """The message, the memory of the smallest plan, and the changes that were planned, cheapest first, as on the
+    command line."""
+    sections = [
+        [error.message if error.fixes else f"{error.message}; fix: {error.fix}"],
+        _smallest(error),
+        _fixes(error),
+    ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 

@@ -35,7 +35,10 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
         ("What it costs", _summary(planned, timeline)),
         ("Against the experts' strategies", alternatives_section(plan)),
         ("Meshes tried", _meshes(plan)),
-        ("The step" if plan.micro_batches == 1 else f"One of the step's {plan.micro_batches} passes", _step(planned, timeline)),
+        (
+            "The step" if plan.micro_batches == 1 else f"One of the step's {plan.micro_batches} passes",
+            _step(planned, timeline),
+        ),
         ("Memory of a device", joined([memory_chart(planned, timeline), _memory(plan)])),
         ("Collectives", collectives_section(plan)),
         ("Modules", modules_section(plan)),
@@ -49,7 +52,8 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
     """The page of a plan with the sections that have a content."""
     title = f"{plan.model} on mesh {plan.mesh}"
     head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport",
+                                                  content="width=device-width, initial-scale=1"),
         tag("title", title), tag("style", Html((FOLDER / "report.css").read_text())),
     )  # fmt: skip
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
@@ -69,7 +73,8 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
         ("communication", ms(plan.communication_seconds), _communicated(plan)),
         ("peak memory", size(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
          f"{size(plan.memory_limit_bytes)}"),
-        ("parameters", count_text(plan.parameter_elements), f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
+        ("parameters", count_text(plan.parameter_elements),
+         f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
     if plan.offloaded.parameters:
         shown.insert(4, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
@@ -78,14 +83,19 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
 
 def cards(shown: list[tuple[str, str, str]]) -> Html:
     """Of (name, value, note): large numbers next to each other."""
-    return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in shown),
+    return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value,
+                        note in shown),
                class_="cards")  # fmt: skip
 
 
 def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
     """The simulated time of the step; of another timeline than the plan's own, that of the pass it is of."""
     plan, own = planned.plan, timeline is planned.timeline
-    seconds = plan.simulated_seconds if own else timeline.seconds + (plan.offloaded.seconds if plan.micro_batches == 1 else 0.0)
+    seconds = (
+        plan.simulated_seconds
+        if own
+        else timeline.seconds + (plan.offloaded.seconds if plan.micro_batches == 1 else 0.0)
+    )
     exposed = plan.exposed_seconds if own else timeline.exposed_seconds
     what = "simulated" if own or plan.micro_batches == 1 else f"simulated, one of {plan.micro_batches} passes"
     return ms(seconds), f"{what}, {ms(exposed)} of communication exposed"
@@ -127,14 +137,17 @@ def _step(planned: Planned, timeline: Timeline) -> Html:
     kinds = [("forward", "forward"), ("backward", "backward"), ("again", "recomputed"), ("slice", "local copy")]
     kinds += [(kind, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
     found = {e.step.move.kind if e.step else "again" if e.again else e.phase for e in timeline.events}
-    buttons = [tag("button", text, type="button", data_zoom=zoom) for text, zoom in (("−", 0.5), ("+", 2), ("all", 0))]
+    zooms = (("−", 0.5), ("+", 2), ("all", 0))
+    buttons = [tag("button", text, type="button", data_zoom=zoom) for text, zoom in zooms]
     busy = rows_of(["stream", "busy", "busy ms", "share"], [
         [name, bar(seconds / (timeline.seconds or 1.0)), milliseconds, percent(seconds, timeline.seconds)]
         for (name, seconds), milliseconds in zip(timeline.busy_seconds.items(),
                                                  column([1e3 * s for s in timeline.busy_seconds.values()]))
     ], left=2, bars=1)  # fmt: skip
     again = joined(tag("p", f"{line[0].upper()}{line[1:]}", class_="note") for line in recomputed_lines(planned.plan))
-    controls = tag("div", legend_of([k for k in kinds if k[0] in found]), tag("span", *buttons, class_="zoom"), class_="controls")
+    controls = tag(
+        "div", legend_of([k for k in kinds if k[0] in found]), tag("span", *buttons, class_="zoom"), class_="controls"
+    )
     return joined([controls, timeline_chart(planned, timeline), again, busy])
 
 
@@ -153,11 +166,21 @@ def collectives_section(plan: Plan) -> Html | None:
     milliseconds = column([c.seconds * 1e3 for c in plan.collectives])
     each = byte_column([c.wire_bytes / max(c.count, 1) for c in plan.collectives])
     rows = [
-        [",".join(c.axes), f"{c.phase} {c.kind}", bar(c.seconds / longest, f"bar {c.kind}"), c.count, bytes_, mean, seconds]
+        [
+            ",".join(c.axes),
+            f"{c.phase} {c.kind}",
+            bar(c.seconds / longest, f"bar {c.kind}"),
+            c.count,
+            bytes_,
+            mean,
+            seconds,
+        ]
         for c, bytes_, mean, seconds in zip(plan.collectives, sent, each[1], milliseconds)
     ]
     rows.sort(key=lambda row: row[0])
-    return rows_of(["axes", "collective", "time", "count", f"{unit} sent", f"{each[0]} each", "ms"], rows, left=3, bars=2)
+    return rows_of(
+        ["axes", "collective", "time", "count", f"{unit} sent", f"{each[0]} each", "ms"], rows, left=3, bars=2
+    )
 
 
 def modules_section(plan: Plan) -> Html:
@@ -182,8 +205,14 @@ def modules_section(plan: Plan) -> Html:
         copies = max((r.copies for r in inside), default=1) if "*" in name else 1
         layouts = [tag("small", again[name], class_="badge")] if name in again else []
         layouts += [tag("code", region.weights, title="weights")] if region and region.weights else []
-        layouts += [tag("code", region.activations, title="activations", class_="quiet")] if region and region.activations else []
-        label = tag("span", tag("b", name.rpartition(".")[2] if depth else name), f" ×{copies}" if copies > 1 else "", *layouts)
+        layouts += (
+            [tag("code", region.activations, title="activations", class_="quiet")]
+            if region and region.activations
+            else []
+        )
+        label = tag(
+            "span", tag("b", name.rpartition(".")[2] if depth else name), f" ×{copies}" if copies > 1 else "", *layouts
+        )
         line = [label, *digits.cells(inside)]
         if not children.get(name):
             return tag("div", *line, class_="row")
@@ -192,7 +221,8 @@ def modules_section(plan: Plan) -> Html:
 
     label = tag("span", "module", tag("code", "its weights"), tag("code", "its activations", class_="quiet"))
     header = tag("div", label, *(tag("em", name) for name in digits.header), class_="row head")
-    note = tag("p", f"{digits.unit}: what a device holds of the parameters, gradients and optimizer state, and what is saved for "
+    note = tag("p", f"{digits.unit}: what a device holds of the parameters, gradients and optimizer state, and what is "
+                    f"saved for "
                "the backward.", class_="note")  # fmt: skip
     return joined([tag("div", header, *(node(name, 0) for name in children[""]), class_="tree"), note])
 
@@ -231,26 +261,36 @@ def layouts_section(planned: Planned) -> Html:
     """Layouts of parameters and inputs, equal blocks once, with what they beat."""
     second = _runners_up(planned)
     shapes = {
-        v.node.meta["role"].name: tuple(v.values[0].shape) for v in planned.whole[0].vertices if v.kind in ("parameter", "input")
+        v.node.meta["role"].name: tuple(v.values[0].shape)
+        for v in planned.whole[0].vertices
+        if v.kind in ("parameter", "input")
     }
     rows: dict[tuple, int] = defaultdict(int)
     for name, layout in planned.plan.layouts.items():
         rows[_folded(name), shapes.get(name, ()), layout, second.get(name, ("-", 0.0))] += 1
     milliseconds = column([1e3 * seconds for *_, (_, seconds) in rows])
     lines = [
-        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other, class_="quiet") if more != "-" else "-", more,
+        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other,
+                                                                     class_="quiet") if more != "-" else "-", more,
          str(shape)]
         for ((name, shape, layout, (other, _)), n), more in zip(rows.items(), milliseconds)
     ]  # fmt: skip
-    note = tag("p", "The next best layout of all equal parameters together costs about so much more a step at least: bounds of the "
-               "search, the price of scarce memory included. A dash: the bounds do not rank the others. autopar explain prices "
+    note = tag("p", "The next best layout of all equal parameters together costs about so much more a step at least: "
+                    "bounds of the "
+               "search, the price of scarce memory included. A dash: the bounds do not rank the others. autopar "
+               "explain prices "
                "whole plans.", class_="note")  # fmt: skip
-    return tag("div", rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3), note, class_="layouts")
+    return tag(
+        "div",
+        rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3),
+        note,
+        class_="layouts",
+    )
 
 
 def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
-    """`runners_up` by the names of the whole model, where a block that was planned may stand for many. Without those that cost 0
-    by their bounds: which of them is next is not known."""
+    """`runners_up` by the names of the whole model, where a block that was planned may stand for many. Without those
+    that cost 0 by their bounds: which of them is next is not known."""
     problem, second = planned.problem, runners_up(planned)
     return {
         node.meta["role"].name: second[name]

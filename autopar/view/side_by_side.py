@@ -12,7 +12,8 @@ from .plan_text import waiting_seconds
 
 
 def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
-    """Costs, memory by kind and collectives of the plans under their `names`; a second line a kind where plans differ in it."""
+    """Costs, memory by kind and collectives of the plans under their `names`; a second line a kind where plans differ
+    in it."""
     sections = [_made_for(plans), _costs(plans), _memory(plans), _collectives(plans)]
     titles = ["", "ms", _memory_unit(plans), f"collectives: count, {_wire_unit(plans)} sent"]
     rows = [[title, *cells] for title, cells in sections[0]]
@@ -82,7 +83,9 @@ def _memory_unit(plans: Sequence[Plan]) -> str:
 
 
 def _memory(plans: Sequence[Plan]) -> Rows:
-    kinds = {kind: [p.memory.get(kind, 0.0) for p in plans] for kind in MEMORY_KINDS if any(kind in p.memory for p in plans)}
+    kinds = {
+        kind: [p.memory.get(kind, 0.0) for p in plans] for kind in MEMORY_KINDS if any(kind in p.memory for p in plans)
+    }
     kinds["in all"] = [p.peak_bytes for p in plans]
     return _aligned(kinds, lambda values: byte_column(values)[1], len(plans))
 
@@ -93,10 +96,15 @@ def _wire_unit(plans: Sequence[Plan]) -> str:
 
 def _collectives(plans: Sequence[Plan]) -> Rows:
     found = [{f"{c.phase} {c.kind} {','.join(c.axes)}": c for c in p.collectives} for p in plans]
-    labels = dict.fromkeys(sorted({label for f in found for label in f}, key=lambda x: (not x.startswith("forward"), x)))
+    labels = dict.fromkeys(
+        sorted({label for f in found for label in f}, key=lambda x: (not x.startswith("forward"), x))
+    )
     cells = byte_column([f[label].wire_bytes if label in f else 0.0 for label in labels for f in found])[1]
     sent = iter(cells)
-    return [(label, [f"{f[label].count}, {cell}" if label in f else "-" for f, cell in zip(found, sent)]) for label in labels]
+    return [
+        (label, [f"{f[label].count}, {cell}" if label in f else "-" for f, cell in zip(found, sent)])
+        for label in labels
+    ]
 
 
 def _aligned(values: dict[str, list[float]], show: Callable[[list[float]], list[str]], width: int) -> Rows:

@@ -1,6 +1,8 @@
-"""The predicted step as a Chrome trace, which Perfetto opens: a row for the compute stream, one for the links of each mesh axis.
+"""The predicted step as a Chrome trace, which Perfetto opens: a row for the compute stream, one for the links of each
+mesh axis.
 
-Names are those that torch.profiler gives the same work, so that a prediction and a measurement can be read in one window.
+Names are those that torch.profiler gives the same work, so that a prediction and a measurement can be read in one
+window.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ MOVES = {
 
 
 def trace_of(planned: Planned, timeline: Timeline | None = None) -> dict:
-    """The trace as plain data for `json.dump`: times in microseconds, bytes of memory as a counter. `timeline`: another one than
-    the plan's own, such as with a slowdown."""
+    """The trace as plain data for `json.dump`: times in microseconds, bytes of memory as a counter. `timeline`: another
+    one than the plan's own, such as with a slowdown."""
     timeline = planned.timeline if timeline is None else timeline
     mesh = planned.problem.mesh
     rows = {name: i for i, name in enumerate((COMPUTE, *mesh.names))}
     events = [_named("process_name", 0, f"predicted step of {planned.model} on mesh {mesh}")]
     for name, row in rows.items():
         events += [_named("thread_name", row, name if name == COMPUTE else f"links of {name}"),
-                   {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}]  # fmt: skip
+                   {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index",
+                    "args": {"sort_index": row}}]  # fmt: skip
     for event in timeline.events:
         arguments = _move_arguments(planned, event) if event.step is not None else _op_arguments(planned, event)
         for stream in event.streams:
@@ -98,8 +101,8 @@ def _move_arguments(planned: Planned, event: Event) -> dict:
     v, step = planned.whole[0].vertices[event.vertex], event.step
     shape = v.values[event.output].shape
     return _where(event, v) | {
-        "move": str(step.move), "before": _placed(planned, shape, step.before), "after": _placed(planned, shape, step.after),
-        "bytes sent": round(event.bytes_),
+        "move": str(step.move), "before": _placed(planned, shape, step.before),
+        "after": _placed(planned, shape, step.after), "bytes sent": round(event.bytes_),
     }  # fmt: skip
 
 

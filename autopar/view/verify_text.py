@@ -12,7 +12,8 @@ def verify_text(report: VerifyReport) -> str:
     loss = "" if report.loss is None else f", loss {report.loss:.6g}"
     staged = f", {plan.pipeline.schedule} with {plan.pipeline.micro_batches} micro-batches" if plan.pipeline else ""
     lines = [
-        f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}{staged}, against eager torch{loss}",
+        f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}{staged}, against eager "
+        f"torch{loss}",
         "",
         *(_errors(report, names) if report.wide is None else _mixed_errors(report, names)),
         "",
@@ -49,7 +50,9 @@ def _mixed_errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
 def _beyond(report: VerifyReport) -> str:
     if report.wide is not None and not report.wide.match:
         return f"in {report.wide.precision}, {_beyond(report.wide)}"
-    return f"errors above {TOLERANCE[report.precision]:.0e}" + (" and what rounding explains" if report.rounding else "")
+    return f"errors above {TOLERANCE[report.precision]:.0e}" + (
+        " and what rounding explains" if report.rounding else ""
+    )
 
 
 def _error(error: float) -> str:
@@ -66,7 +69,10 @@ def _traffic(report: VerifyReport) -> list[str]:
     calls = " ".join(f"{kind}[{','.join(axes)}]:{n}" for (kind, axes), n in sorted(report.collectives.items()))
     p = report.plan.pipeline
     if p is None:
-        return [f"sent by a rank: {sent}, predicted {size(report.predicted_bytes)}", f"collectives of rank 0: {calls or 'none'}"]
+        return [
+            f"sent by a rank: {sent}, predicted {size(report.predicted_bytes)}",
+            f"collectives of rank 0: {calls or 'none'}",
+        ]
     return [
         f"sent inside of stages, by one rank of each: {sent}, predicted {size(report.predicted_bytes)}",
         f"collectives inside of stages, of one rank of each: {calls or 'none'}",
@@ -82,4 +88,7 @@ def _divergence(report: VerifyReport) -> list[str]:
     if at is None:
         return ["every node of the graph has the value of the unsharded graph, which is not that of eager torch"]
     where = " ".join(filter(None, (at.module, at.source)))
-    return [f"first node that differs: {at.node} ({at.layout}), relative error {at.error:.1e}{', ' + where if where else ''}"]
+    return [
+        f"first node that differs: {at.node} ({at.layout}), relative error "
+        f"{at.error:.1e}{', ' + where if where else ''}"
+    ]

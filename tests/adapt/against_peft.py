@@ -25,14 +25,17 @@ CASES = {
     "llama": dict(target_modules="all-linear", use_rslora=True),
     "llama-dora": dict(target_modules=["q_proj", "down_proj"], use_dora=True, modules_to_save=["lm_head"]),
     "bert": dict(target_modules=r".*\.(query|value)", bias="lora_only", modules_to_save=["classifier"]),
-    "vit": dict(target_modules=["q_proj", "v_proj"], bias="all", rank_pattern={"v_proj": 2}, alpha_pattern={"q_proj": 4}),
+    "vit": dict(
+        target_modules=["q_proj", "v_proj"], bias="all", rank_pattern={"v_proj": 2}, alpha_pattern={"q_proj": 4}
+    ),
     "mixtral": dict(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
 }
 
 
 @dataclass
 class Adapted:
-    """A traced model with its adapters, and what PEFT computes with them: the loss, gradients and adapters by autopar's names."""
+    """A traced model with its adapters, and what PEFT computes with them: the loss, gradients and adapters by autopar's
+    names."""
 
     model: nn.Module
     batch: dict[str, Tensor]

@@ -1,4 +1,5 @@
-"""Small language models with QLoRA on simulated ranks, and PEFT's LoRA on the values that their base has when it is dequantized."""
+"""Small language models with QLoRA on simulated ranks, and PEFT's LoRA on the values that their base has when it is
+dequantized."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from autopar.simulated import StepResult, simulate_step
 
 SIZES = dict(vocab_size=96)
 MODELS = {
-    "gpt2": dict(n_embd=128, n_layer=1, n_head=4, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0,
-                 eos_token_id=0),
-    "llama": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2),
-    "mixtral": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-                    num_local_experts=4),
+    "gpt2": dict(n_embd=128, n_layer=1, n_head=4, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+                 bos_token_id=0, eos_token_id=0),
+    "llama": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+                  num_key_value_heads=2),
+    "mixtral": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+                    num_key_value_heads=2, num_local_experts=4),
 }  # fmt: skip
 
 
@@ -40,7 +42,8 @@ def language_model(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @dataclass
 class Adapted:
-    """A traced model on a quantized base, and the same model with the values that its base has when it is dequantized."""
+    """A traced model on a quantized base, and the same model with the values that its base has when it is
+    dequantized."""
 
     model: nn.Module
     reference: nn.Module
@@ -79,7 +82,11 @@ def peft_step(found: Adapted, **config) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of PEFT's LoRA with the same adapters."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(copy.deepcopy(found.reference), peft.LoraConfig(**config))
-    names = {n: n.removeprefix("base_model.model.").replace(".default", "") for n, p in model.named_parameters() if p.requires_grad}
+    names = {
+        n: n.removeprefix("base_model.model.").replace(".default", "")
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     with torch.no_grad():
         for name, ours in names.items():
             model.get_parameter(name).copy_(found.model.get_parameter(ours))

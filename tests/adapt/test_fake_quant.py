@@ -16,7 +16,12 @@ FakeQuant = autopar.FakeQuant
 
 
 def test_words_that_say_the_same():
-    assert FakeQuant() == FakeQuant(torch.int8, "per_row") == FakeQuant("int8", granularity="per_axis") == FakeQuant.parse("int8")
+    assert (
+        FakeQuant()
+        == FakeQuant(torch.int8, "per_row")
+        == FakeQuant("int8", granularity="per_axis")
+        == FakeQuant.parse("int8")
+    )
     assert FakeQuant("int4", group_size=32) == FakeQuant(torch.int4, "per_group", 32)
     config = FakeQuant.parse("int4,group_size=32,activations=int8, scale_precision=bfloat16, averaging_constant=0.1")
     same = dict(group_size=32, activations=torch.int8, scale_precision=torch.bfloat16, averaging_constant=0.1)
@@ -55,7 +60,8 @@ def test_texts_that_cannot_be_read(text, words):
 
 @pytest.mark.parametrize("options, words", [
     (dict(target_modules=["c_atn"]), "no module of the model is called 'c_atn'(.|\n)*c_attn"),
-    (dict(group_size=7), "group_size=7 does not divide the 24 inputs of transformer.h.0.attn.c_attn(.|\n)*one of 4, 6, 8, or"),
+    (dict(group_size=7), "group_size=7 does not divide the 24 inputs of transformer.h.0.attn.c_attn(.|\n)*one of 4, 6, "
+                         "8, or"),
     (dict(target_modules=["ln_1"]), "transformer.h.0.ln_1 is a LayerNorm"),
     (dict(exclude_modules=".*"), "leave no layer"),
 ])  # fmt: skip
@@ -81,7 +87,9 @@ def test_what_excludes_each_other():
 
 def test_what_is_added_and_taken_away():
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
-    config = FakeQuant("int4", group_size=2, range_learning=True, activations="int8", activation_granularity="per_tensor")
+    config = FakeQuant(
+        "int4", group_size=2, range_learning=True, activations="int8", activation_granularity="per_tensor"
+    )
     with order.attached(model, [config]):
         added = {n: tuple(t.shape) for n, t in model.state_dict().items() if "quantizer" in n}
     ranges = {f"{i}.activation_fake_quantizer.{end}_val": () for i in range(2) for end in ("min", "max")}

@@ -18,7 +18,8 @@ pytest.importorskip("peft")
 # benchmarks/adapt.py has every case on every mesh
 CHOSEN = {
     "gpt2": [("dp=2,tp=2", "megatron")], "llama": [("dp=2,tp=2", "megatron_sp"), ("tp=3", "megatron")],
-    "llama-dora": [("dp=4", "fsdp")], "bert": [("tp=3", "auto")], "vit": [("dp=2,tp=2", "auto")], "mixtral": [("dp=4", "fsdp")],
+    "llama-dora": [("dp=4", "fsdp")], "bert": [("tp=3", "auto")], "vit": [("dp=2,tp=2", "auto")],
+    "mixtral": [("dp=4", "fsdp")],
 }  # fmt: skip
 
 
@@ -60,15 +61,18 @@ def test_the_start_changes_nothing_and_is_the_same_everywhere():
 
 REFUSED = {
     "no such layer": (dict(target_modules=["q_prj"]), "no module of the model is called 'q_prj'(.|\n)*q_proj"),
-    "no such expert": (dict(target_parameters=["experts.gate_up"]), "no parameter of the model is called 'experts.gate_up'"),
+    "no such expert": (dict(target_parameters=["experts.gate_up"]),
+                       "no parameter of the model is called 'experts.gate_up'"),
     "rank above the layer's": (dict(target_modules=["q_proj"], r=1000), "r=1000 is above the rank(.|\n)*r at most"),
     "a norm": (dict(target_modules=r".*norm.*"), "embeddings are what LoRA adapts"),
     "no rank": (dict(target_modules=["q_proj"], r=0), "r=0"),
     "no target": (dict(), "no target_modules"),
-    "no layer of that number": (dict(target_modules=["q_proj"], layers_to_transform=[0, 9]), "no target lies in layer 9"),
+    "no layer of that number": (dict(target_modules=["q_proj"], layers_to_transform=[0, 9]),
+                                "no target lies in layer 9"),
     "layers of a pattern": (dict(target_modules=r".*q_proj", layers_to_transform=[0]), "goes with a list"),
     "an exception that is none": (dict(target_modules=["q_proj"], exclude_modules=["v_prj"]), "called 'v_prj'"),
-    "a pattern for nothing": (dict(target_modules=["q_proj"], rank_pattern={"v_proj": 2}), "nothing adapted is called 'v_proj'"),
+    "a pattern for nothing": (dict(target_modules=["q_proj"], rank_pattern={"v_proj": 2}),
+                              "nothing adapted is called 'v_proj'"),
     "a bad pattern": (dict(target_modules=["q_proj"], alpha_pattern={"(": 2}), "not a regular expression"),
     "no alpha": (dict(target_modules=["q_proj"], lora_alpha=0), "lora_alpha=0"),
     "alpha as text": (dict(target_modules=["q_proj"], lora_alpha="16"), "lora_alpha='16'"),
@@ -130,11 +134,13 @@ class Frozen(torch.nn.Linear):
 
 
 MISUSED = {
-    "a forward of its own": (Model(Tripled(8, 8)), dict(target_modules=["first"]), "forward does more than the product"),
-    "a tied module that trains": (Model(torch.nn.Linear(8, 8)), dict(target_modules=["first"], modules_to_save=["head"]), "tied"),
+    "a forward of its own": (Model(Tripled(8, 8)), dict(target_modules=["first"]),
+                             "forward does more than the product"),
+    "a tied module that trains": (Model(torch.nn.Linear(8, 8)), dict(target_modules=["first"],
+                                                                     modules_to_save=["head"]), "tied"),
     "buffers that train": (
-        Model(torch.nn.Linear(8, 8), norm=torch.nn.BatchNorm1d(8)), dict(target_modules=["first"], modules_to_save=["norm"]),
-        "running_mean",
+        Model(torch.nn.Linear(8, 8), norm=torch.nn.BatchNorm1d(8)),
+        dict(target_modules=["first"], modules_to_save=["norm"]), "running_mean",
     ),
     "no gradient": (Model(Frozen(8, 8)), dict(target_parameters=["first.weight"]), "no gradient reaches 2 adapters"),
 }  # fmt: skip
@@ -148,7 +154,9 @@ def test_what_would_go_wrong_silently(case):
 
 
 def test_the_defaults_of_peft():
-    config = LoRA(target_modules="all-linear", modules_to_save=None, target_parameters=None, rank_pattern=None, alpha_pattern=None)
+    config = LoRA(
+        target_modules="all-linear", modules_to_save=None, target_parameters=None, rank_pattern=None, alpha_pattern=None
+    )
     assert config == LoRA(target_modules="all-linear")
 
 
@@ -166,7 +174,8 @@ def test_text():
     assert (found.target_modules, found.layers_to_transform) == (["q_proj"], [0, 1])
     assert parse(LoRA, "target_modules=.*_proj").target_modules == ".*_proj"
     assert (found.init_lora_weights, found.lora_alpha) == ("gaussian", 10.0)
-    for text, message in (("rank=3", "no 'rank'"), ("r", "no 'r'"), ("r=many", "a number"), ("use_dora=1", "true or false"),
-                          ("rank_pattern=a", "in a program"), ("layers_to_transform=a", "numbers")):  # fmt: skip
+    for text, message in (("rank=3", "no 'rank'"), ("r", "no 'r'"), ("r=many", "a number"),
+                          ("use_dora=1", "true or false"), ("rank_pattern=a", "in a program"),
+                          ("layers_to_transform=a", "numbers")):  # fmt: skip
         with pytest.raises(AdaptError, match=message):
             parse(LoRA, text, target_modules=["q_proj"])

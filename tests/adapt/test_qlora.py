@@ -44,11 +44,14 @@ def test_the_weight_is_gone_and_made_again_in_the_backward(llama):
 def test_bf16_dequantizes_to_bf16():
     found = adapted("gpt2", "bf16", r=2, target_modules=["c_attn"])
     weights = dequantized(found.captured.graph)
-    assert weights and all(n.meta["val"].dtype == torch.bfloat16 and isinstance(n.args[0].meta["role"].name, str) for n in weights)
+    assert weights and all(
+        n.meta["val"].dtype == torch.bfloat16 and isinstance(n.args[0].meta["role"].name, str) for n in weights
+    )
 
 
 def test_fsdp_gathers_the_packed_weights(llama):
-    """(n - 1) / n of their bytes wherever a weight is dequantized: in the forward, and again for every input gradient."""
+    """(n - 1) / n of their bytes wherever a weight is dequantized: in the forward, and again for every input
+    gradient."""
     devices = 4
     plan = llama.plan(f"dp={devices}", "fsdp")
     result = llama.step(plan)
@@ -95,7 +98,8 @@ REFUSED = {
     "no such matrix": (dict(quantize_parameters=["expert"]), "no parameter of the model is called 'expert'"),
     "a norm": (dict(quantize_modules=r".*norm"), "linear layers and Conv1D are quantized"),
     "rank above the layer's": (dict(r=500), "r=500 is above the rank"),
-    "a layer that trains": (dict(modules_to_save=["q_proj"], target_modules=["v_proj"], quantize_modules=["q_proj"]), "trains"),
+    "a layer that trains": (dict(modules_to_save=["q_proj"], target_modules=["v_proj"], quantize_modules=["q_proj"]),
+                            "trains"),
 }  # fmt: skip
 
 

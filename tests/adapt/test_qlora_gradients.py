@@ -10,8 +10,8 @@ from .quantized_base import adapted, peft_step
 CASES = {
     "gpt2": (dict(r=4, lora_alpha=8, target_modules=["c_attn", "c_proj"]), dict(block_size=32),
              [("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "auto"), ("tp=3", "megatron"), ("dp=4", "fsdp")]),
-    "llama": (dict(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"]), dict(block_size=16, quant_type="fp4"),
-              [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
+    "llama": (dict(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"]),
+              dict(block_size=16, quant_type="fp4"), [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
 }  # fmt: skip
 
 
@@ -30,7 +30,9 @@ def test_gradients_are_those_of_peft_on_the_dequantized_base(kind):
 
 def test_a_stack_of_experts():
     names = ["experts.gate_up_proj", "experts.down_proj"]
-    found = adapted("mixtral", target_modules=["q_proj"], r=2, quantize_parameters=names, quant_type="int8", block_size=16)
+    found = adapted(
+        "mixtral", target_modules=["q_proj"], r=2, quantize_parameters=names, quant_type="int8", block_size=16
+    )
     assert sum(any(name.endswith(n) for n in names) for name in found.quantized) == 2
     loss, gradients = peft_step(found, r=2, target_modules=["q_proj"])
     result = found.step(found.plan("dp=2,tp=2", "auto"))

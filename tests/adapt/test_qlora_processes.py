@@ -62,7 +62,9 @@ def test_training_on_four_processes(tmp_path):
     losses, packed, held, planned = results[0]
     assert all(other == losses for other, *_ in results) and losses[-1] < losses[0]
     assert held == planned and all(h <= planned for _, _, h, _ in results)
-    weights = sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head")
+    weights = sum(
+        m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"
+    )
     assert 4.125 < 8 * packed / (weights / 4) <= 4.13
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and "quant_type" not in config

@@ -43,7 +43,9 @@ def test_two_gloo_processes(tmp_path):
         seconds = cost.seconds(kind, ("a",), held)
         assert (np.diff(seconds) >= 0).all() and 0 < seconds[0] < seconds[-1] < 1e3
     assert cost.tier == "measured" and cost.relative_error == profile.curves_error
-    assert 1e8 < profile.reached_flops_per_second("fp32") < 1e13 and 1e8 < profile.reached_memory_bytes_per_second < 1e12
+    assert (
+        1e8 < profile.reached_flops_per_second("fp32") < 1e13 and 1e8 < profile.reached_memory_bytes_per_second < 1e12
+    )
     assert calibrate.stale(profile, "gloo") == "" and "all_reduce of 2" in summary(profile)
 
 
@@ -59,7 +61,9 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
             sent = fit.SENT[kind if kind in KINDS else "reduce_scatter"](devices)
             slower = exchanged if kind == EXCHANGED else 1.0
             seconds = [slower * (1e-4 + sent * b / 1e9) for b in SIZES]
-            curves.append({"kind": kind, "devices": devices, "stride": stride, "bytes": list(SIZES), "seconds": seconds})
+            curves.append(
+                {"kind": kind, "devices": devices, "stride": stride, "bytes": list(SIZES), "seconds": seconds}
+            )
     return {"products": products, "functions_per_second": 4e8, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6,
             "memory_bytes": 10**9, "curves": curves, "overlap_slowdown": 1.3,
             "attention": {"dtype": "fp32", "forward": 4e10, "backward": 3e10}}  # fmt: skip
@@ -69,7 +73,9 @@ def test_fits_find_what_was_put_in():
     profile = calibrate.to_profile(measured_exactly(), hardware.load("cpu-gloo"), "mine", {"device": "d"})
     assert (profile.kernels.half_rows, profile.kernels.half_columns, profile.kernels.half_depth) == (0, 0, 32)
     assert profile.reached_flops_per_second("fp32") == pytest.approx(1e11, rel=1e-3)
-    assert profile.reached_flops_per_second("fp64") == pytest.approx(62 / 128 * 1e11, rel=1e-3)  # not measured: the base's ratio
+    assert profile.reached_flops_per_second("fp64") == pytest.approx(
+        62 / 128 * 1e11, rel=1e-3
+    )  # not measured: the base's ratio
     assert (profile.kernels.attention, profile.kernels.attention_backward) == (pytest.approx(0.4), pytest.approx(0.3))
     assert profile.kernels.functions_per_second == 4e8 and not profile.kernels.fuses
     tier = profile.links[0]
@@ -119,7 +125,11 @@ def test_elsewhere():
     here = calibrate.fingerprint("gloo")
     profile = replace(hardware.load("cpu-gloo"), fingerprint=here | {"torch": "1.0"})
     warning = calibrate.stale(profile, "gloo")
-    assert f"torch 1.0 (here {torch.__version__})" in warning and "device" not in warning and "autopar calibrate" in warning
+    assert (
+        f"torch 1.0 (here {torch.__version__})" in warning
+        and "device" not in warning
+        and "autopar calibrate" in warning
+    )
     assert calibrate.stale(hardware.load("h100"), "gloo") == ""  # from datasheets
 
 

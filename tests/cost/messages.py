@@ -1,7 +1,7 @@
 """The textbooks' all-reduce algorithms message by message on numpy vectors, each step counted.
 
-A step is a dict {(source, target): message}; all messages of a step are on their way at once. An algorithm takes one vector a
-node and returns each node's result with the network that carried it.
+A step is a dict {(source, target): message}; all messages of a step are on their way at once. An algorithm takes one
+vector a node and returns each node's result with the network that carried it.
 """
 
 from __future__ import annotations
@@ -133,4 +133,6 @@ def halving_doubling(vectors):
     return _folded(vectors, exchange)
 
 
-ALGORITHMS = {f.__name__: f for f in (parameter_server, sequential, ring, parallel, recursive_doubling, halving_doubling)}
+ALGORITHMS = {
+    f.__name__: f for f in (parameter_server, sequential, ring, parallel, recursive_doubling, halving_doubling)
+}

@@ -31,7 +31,9 @@ def test_alpha_beta_is_what_the_redistributor_pays():
         (step,) = search(Layout.parse(source, 2), Layout.parse(target, 2)).steps
         assert step.move.kind == kind
         for bytes_ in (1e3, 1e9):
-            assert cost.seconds(kind, axes, held * bytes_) == pytest.approx(step.latency_seconds + step.seconds_per_byte * bytes_)
+            assert cost.seconds(kind, axes, held * bytes_) == pytest.approx(
+                step.latency_seconds + step.seconds_per_byte * bytes_
+            )
     assert cost.tier == "alpha-beta" and cost.relative_error == 0.5
 
 
@@ -42,7 +44,9 @@ def test_what_all_prices_have_in_common(hardware):
     held = np.sort(np.random.default_rng(seed).uniform(0, 1e9, 50))
     cost = CollectiveCost(hardware, mesh)
     for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send"):
-        for axes in (("a",), ("b",), ("c",)) + ((("a", "c"), ("c", "a"), ("a", "b", "c")) if kind == "all_reduce" else ()):
+        for axes in (("a",), ("b",), ("c",)) + (
+            (("a", "c"), ("c", "a"), ("a", "b", "c")) if kind == "all_reduce" else ()
+        ):
             seconds = cost.seconds(kind, axes, held)
             assert seconds.shape == held.shape and (np.diff(seconds) >= 0).all()
             assert cost.seconds(kind, axes, float(held[7])) == pytest.approx(seconds[7])
@@ -104,14 +108,21 @@ def test_textbook_models(model):
     cost, plain = CollectiveCost(load("h100"), mesh, model), CollectiveCost(load("h100"), mesh)
     expected = ALL_REDUCES[model].seconds(4, 1e6, 20e-6, 365e9)
     assert cost.seconds("all_reduce", ("b",), 1e6) == pytest.approx(expected)
-    assert cost.seconds("all_reduce", ("a", "b"), 1e6) == pytest.approx(ALL_REDUCES[model].seconds(8, 1e6, 20e-6, 365e9))
-    assert cost.tier == "textbook" and cost.seconds("all_gather", ("b",), 1e6) == plain.seconds("all_gather", ("b",), 1e6)
+    assert cost.seconds("all_reduce", ("a", "b"), 1e6) == pytest.approx(
+        ALL_REDUCES[model].seconds(8, 1e6, 20e-6, 365e9)
+    )
+    assert cost.tier == "textbook" and cost.seconds("all_gather", ("b",), 1e6) == plain.seconds(
+        "all_gather", ("b",), 1e6
+    )
 
 
 @pytest.mark.parametrize("n", [3, 4, 8, 16])
 def test_a_parameter_server_never_wins(n):
     """On equal links and more than two workers, for what is not tiny."""
-    costs = {m: CollectiveCost(load("cpu-gloo"), Mesh(("a",), (n,)), m).seconds("all_reduce", ("a",), 1e8) for m in ALL_REDUCES}
+    costs = {
+        m: CollectiveCost(load("cpu-gloo"), Mesh(("a",), (n,)), m).seconds("all_reduce", ("a",), 1e8)
+        for m in ALL_REDUCES
+    }
     assert min(costs, key=costs.get) in ("ring", "halving_doubling")
     assert costs["parameter_server"] > 2 * costs["ring"]
 

@@ -39,7 +39,8 @@ def only(model: str, target):
 @pytest.mark.parametrize("model", ["mlp:hidden=16,layers=2", "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16",
                                    LLAMA])  # fmt: skip
 def test_flops_of_a_step(model):
-    """torch counts attention without the causal half and with the math kernel's four products backward, so it is left out."""
+    """torch counts attention without the causal half and with the math kernel's four products backward, so it is left
+    out."""
     module, inputs = registry.build(model, batch=2, seq=16, device="cpu")
     with FlopCounterMode(display=False) as counter:
         module(**inputs).loss.backward()
@@ -50,7 +51,8 @@ def test_flops_of_a_step(model):
 
 
 def test_attention_flops():
-    """2 b h s t d for each product: two forward, five backward, half under a causal mask; grouped heads count as queries'."""
+    """2 b h s t d for each product: two forward, five backward, half under a causal mask; grouped heads count as
+    queries'."""
     b, h, s, d = 2, 4, 16, 8
     model = LLAMA
     assert flops_of(only(model, autopar.attention.default)) == 2 * 2 * b * h * s * s * d / 2
@@ -88,7 +90,9 @@ def test_roofline():
     assert price(node, cost, 1e10) == pytest.approx(1e10 / 0.5e11 + 1e-6)
     whole = price(node, cost)
     for name, strategy in strategies(node, Mesh.parse("a=4")).items():
-        assert cost.seconds(node, strategy, Mesh.parse("a=4"), 0.0) - 1e-6 == pytest.approx((whole - 1e-6) / strategy.ways), name
+        assert cost.seconds(node, strategy, Mesh.parse("a=4"), 0.0) - 1e-6 == pytest.approx(
+            (whole - 1e-6) / strategy.ways
+        ), name
 
 
 def test_the_largest_shard_counts():
@@ -125,8 +129,12 @@ def test_pointwise_chains_share_a_launch_and_skip_memory():
 
 
 def test_speed_follows_the_type():
-    seconds = {dtype: price(product(1000, 1000, 500, dtype), ComputeCost(MACHINE)) for dtype in (torch.float32, torch.bfloat16)}
-    assert seconds[torch.float32] == pytest.approx(2e-3, rel=1e-2) and seconds[torch.bfloat16] == pytest.approx(0.5e-3, rel=1e-2)
+    seconds = {
+        dtype: price(product(1000, 1000, 500, dtype), ComputeCost(MACHINE)) for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert seconds[torch.float32] == pytest.approx(2e-3, rel=1e-2) and seconds[torch.bfloat16] == pytest.approx(
+        0.5e-3, rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("model", [LLAMA, "mlp:hidden=16,layers=2"])
@@ -146,8 +154,8 @@ def test_every_product_has_its_flops(model):
 
 
 def test_the_backward_follows_from_its_ops():
-    """Products: the gradients of input and weight cost what the forward does, at their own shapes; attention: 5 products
-    for 2, slower. No constant says so."""
+    """Products: the gradients of input and weight cost what the forward does, at their own shapes; attention: 5
+    products for 2, slower. No constant says so."""
     cost, model = ComputeCost(load("h100")), "llama:hidden=4096,layers=1,heads=32,kv_heads=32,ffn=8192,vocab=128"
     found = [n for n in api.trace(*registry.build(model, batch=4, seq=2048, device="meta")).graph.nodes if is_op(n)]
 
@@ -173,7 +181,11 @@ def test_a_causal_mask_saves_half_of_long_sequences_only():
             for n in (q, k, v):
                 n.meta["val"] = torch.empty(16384 // seq, 66, seq, 128)
             node.meta["val"] = torch.empty(16384 // seq, 66, seq, 128), torch.empty(16384 // seq, 66, seq)
-        return flops_of(node) / (price(node, cost) - cost.hardware.launch_seconds) / cost.hardware.peak_flops_per_second("fp32")
+        return (
+            flops_of(node)
+            / (price(node, cost) - cost.hardware.launch_seconds)
+            / cost.hardware.peak_flops_per_second("fp32")
+        )
 
     assert share(4096) == pytest.approx(0.35, rel=0.05)
     assert share(128) == pytest.approx(0.35 / 2, rel=0.05)

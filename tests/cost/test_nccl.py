@@ -45,7 +45,8 @@ def test_h100_over_nodes(kind, nodes, latency_seconds, speed):
 
 
 def test_a_ring_by_hand():
-    """A100, 4 in a node: Simple is 8.4 us and 6 steps of 3.4 us, and 230 GB/s each way, of which an all-reduce takes 6 / 4."""
+    """A100, 4 in a node: Simple is 8.4 us and 6 steps of 3.4 us, and 230 GB/s each way, of which an all-reduce takes 6
+    / 4."""
     group = nccl.Group(4, 1, 4, 230e9, 25e9)
     by_name = {choice.name: choice for choice in nccl.choices("all_reduce", group, load("a100").nccl)}
     assert by_name["ring Simple"].latency_seconds == pytest.approx((8.4 + 6 * 3.4) * 1e-6)
@@ -81,7 +82,9 @@ def test_cards_are_shared_by_the_groups_of_a_node():
 
 
 @pytest.mark.parametrize("profile", WITH_NCCL)
-@pytest.mark.parametrize("mesh, axis", [("a=2", "a"), ("a=8", "a"), ("a=3,b=8", "a"), ("a=16,b=2", "a"), ("a=4,b=8", "b")])
+@pytest.mark.parametrize(
+    "mesh, axis", [("a=2", "a"), ("a=8", "a"), ("a=3,b=8", "a"), ("a=16,b=2", "a"), ("a=4,b=8", "b")]
+)
 def test_more_bytes_never_take_less_time(profile, mesh, axis):
     cost = CollectiveCost(load(profile), Mesh.parse(mesh))
     held = np.concatenate([[0.0], np.logspace(0, 11, 1500)])

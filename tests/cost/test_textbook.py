@@ -31,7 +31,9 @@ def test_formulas_are_those_of_the_messages(name, n):
     assert formula.steps(n) == len(network.steps)
     assert formula.max_node_bytes(n, size) == pytest.approx(network.max_node_bytes)
     assert formula.total_bytes(n, size) == pytest.approx(network.total_bytes)
-    assert formula.seconds(n, size, 1e-3, 1e9) == pytest.approx(1e-3 * len(network.steps) + network.max_node_bytes / 1e9)
+    assert formula.seconds(n, size, 1e-3, 1e9) == pytest.approx(
+        1e-3 * len(network.steps) + network.max_node_bytes / 1e9
+    )
 
 
 @pytest.mark.parametrize("name", EXPONENTS)

@@ -13,8 +13,11 @@ COARSE = 0.1  # the tolerance of what is computed in bf16, whose outputs are in 
 SHARE = 0.1  # of the largest gradient: a gradient whose terms cancel is no more exact than its terms
 
 
-def difference(eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset()) -> str | None:
-    """Of the records that both have, in the order in which they were made: the first difference in words, None if there is none.
+def difference(
+    eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset()
+) -> str | None:
+    """Of the records that both have, in the order in which they were made: the first difference in words, None if there
+    is none.
     `elsewhere`: parameters and buffers that are on other ranks of a pipeline."""
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
@@ -39,7 +42,8 @@ def _scale(value) -> float:
 
 
 def _same(wanted, got, tolerance: float, least: float = 0.0) -> str | None:
-    """None, or how `got` differs; tensors by more than `tolerance` of their largest element, or of `least` if that is more."""
+    """None, or how `got` differs; tensors by more than `tolerance` of their largest element, or of `least` if that is
+    more."""
     if wanted is MISSING or got is MISSING:
         return None if wanted is got else f"{_text(got)} instead of {_text(wanted)}"
     if isinstance(wanted, Tensor) or isinstance(got, Tensor):

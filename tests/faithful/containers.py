@@ -1,4 +1,5 @@
-"""What users ask of a model beside calling it: its parts, attributes and methods; and what a compiled model must refuse."""
+"""What users ask of a model beside calling it: its parts, attributes and methods; and what a compiled model must
+refuse."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ for name, region in REGIONS.items():
 
 @grad_modes()
 def enable_grad_inside_no_grad():
-    """The forward turns gradients on although the call is in no_grad: an energy's gradient with respect to the input."""
+    """The forward turns gradients on although the call is in no_grad: an energy's gradient with respect to the
+    input."""
 
     class Inner(Net):
         def forward(self, x):

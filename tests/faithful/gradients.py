@@ -1,4 +1,5 @@
-"""Gradients: of parameters and inputs, through losses outside of the model, stopped, repeated, and of several modules."""
+"""Gradients: of parameters and inputs, through losses outside of the model, stopped, repeated, and of several
+modules."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def generator_and_discriminator():
 
 @gradients()
 def adversarial_example():
-    """FGSM (Goodfellow et al. 2015): the sign of the input's gradient is added to the input, which is classified again."""
+    """FGSM (Goodfellow et al. 2015): the sign of the input's gradient is added to the input, which is classified
+    again."""
 
     def script(run):
         x = randn(1, 5, 6, requires_grad=True)

@@ -262,7 +262,9 @@ def state_dict_hook():
         run.record(names=sorted(state))
 
     model = Net()
-    model._register_state_dict_hook(lambda module, state, prefix, meta: state.__setitem__(prefix + "extra", torch.ones(2)))
+    model._register_state_dict_hook(
+        lambda module, state, prefix, meta: state.__setitem__(prefix + "extra", torch.ones(2))
+    )
     return model, one(5, 6), script
 
 

@@ -20,7 +20,9 @@ def _llama(**settings):
 
 
 def _gpt2(**settings):
-    sizes = dict(vocab_size=23, n_embd=12, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes = dict(
+        vocab_size=23, n_embd=12, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
     return GPT2LMHeadModel(GPT2Config(**sizes | {"use_cache": False} | settings))
 
 

@@ -219,7 +219,11 @@ def lists_and_dicts_of_tensors():
         run.call(xs=[randn(1, 5, 6)], more={"a": randn(2, 3)})
         run.call(xs=[randn(1, 5, 6), randn(2, 5, 6), randn(3, 5, 6)], more={"a": randn(2, 3), "b": 2.0})
 
-    return Nested(), lambda seed: {"xs": [randn(seed, 5, 6), randn(seed + 1, 5, 6)], "more": {"a": randn(seed, 3)}}, script
+    return (
+        Nested(),
+        lambda seed: {"xs": [randn(seed, 5, 6), randn(seed + 1, 5, 6)], "more": {"a": randn(seed, 3)}},
+        script,
+    )
 
 
 @inputs()

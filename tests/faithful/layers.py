@@ -47,7 +47,10 @@ REPARAMETRIZED = {
     "spectral_norm_old": lambda m: spectral_norm(m.up),
     "spectral_norm_new": lambda m: parametrizations.spectral_norm(m.up),
     "orthogonal": lambda m: parametrizations.orthogonal(m.up),
-    "symmetric": lambda m: (setattr(m, "mid", nn.Linear(10, 10)), parametrize.register_parametrization(m.up, "bias", nn.Tanh())),
+    "symmetric": lambda m: (
+        setattr(m, "mid", nn.Linear(10, 10)),
+        parametrize.register_parametrization(m.up, "bias", nn.Tanh()),
+    ),
 }
 for name, change in REPARAMETRIZED.items():
     layers.add(name, lambda change=change: (_net(change), one(5, 6), _steps), tolerance=1e-4)
@@ -108,13 +111,19 @@ def embedding_with_sparse_gradients():
 @layers()
 def embedding_with_padding():
     """The row of the padding index gets no gradient."""
-    return nn.Sequential(nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 2)), lambda seed: (ids(seed, 11, 3, 4),), _steps
+    return (
+        nn.Sequential(nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 2)),
+        lambda seed: (ids(seed, 11, 3, 4),),
+        _steps,
+    )
 
 
 @layers(refused="")
 def embedding_by_frequency():
     """Gradients are divided by how often a token is there."""
-    return nn.Sequential(nn.Embedding(5, 6, scale_grad_by_freq=True), nn.Linear(6, 2)), lambda seed: (ids(seed, 5, 3, 4),)
+    return nn.Sequential(nn.Embedding(5, 6, scale_grad_by_freq=True), nn.Linear(6, 2)), lambda seed: (
+        ids(seed, 5, 3, 4),
+    )
 
 
 @layers(refused="")
@@ -125,7 +134,8 @@ def embedding_bag():
 
 PLAIN = {
     "layer_norm": lambda: (nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 3)), one(5, 6)),
-    "group_norm": lambda: (nn.Sequential(nn.Conv1d(4, 6, 3), nn.GroupNorm(3, 6), nn.ReLU(), nn.Flatten()), one(3, 4, 7)),
+    "group_norm": lambda: (nn.Sequential(nn.Conv1d(4, 6, 3), nn.GroupNorm(3, 6), nn.ReLU(), nn.Flatten()),
+                           one(3, 4, 7)),
     "instance_norm": lambda: (
         nn.Sequential(nn.Conv1d(4, 6, 3), nn.InstanceNorm1d(6, affine=True, track_running_stats=True)), one(3, 4, 7)
     ),
@@ -138,7 +148,8 @@ PLAIN = {
     ),
     "transposed_image": lambda: (nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2), nn.Sigmoid()), one(3, 3, 4, 5)),
     "grouped_image": lambda: (nn.Sequential(nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 4, 1)), one(3, 6, 5, 7)),
-    "upsampled": lambda: (nn.Sequential(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")), one(3, 3, 5, 4)),
+    "upsampled": lambda: (nn.Sequential(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")),
+                          one(3, 3, 5, 4)),
     "softmax_attention": lambda: (nn.MultiheadAttention(12, 3, batch_first=True),
                                   lambda seed: {n: randn(seed, 3, 5, 12) for n in ("query", "key", "value")}),
     "encoder_layer": lambda: (nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, batch_first=True), one(3, 5, 12)),

@@ -1,4 +1,5 @@
-"""Losses that are put together outside of the model, and derivatives that are asked for in other ways than backward()."""
+"""Losses that are put together outside of the model, and derivatives that are asked for in other ways than
+backward()."""
 
 from __future__ import annotations
 
@@ -139,7 +140,9 @@ def token_losses_weighted():
     class PerToken(Tokens):
         def forward(self, tokens):
             logits = super().forward(tokens)
-            return -F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+            return -F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
+                len(tokens), -1
+            )
 
     def script(run):
         run.loss = lambda logp: -(torch.exp(logp - logp.detach()) * randn(8, *logp.shape)).sum() / 3

@@ -26,7 +26,11 @@ class Tokens(nn.Module):
 
     def __init__(self, vocab: int = 13, width: int = 12, heads: int = 3, dropout: float = 0.0):
         super().__init__()
-        self.embed, self.block, self.head = nn.Embedding(vocab, width), Block(width, heads, dropout), nn.Linear(width, vocab)
+        self.embed, self.block, self.head = (
+            nn.Embedding(vocab, width),
+            Block(width, heads, dropout),
+            nn.Linear(width, vocab),
+        )
 
     def forward(self, ids):
         return self.head(self.block(self.embed(ids)))

@@ -1,7 +1,7 @@
 """Many programs on several gloo processes that are started once.
 
-A program that hangs, or that ranks leave in different ways, costs its processes, since their collectives no longer fit together;
-the programs after it get new ones.
+A program that hangs, or that ranks leave in different ways, costs its processes, since their collectives no longer fit
+together; the programs after it get new ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PATIENCE = 10  # seconds that other ranks have to answer after the first
 
 
 class Team:
-    """`world` processes that run jobs together: `do(job)` gives the answers of all ranks, None for one that did not answer."""
+    """`world` processes that run jobs together: `do(job)` gives the answers of all ranks, None for one that did not
+    answer."""
 
     def __init__(self, world: int, work: Callable):
         """`work(job)` runs in every process; it and the jobs are pickled."""
@@ -58,7 +59,9 @@ class Team:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     self.processes[rank].join(2)
-                    answers[rank] = Outcome(BARE, f"rank {rank} ended with exit code {self.processes[rank].exitcode}", "exit")
+                    answers[rank] = Outcome(
+                        BARE, f"rank {rank} ended with exit code {self.processes[rank].exitcode}", "exit"
+                    )
             deadline = min(deadline, time.monotonic() + PATIENCE)
         return answers
 
@@ -83,7 +86,9 @@ def _main(rank: int, world: int, store: str, pipe, work: Callable) -> None:
         try:
             answer = work(job)
         except Exception:
-            answer = Outcome(BARE, traceback.format_exc().strip().splitlines()[-1] + " (outside of the program)", "tester")
+            answer = Outcome(
+                BARE, traceback.format_exc().strip().splitlines()[-1] + " (outside of the program)", "tester"
+            )
         pipe.send(answer)
 
 

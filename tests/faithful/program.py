@@ -12,8 +12,8 @@
 
         return Scaled(), lambda seed: (randn(seed, 4, 6),), script
 
-The function is called once for the eager run and once for the compiled one, with the same seeds, and the same script runs on both.
-The model is compiled for batch(0). Without a script it is called on batch(1) and batch(2).
+The function is called once for the eager run and once for the compiled one, with the same seeds, and the same script
+runs on both. The model is compiled for batch(0). Without a script it is called on batch(1) and batch(2).
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import torch
 
 @dataclass(frozen=True)
 class Program:
-    """`name` is `topic/function`. `refused`: a word of the AutoparError that is wanted instead of an equal run; "" for any.
-    `raises`: whether the script ends with an exception in eager mode, as it then must when compiled. `tolerance`: of tensors,
-    relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on one process only.
+    """`name` is `topic/function`. `refused`: a word of the AutoparError that is wanted instead of an equal run; "" for
+    any.
+    `raises`: whether the script ends with an exception in eager mode, as it then must when compiled. `tolerance`: of
+    tensors, relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on one process
+    only.
     `source`: file:line, for reports."""
 
     name: str

@@ -16,9 +16,12 @@ VOCAB = 11
 
 
 class RandomModel(nn.Module):
-    """(x (B, S, W)[, ids (B, S)]) -> outputs in a random form. `state`: whether it may keep Python state and buffers of its own;
-    `random`: whether it may drop. `staged`: it has a loss and enough layers for a pipeline, and nothing that mixes samples.
-    `smooth`: little comes of what is rounded, as bf16 does. The ops are a list of (name, positions of arguments, layer), values are (B, S, width)."""
+    """(x (B, S, W)[, ids (B, S)]) -> outputs in a random form. `state`: whether it may keep Python state and buffers of
+    its own;
+    `random`: whether it may drop. `staged`: it has a loss and enough layers for a pipeline, and nothing that mixes
+    samples.
+    `smooth`: little comes of what is rounded, as bf16 does. The ops are a list of (name, positions of arguments,
+    layer), values are (B, S, width)."""
 
     def __init__(self, rng: Random, width: int, takes_ids: bool, state: bool = True, random: bool = False,
                  staged: bool = False, smooth: bool = False):  # fmt: skip
@@ -30,7 +33,9 @@ class RandomModel(nn.Module):
             self.embed = nn.Embedding(VOCAB, width)
         widths = [width]
         kinds = [*SINGLE, *(STATE if state else ()), *(("dropout",) if random else ())]
-        kinds = [k for k in kinds if not (staged and k in MIXING) and not (smooth and k in JUMPING)] + ["linear"] * 4 * staged
+        kinds = [k for k in kinds if not (staged and k in MIXING) and not (smooth and k in JUMPING)] + [
+            "linear"
+        ] * 4 * staged
         doubles = [k for k in DOUBLE if not (smooth and k in JUMPING)]
         for _ in range(rng.randint(9, 12) if staged else rng.randint(3, 9)):
             pairs = [(i, j) for i in range(len(widths)) for j in range(i) if widths[i] == widths[j]]
@@ -42,7 +47,9 @@ class RandomModel(nn.Module):
             layer, out = self._layer(kind, widths[at], rng)
             self.ops.append((kind, (at,), layer))
             widths.append(out)
-        self.form = rng.choice([form for form in FORMS if (not staged or "loss" in form) and not (smooth and form in JUMPING)])
+        self.form = rng.choice(
+            [form for form in FORMS if (not staged or "loss" in form) and not (smooth and form in JUMPING)]
+        )
         self.picked = rng.randrange(len(widths))
         self.head = nn.Linear(widths[-1], VOCAB)
         if rng.random() < 0.2:

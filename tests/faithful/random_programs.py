@@ -36,7 +36,8 @@ MESHES = {
     4: ("dp=4", "tp=4", "dp=2,tp=2", "a=2,b=2", "tp=2,dp=2", "pp=2,dp=2", "pp=2,tp=2"),
 }
 SIMULATED = (
-    "dp=2", "tp=3", "dp=2,tp=2", "a=2,b=3", "dp=3,tp=2", "dp=2,cp=2,tp=2", "dp=8", "dp=4,tp=3", "pp=2,dp=2", "pp=3", "pp=2,tp=2",
+    "dp=2", "tp=3", "dp=2,tp=2", "a=2,b=3", "dp=3,tp=2", "dp=2,cp=2,tp=2", "dp=8", "dp=4,tp=3", "pp=2,dp=2", "pp=3",
+    "pp=2,tp=2",
 )  # fmt: skip
 ADAPTATIONS = (
     lambda: [autopar.LoRA(r=2, target_modules="all-linear", init_lora_weights=False)],
@@ -99,7 +100,20 @@ def _batch(d: Drawn, n: int, size: int) -> dict:
     return batch | ({"ids": ids(n, VOCAB, size, d.length)} if d.takes_ids else {})
 
 
-ACTIONS = ("call", "call", "other_size", "eval", "train", "no_grad", "step", "freeze", "thaw", "factor", "twice", "write")
+ACTIONS = (
+    "call",
+    "call",
+    "other_size",
+    "eval",
+    "train",
+    "no_grad",
+    "step",
+    "freeze",
+    "thaw",
+    "factor",
+    "twice",
+    "write",
+)
 
 
 def _act(run, d: Drawn) -> None:
@@ -176,7 +190,9 @@ def _simulated(seed: int, d: Drawn, mesh: str, make, options: dict, random: bool
 
     batch = {name: value.detach() for name, value in _batch(d, 0, d.batch).items()}
     adapt = order.checked(make())
-    plan = api.search(model(), mesh, batch, hardware="cpu-gloo", baselines=False, adapt=make(), fixes=False, **options).plan
+    plan = api.search(
+        model(), mesh, batch, hardware="cpu-gloo", baselines=False, adapt=make(), fixes=False, **options
+    ).plan
     adapted = model()
     order.attach(adapted, adapt, "cpu", seed)
     case = Case.of(adapted, batch, forms=forms_of(adapted), adapt=adapt)
@@ -206,7 +222,9 @@ def _against_eager(model, batch: dict, case: Case) -> str | None:
     record = played.run.records[-1]
     wanted = [{k: v for k, v in record.items() if k.startswith("gradient of") and "input" not in k and v is not None
                and "layout" not in k}]  # fmt: skip
-    mine = [{f"gradient of {n}": g.float() for n, g in case.wanted.gradients.items() if f"gradient of {n}" in wanted[0]}]
+    mine = [
+        {f"gradient of {n}": g.float() for n, g in case.wanted.gradients.items() if f"gradient of {n}" in wanted[0]}
+    ]
     found = difference(wanted, mine, 2e-4)
     return found and f"captured: {found}"
 
@@ -218,5 +236,3 @@ def _total(out):
         return out["loss"]
     tensors = [t for _, t in snapshot.leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     return sum(t.sum() for t in tensors) if tensors else None
-
-

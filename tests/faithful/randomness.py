@@ -1,7 +1,7 @@
 """Random numbers in the forward: of torch, of Python and of numpy, and what is made of them.
 
-The compiled model draws numbers of its own (the same ones on any mesh), so that what is compared of torch's are averages and
-where they are zero; Python's and numpy's are seeded by the user and must be the same.
+The compiled model draws numbers of its own (the same ones on any mesh), so that what is compared of torch's are
+averages and where they are zero; Python's and numpy's are seeded by the user and must be the same.
 """
 
 from __future__ import annotations
@@ -72,7 +72,13 @@ DRAWS = {
     "distribution": lambda m, x: torch.distributions.Normal(x, 0.5).rsample(),
     "stochastic_depth": lambda m, x: x * (torch.rand(x.shape[0], 1) < 0.8) / 0.8,
 }
-REFUSED = {"randperm": "random", "multinomial": "random", "rrelu": "random", "exponential": "random", "distribution": "value"}
+REFUSED = {
+    "randperm": "random",
+    "multinomial": "random",
+    "rrelu": "random",
+    "exponential": "random",
+    "distribution": "value",
+}
 for name, draw in DRAWS.items():
 
     def _build(draw=draw):

@@ -99,8 +99,8 @@ def judge(program: Program, mesh: str, seconds: float = SECONDS, **options) -> O
         with warnings.catch_warnings(), limited(seconds):
             warnings.simplefilter("ignore")
             eager = play(program, lambda model, example: model)
-            compile_ = lambda model, example: autopar.compile(model, device_mesh(mesh), example, **program.options | options)  # noqa: E731
-            mine = play(program, compile_)
+            mesh_of = device_mesh(mesh)
+            mine = play(program, lambda m, example: autopar.compile(m, mesh_of, example, **program.options | options))
             outcome = compared(program, eager, mine, _tolerance(program, options))
     except TooLate:
         outcome = Outcome(HANG, f"not done after {seconds:.0f} s")
@@ -147,13 +147,17 @@ def compared(program: Program, eager: Played, mine: Played, tolerance: float) ->
         return Outcome(EQUAL, "both raise") if expected else Outcome(at, str(error), kind)
     if eager.error is not None:
         if error is None:
-            return Outcome(DIFFERENT, f"does what in eager mode raises {type(eager.error).__name__}: {_line(eager.error)}")
+            return Outcome(
+                DIFFERENT, f"does what in eager mode raises {type(eager.error).__name__}: {_line(eager.error)}"
+            )
         if isinstance(error, type(eager.error)) or isinstance(eager.error, type(error)):
             return Outcome(EQUAL, "both raise")
     if error is not None:
         error = error.__cause__ if kind in FAULTS and error.__cause__ is not None else error
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(BARE, f"{_line(error)} ({where.filename.rpartition('/')[2]}:{where.lineno}, at {mine.stage})", kind)
+        return Outcome(
+            BARE, f"{_line(error)} ({where.filename.rpartition('/')[2]}:{where.lineno}, at {mine.stage})", kind
+        )
     if len(eager.run.records) != len(mine.run.records):
         return Outcome(DIFFERENT, f"{len(mine.run.records)} records instead of {len(eager.run.records)}")
     return Outcome(EQUAL)

@@ -12,10 +12,11 @@ from . import snapshot
 
 
 class Run:
-    """One run of a program, eager or compiled. `compile_(module, example)` compiles a further module, or hands it back as it is.
+    """One run of a program, eager or compiled. `compile_(module, example)` compiles a further module, or hands it back
+    as it is.
 
-    `loss`: what a call's backward starts from, a function of the output; by default all differentiable outputs with fixed
-    weights. Gradients are dropped at the start of a recorded call unless `accumulates`."""
+    `loss`: what a call's backward starts from, a function of the output; by default all differentiable outputs with
+    fixed weights. Gradients are dropped at the start of a recorded call unless `accumulates`."""
 
     def __init__(self, model: nn.Module, source: nn.Module, batch: Callable, compile_: Callable):
         self.model, self.source, self.batch, self.compile = model, source, batch, compile_
@@ -30,8 +31,8 @@ class Run:
         return self.call(*args, **kwargs)
 
     def call(self, *args, **kwargs):
-        """A recorded call on these arguments, backward included; returns the output, made of plain tensors where it is nested in
-        built-in containers."""
+        """A recorded call on these arguments, backward included; returns the output, made of plain tensors where it is
+        nested in built-in containers."""
         if not self.accumulates:
             for parameter in self.model.parameters():
                 parameter.grad = None

@@ -47,7 +47,11 @@ def leaves(value, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]
             yield from leaves(item, f"{path}[{i}]", depth + 1)
     elif isinstance(value, (set, frozenset)):
         yield path, repr(sorted(value, key=repr))
-    elif dataclasses.is_dataclass(value) or type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools"):
+    elif dataclasses.is_dataclass(value) or type(value).__module__.partition(".")[0] not in (
+        "torch",
+        "builtins",
+        "functools",
+    ):
         for key, item in getattr(value, "__dict__", {}).items():
             yield from leaves(item, f"{path}.{key}", depth + 1)
 
@@ -74,8 +78,8 @@ def of_output(output) -> dict[str, object]:
 
 
 def of_model(model: nn.Module, source: nn.Module) -> dict[str, object]:
-    """Parameters, their gradients, buffers and plain attributes of all modules. `source`: the model that `model` was compiled
-    from, or itself; attributes are looked up under the names that either of them has."""
+    """Parameters, their gradients, buffers and plain attributes of all modules. `source`: the model that `model` was
+    compiled from, or itself; attributes are looked up under the names that either of them has."""
     found: dict[str, object] = {}
     for name, parameter in model.named_parameters():
         found[f"parameter {name}"] = copied(parameter)

@@ -82,14 +82,15 @@ def _where(m, mean):
     m.running = torch.where(mean.detach() > m.running, mean.detach(), m.running)
 
 
-for update in (_detached_lerp, _no_grad_lerp, _decorated, _data, _sliced, _set_data, _register_again, _setattr, _buffers_dict,
-               _fill_and_zero, _index_copy, _where):  # fmt: skip
+for update in (_detached_lerp, _no_grad_lerp, _decorated, _data, _sliced, _set_data, _register_again, _setattr,
+               _buffers_dict, _fill_and_zero, _index_copy, _where):  # fmt: skip
     statistics.add(f"running{update.__name__}", lambda update=update: (Running(update), one(5, 6)))
 
 
 @statistics(raises=True)
 def buffer_with_gradient_history():
-    """A buffer is assigned without detaching: the second call goes back through the first, which eager autograd refuses."""
+    """A buffer is assigned without detaching: the second call goes back through the first, which eager autograd
+    refuses."""
 
     def update(m, mean):
         m.running = 0.9 * m.running + 0.1 * mean

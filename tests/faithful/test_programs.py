@@ -1,8 +1,8 @@
 """The programs do what they do in eager mode, or are refused where they say so; on one process, on two and on four.
 
-    pytest tests/faithful -m ""                                          # all of them
-    pytest tests/faithful -m "" -k "state and codebook"
-    python benchmarks/faithful.py --programs state/ --mesh dp=2,tp=2     # many on one start of the processes
+pytest tests/faithful -m ""                                          # all of them
+pytest tests/faithful -m "" -k "state and codebook"
+python benchmarks/faithful.py --programs state/ --mesh dp=2,tp=2     # many on one start of the processes
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def test_two_processes():
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=2,tp=2", None), ("dp=4", "zero2")])
+@pytest.mark.parametrize(
+    "mesh, strategy", [("dp=2", "fsdp"), ("tp=2", "megatron"), ("dp=2,tp=2", None), ("dp=4", "zero2")]
+)
 def test_processes(mesh, strategy):
     _check(mesh, PROGRAMS, strategy=strategy)

@@ -1,6 +1,6 @@
 """Random programs against eager mode, on one process, on several, and on simulated devices (see random_programs.py).
 
-    python benchmarks/faithful.py --count 5000
+python benchmarks/faithful.py --count 5000
 """
 
 from __future__ import annotations
@@ -40,5 +40,7 @@ def test_alone(alone, seed):
 def test_many(kind):
     jobs = [(kind, seed, 120) for seed in _seeds(kind, 30)]
     outcomes = run_all(1 if kind == "simulated" else int(kind), judge_random, jobs, 150)
-    wrong = [f"seed {seed}: {outcome.kind} {outcome.detail}" for (_, seed, _), outcome in outcomes if outcome.kind in BROKEN]
+    wrong = [
+        f"seed {seed}: {outcome.kind} {outcome.detail}" for (_, seed, _), outcome in outcomes if outcome.kind in BROKEN
+    ]
     assert not wrong, "\n".join(wrong)

@@ -104,7 +104,9 @@ def test_errors_are_told_apart():
     assert _outcome(_raise(InputError("no"))).kind == AT_CALL
     assert _outcome(_raise(KeyError("no"))).kind == BARE
     program = Program("here", lambda: (Net(), one(5, 6)), refused="no")
-    outcome = compared(program, play(program, lambda m, e: m), play(program, lambda m, e: _raise(InputError("No."))(m, e)), 0)
+    outcome = compared(
+        program, play(program, lambda m, e: m), play(program, lambda m, e: _raise(InputError("No."))(m, e)), 0
+    )
     assert outcome.kind == AT_COMPILE and outcome.holds(program)
     assert not outcome.holds(replace(program, refused=None)) and not outcome.holds(replace(program, refused="yes"))
 

@@ -1,6 +1,7 @@
-"""What other frameworks got wrong in silence, on the meshes and strategies where they did (see threads.py for what each says).
+"""What other frameworks got wrong in silence, on the meshes and strategies where they did (see threads.py for what each
+says).
 
-    python benchmarks/faithful.py --programs threads/ --mesh dp=2,tp=2 --verbose     # all of them on another mesh
+python benchmarks/faithful.py --programs threads/ --mesh dp=2,tp=2 --verbose     # all of them on another mesh
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ QUICK = CASES[3:4]
 def _check(cases) -> None:
     wrong = []
     for world in (2, 4):
-        jobs = [(f"threads/{name}", mesh, SECONDS, options) for name, mesh, options in cases if Mesh.parse(mesh).devices == world]
+        jobs = [
+            (f"threads/{name}", mesh, SECONDS, options)
+            for name, mesh, options in cases
+            if Mesh.parse(mesh).devices == world
+        ]
         found = run_all(world, judge_named, jobs)
         wrong += [f"{job}: {outcome.detail or outcome}" for job, outcome in found if outcome.kind != EQUAL]
     assert not wrong, "\n".join(wrong)

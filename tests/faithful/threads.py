@@ -70,7 +70,8 @@ def smoothed_labels_over_a_cut_vocabulary():
 
 @threads()
 def loss_beside_gathered_logits():
-    """Megatron-LM#7452, item 2: labels with logits that are gathered first gave a loss that is off by the log of the ranks."""
+    """Megatron-LM#7452, item 2: labels with logits that are gathered first gave a loss that is off by the log of the
+    ranks."""
 
     def script(run):
         run.loss = lambda out: out["loss"] + 0.1 * out["logits"].logsumexp(-1).mean()
@@ -82,7 +83,8 @@ def loss_beside_gathered_logits():
 
 @threads()
 def second_head_with_other_token_counts():
-    """Megatron-LM#7452, item 3: the loss of a multi-token-prediction head was divided by the counts of the rank's own tokens."""
+    """Megatron-LM#7452, item 3: the loss of a multi-token-prediction head was divided by the counts of the rank's own
+    tokens."""
 
     class TwoHeads(Tokens):
         def __init__(self):
@@ -99,7 +101,8 @@ def second_head_with_other_token_counts():
 
 @threads()
 def norm_shared_by_heads():
-    """Megatron-LM#7452, item 11: the weight of a norm that all heads share kept the partial gradient of the rank's own heads."""
+    """Megatron-LM#7452, item 11: the weight of a norm that all heads share kept the partial gradient of the rank's own
+    heads."""
 
     class Normed(nn.Module):
         def __init__(self, heads: int = 4, width: int = 12):
@@ -118,7 +121,8 @@ def norm_shared_by_heads():
 
 @threads()
 def sum_over_global_tokens_in_stages():
-    """torchtitan#2972: with a pipeline the backward ran on the sum, and the division by all valid tokens came after it."""
+    """torchtitan#2972: with a pipeline the backward ran on the sum, and the division by all valid tokens came after
+    it."""
 
     def batch(seed):
         made = _ragged(seed)
@@ -141,7 +145,8 @@ def norm_with_cut_layers():
 
 @threads()
 def gradients_scaled_by_all_tokens():
-    """torchtune#2172: gradients of summed losses, divided by all tokens of a step, were divided by the number of ranks as well."""
+    """torchtune#2172: gradients of summed losses, divided by all tokens of a step, were divided by the number of ranks
+    as well."""
 
     def script(run):
         total = 0
@@ -159,8 +164,8 @@ def gradients_scaled_by_all_tokens():
 
 @threads()
 def count_of_tokens_with_a_cut_sequence():
-    """transformers#46775: the count of tokens that the loss is divided by was divided once more by the ranks that cut the
-    sequence."""
+    """transformers#46775: the count of tokens that the loss is divided by was divided once more by the ranks that cut
+    the sequence."""
 
     def batch(seed):
         made = _ragged(seed, 2, 8)
@@ -189,7 +194,8 @@ class Adapted(nn.Module):
 
 @threads()
 def adapters_of_cut_experts():
-    """Megatron-Bridge#5634: low-rank deltas of experts whose weights are cut over ranks had wrong outputs and gradients."""
+    """Megatron-Bridge#5634: low-rank deltas of experts whose weights are cut over ranks had wrong outputs and
+    gradients."""
     return Adapted(), lambda seed: (randn(seed, 6, 6),), _adapter_steps
 
 

@@ -9,8 +9,9 @@ from .build import LABELS, VOCAB, Family, classes, integers, model_of
 SAMPLES = 400  # of a wave
 WAVE = dict(
     vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, conv_dim=[16, 16],
-    conv_kernel=[10, 4], conv_stride=[5, 4], num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
-    num_labels=LABELS, classifier_proj_size=16, apply_spec_augment=False, pad_token_id=0,
+    conv_kernel=[10, 4], conv_stride=[5, 4], num_feat_extract_layers=2, num_conv_pos_embeddings=16,
+    num_conv_pos_embedding_groups=4, num_labels=LABELS, classifier_proj_size=16, apply_spec_augment=False,
+    pad_token_id=0,
 )  # fmt: skip
 WAVES = {
     "wav2vec2": {},
@@ -24,10 +25,10 @@ WAVES = {
     "wavlm": dict(num_buckets=16, max_bucket_distance=32),
 }
 WHISPER = dict(
-    vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-    encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=16, max_target_positions=64, pad_token_id=0,
-    bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, apply_spec_augment=False, suppress_tokens=None,
-    begin_suppress_tokens=None,
+    vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=16,
+    max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    apply_spec_augment=False, suppress_tokens=None, begin_suppress_tokens=None,
 )  # fmt: skip
 SPECTROGRAM = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, patch_size=8, frequency_stride=8,
@@ -52,7 +53,9 @@ def _whisper(batch: int, seq: int):
 
 def _spectrogram(batch: int, seq: int):
     model = model_of("audio-spectrogram-transformer", "AutoModelForAudioClassification", **SPECTROGRAM)
-    return model, {"input_values": torch.randn(batch, SPECTROGRAM["max_length"], SPECTROGRAM["num_mel_bins"])} | classes(batch)
+    return model, {
+        "input_values": torch.randn(batch, SPECTROGRAM["max_length"], SPECTROGRAM["num_mel_bins"])
+    } | classes(batch)
 
 
 FAMILIES = [

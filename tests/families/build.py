@@ -1,4 +1,5 @@
-"""From a configuration of transformers to a tiny model and a call of it, offline, with nothing random in the forward."""
+"""From a configuration of transformers to a tiny model and a call of it, offline, with nothing random in the
+forward."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ VOCAB, LABELS = 128, 3
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. `family(batch, seq)` gives a new model in training mode and the keyword arguments of a call, labels
-    included; `seq` counts tokens and is left aside by families that read images or sounds."""
+    """One architecture. `family(batch, seq)` gives a new model in training mode and the keyword arguments of a call,
+    labels included; `seq` counts tokens and is left aside by families that read images or sounds."""
 
     name: str
     kind: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 from .build import LABELS, VOCAB, Family, classes, model_of, tokens
 
 BERT = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-    num_labels=LABELS, pad_token_id=0,
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, num_labels=LABELS, pad_token_id=0,
 )  # fmt: skip
 
 ENCODERS = {
@@ -18,7 +18,8 @@ ENCODERS = {
     "convbert": dict(embedding_size=32, head_ratio=2, conv_kernel_size=3, num_groups=1),
     "data2vec-text": {},
     "deberta": dict(relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=16),
-    "deberta-v2": dict(relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, max_relative_positions=16),
+    "deberta-v2": dict(relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8,
+                       max_relative_positions=16),
     "distilbert": dict(dim=32, hidden_dim=64, n_layers=2, n_heads=4),
     "electra": dict(embedding_size=16),
     "ernie": {},
@@ -50,23 +51,41 @@ ENCODERS = {
 
 # with option names of their own
 OTHER = {
-    "funnel": dict(vocab_size=VOCAB, block_sizes=[1, 1], d_model=32, n_head=4, d_head=8, d_inner=64, num_decoder_layers=1,
-                   num_labels=LABELS),
+    "funnel": dict(
+        vocab_size=VOCAB,
+        block_sizes=[1, 1],
+        d_model=32,
+        n_head=4,
+        d_head=8,
+        d_inner=64,
+        num_decoder_layers=1,
+        num_labels=LABELS,
+    ),
     "xlnet": dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=64, num_labels=LABELS),
 }
 BART = dict(
-    vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-    encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    decoder_start_token_id=2, forced_eos_token_id=2,
+    vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
 )  # fmt: skip
-T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, decoder_start_token_id=0)
+T5 = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    d_kv=8,
+    d_ff=64,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    decoder_start_token_id=0,
+)
 
 ENCODER_DECODERS = {
     "t5": T5 | dict(num_layers=1, num_decoder_layers=1),
     "mt5": T5,
     "umt5": T5,
     "longt5": T5 | dict(local_radius=4, global_block_size=4),
-    "switch_transformers": T5 | dict(num_experts=4, expert_capacity=16, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
+    "switch_transformers": T5 | dict(num_experts=4, expert_capacity=16, num_sparse_encoder_layers=1,
+                                     num_sparse_decoder_layers=1),
     "bart": BART,
     "bigbird_pegasus": BART | dict(attention_type="original_full"),
     "blenderbot": BART,
@@ -82,7 +101,8 @@ ENCODER_DECODERS = {
     "prophetnet": dict(vocab_size=VOCAB, hidden_size=32, encoder_ffn_dim=64, decoder_ffn_dim=64, num_encoder_layers=2,
                        num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
                        max_position_embeddings=64,
-                       ngram=2, num_buckets=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
+                       ngram=2, num_buckets=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                       decoder_start_token_id=1),
     "nllb-moe": BART | dict(num_experts=4, expert_capacity=16, encoder_sparse_step=2, decoder_sparse_step=2),
 }  # fmt: skip
 
@@ -97,7 +117,9 @@ def _encoder(name: str, options: dict) -> Family:
 
 def _encoder_decoder(name: str, options: dict) -> Family:
     return Family(
-        name, "encoder-decoder", lambda batch, seq: (model_of(name, "AutoModelForSeq2SeqLM", **options), tokens(batch, seq))
+        name,
+        "encoder-decoder",
+        lambda batch, seq: (model_of(name, "AutoModelForSeq2SeqLM", **options), tokens(batch, seq)),
     )
 
 

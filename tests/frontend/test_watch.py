@@ -87,7 +87,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_read_is_guarded(name, monkeypatch):
-    """What the forward read makes the capture another one when it changes, and the capture serves again when it is back."""
+    """What the forward read makes the capture another one when it changes, and the capture serves again when it is
+    back."""
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setitem(TABLE, "gain", 1.0)
     model = Reads()
@@ -138,11 +139,17 @@ WRITES = {
 def test_tracing_leaves_no_trace(name):
     """After a trace all attributes, buffers and containers are the objects that they were, with the same content."""
     model = Writes(WRITES[name])
-    before = {k: (v, list(v) if isinstance(v, (list, dict)) else v) for k, v in vars(model).items() if not k.startswith("_")}
+    before = {
+        k: (v, list(v) if isinstance(v, (list, dict)) else v) for k, v in vars(model).items() if not k.startswith("_")
+    }
     last = model.last
     captured = traced(model)
-    assert vars(model).keys() >= before.keys() and not {*vars(model)} - {*before} - {k for k in vars(model) if k.startswith("_")}
-    assert all(vars(model)[k] is v and (list(v) if isinstance(v, (list, dict)) else v) == c for k, (v, c) in before.items())
+    assert vars(model).keys() >= before.keys() and not {*vars(model)} - {*before} - {
+        k for k in vars(model) if k.startswith("_")
+    }
+    assert all(
+        vars(model)[k] is v and (list(v) if isinstance(v, (list, dict)) else v) == c for k, (v, c) in before.items()
+    )
     assert model.last is last and list(model._buffers) == ["last"] and captured.guards.hold()
     assert captured.returns.effects or captured.returns.buffers
 
@@ -198,7 +205,12 @@ def test_what_a_graph_cannot_do_is_refused(name):
     linear, other = model.linear.bias, model.other
     with pytest.raises(CaptureError, match=words):
         traced(model)
-    assert model.linear.bias is linear and model.other is other and not hasattr(model, "thing") and random.getstate() == state
+    assert (
+        model.linear.bias is linear
+        and model.other is other
+        and not hasattr(model, "thing")
+        and random.getstate() == state
+    )
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -218,7 +230,9 @@ class Freezing(Base):
 
 def test_a_layer_that_is_frozen_for_a_while_gets_no_gradient():
     captured = traced(Freezing())
-    gradients = {r.name for r in next(n for n in captured.graph.nodes if n.op == "output").meta["roles"] if r.kind == "gradient"}
+    gradients = {
+        r.name for r in next(n for n in captured.graph.nodes if n.op == "output").meta["roles"] if r.kind == "gradient"
+    }
     assert gradients == {"linear.weight", "linear.bias"}
 
 
@@ -233,4 +247,6 @@ def test_snapshots_compare_types_and_tell_tensors_apart():
     tensor.add_(1)
     assert not snapshot.is_now(snapshot.value)
     snapshot.forget_values(())
-    assert snapshot.is_now([torch.zeros(2), {"a": torch.zeros(2)}]) and not snapshot.is_now([torch.zeros(3), {"a": tensor}])
+    assert snapshot.is_now([torch.zeros(2), {"a": torch.zeros(2)}]) and not snapshot.is_now(
+        [torch.zeros(3), {"a": tensor}]
+    )

@@ -1,8 +1,10 @@
-"""Bad and odd input by the thousand through the public surface: every case gives a right result or a typed error with a remedy.
+"""Bad and odd input by the thousand through the public surface: every case gives a right result or a typed error with a
+remedy.
 
     report = run(2000, seed=0)
 
-A case is drawn from FAMILIES; it returns what it found ("right", "read") or raises. Models cost tens of milliseconds each.
+A case is drawn from FAMILIES; it returns what it found ("right", "read") or raises. Models cost tens of milliseconds
+each.
 """
 
 from __future__ import annotations
@@ -34,20 +36,50 @@ from autopar.mesh import Mesh
 from . import odd_models
 
 LONGEST_SECONDS = 60
-MESHES = ["dp=1", "dp=2", "tp=2", "dp=2,tp=2", "dp=3", "tp=3", "dp=5", "tp=5", "dp=7", "dp=2,tp=3", "a=2",
-          "cp=2", "dp=1,tp=2"]
+MESHES = [
+    "dp=1",
+    "dp=2",
+    "tp=2",
+    "dp=2,tp=2",
+    "dp=3",
+    "tp=3",
+    "dp=5",
+    "tp=5",
+    "dp=7",
+    "dp=2,tp=3",
+    "a=2",
+    "cp=2",
+    "dp=1,tp=2",
+]
 TEXTS = [
-    "", " ", "R", "dp", "dp=", "=2", "dp=2,,tp=2", "dp=-1", "dp=0", "dp=2,dp=2", "dp=1.5", "dp=99999999999999999999", "日本=2",
-    "dp=٢", "dp:S(0)", "tp:S(-1)", "tp:S(0) tp:S(1)", "tp:S(0/0)", "tp:P", "tp:S(9)", "x" * 5000, "\x00", "../..", "nan", "inf",
-    "-inf", "1e400", "40GiB", "-1GiB", "0", "GiB", "1..5GB", "4 0GiB", "1e9", "0x10", "*", "[", "*.weight", "ddp", "DDP", "fsdp ",
-    "megatron", "hsdp", "None", "True", "%s", "{}", "\n", "gpt", "mlp:hidden=0", "mlp:hidden=-4", "mlp:hidden=x", "mlp:hidden=",
-    "mlp:,", "hf:", "hf:/", "a.py:f", "/dev/null", ":",
+    "", " ", "R", "dp", "dp=", "=2", "dp=2,,tp=2", "dp=-1", "dp=0", "dp=2,dp=2", "dp=1.5", "dp=99999999999999999999",
+    "日本=2", "dp=٢", "dp:S(0)", "tp:S(-1)", "tp:S(0) tp:S(1)", "tp:S(0/0)", "tp:P", "tp:S(9)", "x" * 5000, "\x00",
+    "../..", "nan", "inf", "-inf", "1e400", "40GiB", "-1GiB", "0", "GiB", "1..5GB", "4 0GiB", "1e9", "0x10", "*", "[",
+    "*.weight", "ddp", "DDP", "fsdp ", "megatron", "hsdp", "None", "True", "%s", "{}", "\n", "gpt", "mlp:hidden=0",
+    "mlp:hidden=-4", "mlp:hidden=x", "mlp:hidden=", "mlp:,", "hf:", "hf:/", "a.py:f", "/dev/null", ":",
 ]  # fmt: skip
 THINGS = [
-    None, True, 0, -1, 3, 1.5, float("nan"), float("inf"), "", b"x", [], {}, (), object(), int, torch.ones(2), {"dp": 2},
-    {"dp": "2"}, {1: 2}, {"dp": 0}, {"dp": True}, {"dp": 2.0}, torch.nn.Linear(2, 2), lambda: 0, Path("nowhere.toml"), {"*": 3},
+    None, True, 0, -1, 3, 1.5, float("nan"), float("inf"), "", b"x", [], {}, (), object(), int, torch.ones(2),
+    {"dp": 2}, {"dp": "2"}, {1: 2}, {"dp": 0}, {"dp": True}, {"dp": 2.0}, torch.nn.Linear(2, 2), lambda: 0,
+    Path("nowhere.toml"), {"*": 3},
 ]  # fmt: skip
-NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e400", "true", '""', "[]", "{}", '"x"', "1e-300", "9" * 40, "", "1979-05-27")
+NUMBERS = (
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1e400",
+    "true",
+    '""',
+    "[]",
+    "{}",
+    '"x"',
+    "1e-300",
+    "9" * 40,
+    "",
+    "1979-05-27",
+)
 ARGUMENTS = ("mesh", "hardware", "memory", "optimizer", "precision", "strategy", "pin", "example_inputs")
 
 
@@ -57,7 +89,8 @@ class Hang(BaseException):
 
 @dataclass
 class Report:
-    """`outcomes`: cases by family and what they gave; `wrong`: bare exceptions, wrong numbers, errors without a remedy, hangs."""
+    """`outcomes`: cases by family and what they gave; `wrong`: bare exceptions, wrong numbers, errors without a remedy,
+    hangs."""
 
     outcomes: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -120,7 +153,9 @@ Case = tuple[str, Callable[[], str]]
 
 def simulated_model(rng: random.Random, folder: Path, mesh) -> Case:
     """Any model on any mesh, simulated and compared with eager torch."""
-    names = [name for name in odd_models.MODELS if name not in ("nan", "half")]  # never a match: no number, no exact one
+    names = [
+        name for name in odd_models.MODELS if name not in ("nan", "half")
+    ]  # never a match: no number, no exact one
     name, text, batch = rng.choice(names), rng.choice(MESHES), rng.choice((1, 2, 3, 4, 5, 7, 8))
     strategy = rng.choice((None, None, "ddp", "fsdp", "zero1", "megatron", "megatron_sp"))
 
@@ -185,7 +220,9 @@ def hardware_file(rng: random.Random, folder: Path, mesh) -> Case:
         at = rng.randrange(len(lines))
         key = lines[at].partition("=")[0]
         line, valued = lines[at], f"{key}= {rng.choice(NUMBERS)}"
-        lines[at] = rng.choice((valued, valued, valued, "", line + line, line[: len(line) // 2], "[" + line, rng.choice(TEXTS)))
+        lines[at] = rng.choice(
+            (valued, valued, valued, "", line + line, line[: len(line) // 2], "[" + line, rng.choice(TEXTS))
+        )
     file = folder / "profile.toml"
 
     def call() -> str:
@@ -202,7 +239,13 @@ def hardware_file(rng: random.Random, folder: Path, mesh) -> Case:
 
 def command_line(rng: random.Random, folder: Path, mesh) -> Case:
     """Odd words on the command line: exit code 2 and one line on stderr, or a plan."""
-    options = {"--model": "mlp:hidden=4,layers=1", "--mesh": "dp=2", "--batch": "4", "--seq": "2", "--hardware": "cpu-gloo"}
+    options = {
+        "--model": "mlp:hidden=4,layers=1",
+        "--mesh": "dp=2",
+        "--batch": "4",
+        "--seq": "2",
+        "--hardware": "cpu-gloo",
+    }
     more = ("--memory", "--strategy", "--pin", "--optimizer", "--precision", "--json")
     for name in rng.sample([*options, *more], rng.choice((1, 1, 2))):
         options[name] = rng.choice([*TEXTS, *MESHES, "1", "7"])

@@ -144,12 +144,12 @@ MODELS = {
     "counting": lambda b: (Counting(), (_x(b),)),
     "frozen": lambda b: (frozen(Plain()), (_x(b),)),
     "partly frozen": lambda b: (partly_frozen(Plain()), (_x(b),)),
-    "branch": _with(branch), "item": _with(item), "loop": _with(loop), "unused": _with(unused), "inplace": _with(inplace),
-    "detached": _with(detached), "no gradient": _with(no_gradient), "noise": _with(noise), "integers": _with(integers),
-    "views": _with(views), "nested": _with(nested), "none": _with(lambda m, x: None), "text": _with(lambda m, x: "text"),
-    "generator": _with(lambda m, x: (y for y in m.up(x))), "raises": _with(lambda m, x: 1 // 0), "number": _with(lambda m, x: 3.0),
-    "input itself": _with(lambda m, x: x), "parameter": _with(lambda m, x: m.up.weight),
-    "twice": _with(lambda m, x: (y := m.up(x), y)),
+    "branch": _with(branch), "item": _with(item), "loop": _with(loop), "unused": _with(unused),
+    "inplace": _with(inplace), "detached": _with(detached), "no gradient": _with(no_gradient), "noise": _with(noise),
+    "integers": _with(integers), "views": _with(views), "nested": _with(nested), "none": _with(lambda m, x: None),
+    "text": _with(lambda m, x: "text"), "generator": _with(lambda m, x: (y for y in m.up(x))),
+    "raises": _with(lambda m, x: 1 // 0), "number": _with(lambda m, x: 3.0), "input itself": _with(lambda m, x: x),
+    "parameter": _with(lambda m, x: m.up.weight), "twice": _with(lambda m, x: (y := m.up(x), y)),
     "wrong width": lambda b: (Plain(), (_x(b, 5),)),
     "double": lambda b: (Plain().double(), (_x(b, dtype=torch.float64),)),
     "half": lambda b: (Plain().half(), (_x(b).half(),)),
@@ -167,7 +167,8 @@ MODELS = {
     "two inputs": lambda b: (Part(optional), (_x(b), _x(b))),
     "same input twice": lambda b: (Part(optional), (x := _x(b), x)),
     "list input": lambda b: (Part(lambda m, x: m.up(x[0] + x[1]["k"]).mean()), ([_x(b), {"k": _x(b)}],)),
-    "scalars": lambda b: (Part(scalar_and_more), (_x(b), torch.tensor(2.0), torch.tensor(3), torch.ones(b, 2, dtype=torch.bool))),
+    "scalars": lambda b: (Part(scalar_and_more), (_x(b), torch.tensor(2.0), torch.tensor(3),
+                                                  torch.ones(b, 2, dtype=torch.bool))),
     "expanded input": lambda b: (Plain(), (_x(1).expand(b, 4),)),
     "transposed input": lambda b: (Plain(), (torch.randn(4, b).t(),)),
     "input with gradient": lambda b: (Plain(), (_x(b, requires_grad=True),)),
@@ -218,7 +219,8 @@ CHANGES = {
 
 
 def compare(parallel: nn.Module, reference: nn.Module, inputs) -> str:
-    """"right" if both models do the same with a call, forward and backward; an error that both raise is right as well."""
+    """ "right" if both models do the same with a call, forward and backward; an error that both raise is right as
+    well."""
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     try:
         expected = _results(reference, args, kwargs)
@@ -235,7 +237,8 @@ def compare(parallel: nn.Module, reference: nn.Module, inputs) -> str:
     if isinstance(expected, Exception):
         return f"wrong: accepted what gives {type(expected).__name__}: {expected}"
     same = len(got) == len(expected) and all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-5 if a.dtype != torch.half else 1e-2, equal_nan=True) for a, b in zip(got, expected)
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5 if a.dtype != torch.half else 1e-2, equal_nan=True)
+        for a, b in zip(got, expected)
     )
     return "right" if same else f"wrong: {got} instead of {expected}"
 

@@ -1,6 +1,6 @@
 """Plan files with random damage, and what must be true of each: a typed error, or a plan that gives right numbers.
 
-    report = run(plan, captured, values, 10_000, path, seed=0)
+report = run(plan, captured, values, 10_000, path, seed=0)
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from autopar.mesh import Mesh
 from autopar.plan_file import content_hash
 from autopar.simulated import simulate_step
 
-ODD = [None, True, -1, 0, 3.5, 1e308, 10**17, "", "R", "tp:S(9)", "zz:S(0)", "dp=2", [], {}, [[]], [1, 2], {"a": 1}, ["dp"] * 3,
-       "../../etc/passwd", "__import__('os').system('false')", "\x00", "\ud800", "dp:P tp:P", "dp=99999999999"]  # fmt: skip
-TOKENS = [b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 100, b"[" * 100_000, b'"version": 1, "version": 1,', b"null", b"\xff",
-          b'{"__class__": "os"}', b'"\\ud800"', b"0x10", b"-0", b"//", b"\x00"]  # fmt: skip
+ODD = [None, True, -1, 0, 3.5, 1e308, 10**17, "", "R", "tp:S(9)", "zz:S(0)", "dp=2", [], {}, [[]], [1, 2], {"a": 1},
+       ["dp"] * 3, "../../etc/passwd", "__import__('os').system('false')", "\x00", "\ud800", "dp:P tp:P",
+       "dp=99999999999"]  # fmt: skip
+TOKENS = [b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 100, b"[" * 100_000, b'"version": 1, "version": 1,',
+          b"null", b"\xff", b'{"__class__": "os"}', b'"\\ud800"', b"0x10", b"-0", b"//", b"\x00"]  # fmt: skip
 FORBIDDEN = ("exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen",
              "pickle.find_class", "ctypes.dlopen", "socket.connect")  # fmt: skip
 
 
 @dataclass
 class Report:
-    """`outcomes`: files by error type, "fits" for plans that fit; `simulated` of those were run; `wrong`: what must not be."""
+    """`outcomes`: files by error type, "fits" for plans that fit; `simulated` of those were run; `wrong`: what must not
+    be."""
 
     outcomes: Counter = field(default_factory=Counter)
     simulated: int = 0
@@ -54,7 +56,9 @@ class Audit:
 
     def __enter__(self) -> list[str]:
         if not Audit.installed:
-            sys.addaudithook(lambda event, args: Audit.seen is not None and event in FORBIDDEN and Audit.seen.append(event))
+            sys.addaudithook(
+                lambda event, args: Audit.seen is not None and event in FORBIDDEN and Audit.seen.append(event)
+            )
             Audit.installed = True
         Audit.seen = []
         return Audit.seen
@@ -63,7 +67,9 @@ class Audit:
         Audit.seen = None
 
 
-def run(plan: Plan, captured: Captured, values: dict, count: int, path: Path, seed: int, simulate: int = 1 << 30) -> Report:
+def run(
+    plan: Plan, captured: Captured, values: dict, count: int, path: Path, seed: int, simulate: int = 1 << 30
+) -> Report:
     """Loads `count` damaged files of a plan; the first `simulate` that fit and decide otherwise are run on `values`."""
     rng, report = random.Random(seed), Report()
     plan.save(path)
@@ -166,7 +172,9 @@ def other_decisions(content: bytes, rng: random.Random) -> bytes:
         name = rng.choice(sorted(sharding["nodes"]))
         node, other = sharding["nodes"][name], sharding["nodes"][rng.choice(sorted(sharding["nodes"]))]
         layouts = range(len(sharding["layouts"]))
-        action = rng.choice(("input", "output", "choice", "node", "whole", "leaf", "result", "text", "kept", "option", "bare"))
+        action = rng.choice(
+            ("input", "output", "choice", "node", "whole", "leaf", "result", "text", "kept", "option", "bare")
+        )
         if action in ("input", "output") and (numbers := node[action == "output"]):
             numbers[rng.randrange(len(numbers))] = rng.choice(layouts)
         elif action == "choice" and node[2]:
@@ -182,11 +190,16 @@ def other_decisions(content: bytes, rng: random.Random) -> bytes:
             sharding["outputs"][rng.randrange(len(sharding["outputs"]))] = rng.choice(layouts)
         elif action == "text":
             axis, dim = rng.choice(mesh.names), rng.randrange(3)
-            sharding["layouts"][rng.choice(layouts)][1] = rng.choice((f"{axis}:S({dim})", f"{axis}:P", "R", f"{axis}:S(0/2)"))
+            sharding["layouts"][rng.choice(layouts)][1] = rng.choice(
+                (f"{axis}:S({dim})", f"{axis}:P", "R", f"{axis}:S(0/2)")
+            )
         elif action == "kept":
             sharding["kept"].append([name, rng.randrange(2), rng.choice(layouts)])
         elif action == "option":
-            data["reduce_scatter"], data["bucket_bytes"] = rng.choice(("native", "all_to_all")), rng.choice((0.0, 100.0, 1e9))
+            data["reduce_scatter"], data["bucket_bytes"] = (
+                rng.choice(("native", "all_to_all")),
+                rng.choice((0.0, 100.0, 1e9)),
+            )
         elif action == "bare":
             sharding["again"].append(rng.choice((*sharding["nodes"], "blocks.0", "nothing", "")))
     return _hashed(data)

@@ -79,7 +79,9 @@ def test_inputs():
     assert images["pixel_values"].shape == (3, 3, 32, 32) and images["labels"].shape == (3,)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny", "mlp-tiny", "moe-tiny", "resnet-tiny", "unet-tiny", "vit-tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-tiny", "llama-tiny", "mlp-tiny", "moe-tiny", "resnet-tiny", "unet-tiny", "vit-tiny"]
+)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_dtype(name, device):
     model, inputs = build(name, batch=2, seq=8, device=device, dtype=torch.bfloat16)
@@ -121,7 +123,8 @@ def test_options(text, builder, sizes):
         ("gpt:layers", "cannot read 'layers' as an option"),
         ("gpt:layers=2,layers=3", "option 'layers' is given twice"),
         ("moe-tiny:active=5", "active=5 of experts=4"),
-        ("resnet:depth=51", "no ResNet of depth 51"), ("unet:image=100,levels=4", "halved 3 times"),
+        ("resnet:depth=51", "no ResNet of depth 51"),
+        ("unet:image=100,levels=4", "halved 3 times"),
         ("vit:patch=15", "patch=15 does not divide image=224"),
         ("gpt:layers=0", "layers=0 is not a positive integer"),
         ("gpt:heads=5", "heads=5 does not divide hidden=768(.|\n)*heads=4"),

@@ -1,4 +1,5 @@
-"""A captured step on one device against the same step of the model in eager torch, writes to parameters and buffers included."""
+"""A captured step on one device against the same step of the model in eager torch, writes to parameters and buffers
+included."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from autopar.oracle import global_values, one_device_step
 
 
 def assert_as_eager(model: nn.Module, *args, tolerance: float = 1e-6, **options) -> Captured:
-    """Outputs, new values and gradients of `model(*args)`; a gradient that eager torch does not compute may be zero. Gradients are
-    those of the sum of the outputs. Returns the capture."""
+    """Outputs, new values and gradients of `model(*args)`; a gradient that eager torch does not compute may be zero.
+    Gradients are those of the sum of the outputs. Returns the capture."""
     captured = api.trace(model, args, **options)
     assert torch.is_grad_enabled() and all(grad_switch(n) is None for n in captured.graph.nodes)
     found = one_device_step(captured, global_values(captured, model, args))

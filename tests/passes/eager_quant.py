@@ -17,7 +17,10 @@ def eager_quantized(model: nn.Module) -> nn.Module:
     """A copy of a model that FakeQuant is attached to whose marked linear layers compute fake-quantized."""
     model = copy.deepcopy(model)
     for _, layer, site in sites_of(model):
-        layer.site, layer.__dict__["weight_scale"] = site, dict(layer.named_parameters()).get(SCALE)  # no second name of it
+        layer.site, layer.__dict__["weight_scale"] = (
+            site,
+            dict(layer.named_parameters()).get(SCALE),
+        )  # no second name of it
         config = site.config
         if site.observes:
             kind = MinMaxObserver if config.observer == "minmax" else MovingAverageMinMaxObserver

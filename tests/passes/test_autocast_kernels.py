@@ -30,7 +30,10 @@ OPS = {
     "gelu": (lambda x, w: F.gelu(F.linear(x, w)), BF16),
     "add": (lambda x, w: F.linear(x, w) + x, FP32),
     "cat": (lambda x, w: torch.cat([F.linear(x, w), x]), FP32),
-    "cross entropy": (lambda x, w: F.cross_entropy(F.linear(x, w).view(-1, 4), torch.zeros(6, dtype=torch.int64)), FP32),
+    "cross entropy": (
+        lambda x, w: F.cross_entropy(F.linear(x, w).view(-1, 4), torch.zeros(6, dtype=torch.int64)),
+        FP32,
+    ),
     "another type": (lambda x, w: _under(FP16, x, w), FP16),
     "off": (lambda x, w: _under(None, x, w), FP32),
 }

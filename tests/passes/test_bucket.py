@@ -97,12 +97,15 @@ def test_passes_run_in_order():
 
 
 def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
-    """The router's gradient is scattered over tp and then summed over dp: a bucket of sums over dp has to wait for the first."""
+    """The router's gradient is scattered over tp and then summed over dp: a bucket of sums over dp has to wait for the
+    first."""
     module, inputs = FAMILIES["mixtral"](4, 16)
     plan, captured = simulated.plan_and_capture(
         module, "dp=2,tp=2", inputs, hardware="cpu-gloo", strategy="hsdp", baselines=False
     )
-    found = [n.meta["collective"] for n in lower(captured, plan, 0, check=True).local.graph.nodes if n.meta.get("collective")]
+    found = [
+        n.meta["collective"] for n in lower(captured, plan, 0, check=True).local.graph.nodes if n.meta.get("collective")
+    ]
     kinds = [c.kind for c in found if c.phase == "backward" and "linear_dw" in c.tensor]
     assert kinds.index("reduce_scatter") < kinds.index("all_reduce")
 
@@ -118,7 +121,10 @@ def test_parameters_in_any_layout(seed):
     module, inputs = build("mlp:hidden=16,layers=2", batch=8, seq=4, device="cpu")
     captured = api.trace(module, inputs)
     plan = _pinned(random, captured, module)
-    assert len({tuple((g, t) for g, t, _ in lower(captured, plan, r).collectives()) for r in range(plan.mesh.devices)}) == 1
+    assert (
+        len({tuple((g, t) for g, t, _ in lower(captured, plan, r).collectives()) for r in range(plan.mesh.devices)})
+        == 1
+    )
     values = global_values(captured, module, inputs)
     single = replace(plan, bucket_bytes=0.0)
     wanted, bytes_ = simulated.simulate_step(captured, single, values), sent(single, captured)[1]

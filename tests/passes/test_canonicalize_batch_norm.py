@@ -21,7 +21,9 @@ class Net(nn.Module):
         return self.head(self.norm(self.convolution(x)).relu().mean((2, 3))).square().sum()
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False, momentum=0.3, track_running_stats=False)])
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False, momentum=0.3, track_running_stats=False)]
+)
 def test_training(norm):
     torch.manual_seed(0)
     x = (3 + 2 * torch.randn(7, 3, 6, 6),)  # 7 images over 3 devices
@@ -31,7 +33,9 @@ def test_training(norm):
 
 
 def test_the_batch_is_sharded():
-    plan, captured = plan_and_capture(Net(nn.BatchNorm2d(6)).train(), "dp=2", (torch.randn(4, 3, 6, 6),), strategy="ddp")
+    plan, captured = plan_and_capture(
+        Net(nn.BatchNorm2d(6)).train(), "dp=2", (torch.randn(4, 3, 6, 6),), strategy="ddp"
+    )
     layouts = {n: str(s.inputs[0]) for n, s in plan.sharding.nodes.items() if "batch_norm" in n or "convolution" in n}
     assert len(layouts) == 5 and set(layouts.values()) == {"dp:S(0)"}, layouts
 

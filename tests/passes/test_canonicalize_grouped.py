@@ -1,4 +1,5 @@
-"""Grouped products of a mixture of experts, as torch and transformers write them, become one op of any type and order of rows."""
+"""Grouped products of a mixture of experts, as torch and transformers write them, become one op of any type and order
+of rows."""
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("dtype, own", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_one_op(dtype, own):
     x, ends = torch.randn(9, 8, dtype=dtype), torch.tensor(ENDS["even"], dtype=torch.int32)
-    _, captured = simulated.plan_and_capture(Experts(dtype, own), "tp=2", (x, ends), hardware="cpu-gloo", baselines=False)
+    _, captured = simulated.plan_and_capture(
+        Experts(dtype, own), "tp=2", (x, ends), hardware="cpu-gloo", baselines=False
+    )
     products = [n for n in captured.graph.nodes if is_op(n) and "grouped" in str(n.target)]
     assert [str(n.target) for n in products] == ["autopar.grouped_mm.default", "autopar.grouped_mm_dw.default"]
     assert [flops_of(n) for n in products] == [2 * 9 * 8 * 16] * 2
@@ -49,12 +52,18 @@ class Picked(nn.Module):
 
     def __init__(self, turned: bool):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, *((16, 8) if turned else (8, 16)), generator=torch.Generator().manual_seed(0)))
+        self.weight = nn.Parameter(
+            torch.randn(3, *((16, 8) if turned else (8, 16)), generator=torch.Generator().manual_seed(0))
+        )
         self.turned = turned
 
     def forward(self, x, expert):
         x, matrices = torch.tanh(x), self.weight[expert]
-        y = torch.bmm(matrices, x.unsqueeze(-1)).squeeze(-1) if self.turned else torch.bmm(x.unsqueeze(1), matrices).squeeze(1)
+        y = (
+            torch.bmm(matrices, x.unsqueeze(-1)).squeeze(-1)
+            if self.turned
+            else torch.bmm(x.unsqueeze(1), matrices).squeeze(1)
+        )
         return y.square().sum()
 
 
@@ -85,13 +94,18 @@ def test_a_stack_of_rows_stays_a_product_of_stacks():
 
 def test_the_configuration_of_experts_is_lent():
     """Of a model, of one inside it, and of one that has an implementation of its own."""
+
     class Outer(PretrainedConfig):
         sub_configs = {"text": PretrainedConfig}
 
     inner, other = PretrainedConfig(), PretrainedConfig()
     outer = Outer(text=inner)
     assert outer.text is inner
-    outer._experts_implementation, inner._experts_implementation, other._experts_implementation = "grouped_mm", "eager", "sonicmoe"
+    outer._experts_implementation, inner._experts_implementation, other._experts_implementation = (
+        "grouped_mm",
+        "eager",
+        "sonicmoe",
+    )
     model = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Identity()])
     for module, config in zip(model, (outer, inner, other)):
         module.config = config

@@ -1,4 +1,5 @@
-"""Random ops of ATen as formulas: what they draw, what is refused, and attention with dropout against the same masks in eager."""
+"""Random ops of ATen as formulas: what they draw, what is refused, and attention with dropout against the same masks in
+eager."""
 
 from __future__ import annotations
 
@@ -85,7 +86,11 @@ def test_nothing_is_drawn_in_eval_mode():
             return self.layers(x) * self.one
 
     captured = api.trace(Model().eval(), (x,))
-    assert {n.meta["role"].kind for n in captured.graph.nodes if n.op == "placeholder"} == {"parameter", "input", "tangent"}
+    assert {n.meta["role"].kind for n in captured.graph.nodes if n.op == "placeholder"} == {
+        "parameter",
+        "input",
+        "tangent",
+    }
 
 
 def test_what_is_left_is_one_error():
@@ -100,7 +105,8 @@ def test_what_is_left_is_one_error():
 
 
 def test_attention_with_dropout_against_eager(monkeypatch):
-    """GPT-2 with its own attention and torch's dropout replaced by masks of the same streams, in the order of the forward."""
+    """GPT-2 with its own attention and torch's dropout replaced by masks of the same streams, in the order of the
+    forward."""
     model, inputs = tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
     model.train()
     captured = api.trace(model, inputs)
@@ -140,4 +146,6 @@ def test_attention_with_a_learned_mask(grouped):
     outputs, gradients, _ = one_device_step(captured, global_values(captured, model, inputs))
     expected = model(*inputs)
     expected.sum().backward()
-    assert torch.allclose(outputs[0], expected, atol=1e-6) and torch.allclose(gradients["bias"], model.bias.grad, atol=1e-5)
+    assert torch.allclose(outputs[0], expected, atol=1e-6) and torch.allclose(
+        gradients["bias"], model.bias.grad, atol=1e-5
+    )

@@ -1,4 +1,5 @@
-"""Autocast inside and around a forward is captured as casts: the same numbers as in eager torch, and the same gradients."""
+"""Autocast inside and around a forward is captured as casts: the same numbers as in eager torch, and the same
+gradients."""
 
 from __future__ import annotations
 
@@ -131,9 +132,9 @@ def own_function(net, x):
 
 
 CASES = [
-    own_function, two_layers, off_inside, float16_inside, layer_that_is_used_twice, without_gradients_inside, inside_of_no_grad,
-    weight_written_between, composite_ops, attention, conv1d, loss, convolution, autocast_of_another_device,
-    from_one_call_into_another,
+    own_function, two_layers, off_inside, float16_inside, layer_that_is_used_twice, without_gradients_inside,
+    inside_of_no_grad, weight_written_between, composite_ops, attention, conv1d, loss, convolution,
+    autocast_of_another_device, from_one_call_into_another,
 ]  # fmt: skip
 
 

@@ -39,7 +39,8 @@ def _error(mine: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 def _check(model, batch, *adapt, meshes=MESHES):
-    """Weights alone in fp32; with inputs in fp64, as an input that falls on another point of its grid is no rounding error."""
+    """Weights alone in fp32; with inputs in fp64, as an input that falls on another point of its grid is no rounding
+    error."""
     adapt = order.checked(adapt)
     with_inputs = any(getattr(a, "activations", None) for a in adapt)
     model = model.double() if with_inputs else model

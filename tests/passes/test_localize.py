@@ -164,7 +164,9 @@ def test_any_choice_of_strategies_gives_the_same_gradients(mesh, sizes):
         compare_with_autograd(model, inputs, whole)
 
 
-@pytest.mark.parametrize("build, options, mesh", [(gpt.build, {}, "a=4"), (llama.build, {"kv_heads": 3, "ffn": 20}, "a=3")])
+@pytest.mark.parametrize(
+    "build, options, mesh", [(gpt.build, {}, "a=4"), (llama.build, {"kv_heads": 3, "ffn": 20}, "a=3")]
+)
 def test_any_choice_of_strategies_of_a_language_model(build, options, mesh):
     """Attention, norms, embedding and loss, sharded in any way; four devices leave blocks of one element."""
     seed = random.randrange(10**6)

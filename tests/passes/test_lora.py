@@ -86,7 +86,9 @@ def test_layouts_follow_the_base():
     model, inputs = build("llama:hidden=1024,layers=2,heads=8,kv_heads=8,ffn=4096,vocab=512", batch=8, seq=256)
     pin = {"*.up_proj.weight": "tp:S(0)", "*.gate_proj.weight": "tp:S(0)", "*.down_proj.weight": "tp:S(1)"}
     adapt = [LoRA(r=16, target_modules=["up_proj", "down_proj"])]
-    layouts = autopar.plan(model, "dp=2,tp=4", inputs, strategy="megatron", pin=pin, baselines=False, adapt=adapt).layouts
+    layouts = autopar.plan(
+        model, "dp=2,tp=4", inputs, strategy="megatron", pin=pin, baselines=False, adapt=adapt
+    ).layouts
     for i in range(2):
         up, down = f"layers.{i}.mlp.up_proj", f"layers.{i}.mlp.down_proj"
         assert layouts[f"{up}.lora_B.weight"] == "tp:S(0)", layouts
@@ -99,12 +101,15 @@ def test_any_shapes_and_meshes(seed):
     rng = random.Random(seed)
     print(f"seed {seed}")
     heads = rng.choice([2, 3, 4])
-    sizes = dict(hidden=heads * rng.choice([4, 6]), layers=1, heads=heads, kv_heads=1, ffn=rng.choice([10, 21]), vocab=31)
+    sizes = dict(
+        hidden=heads * rng.choice([4, 6]), layers=1, heads=heads, kv_heads=1, ffn=rng.choice([10, 21]), vocab=31
+    )
     name = "llama:" + ",".join(f"{k}={v}" for k, v in sizes.items())
     config = dict(
         r=rng.randint(1, 4), lora_alpha=rng.uniform(0.5, 9), use_rslora=rng.random() < 0.5, use_dora=rng.random() < 0.5,
         lora_dropout=rng.choice([0.0, 0.3]),
-        target_modules=rng.choice(["all-linear", ["q_proj", "down_proj"], ["v_proj"]]), bias=rng.choice(["none", "all"]),
+        target_modules=rng.choice(["all-linear", ["q_proj", "down_proj"], ["v_proj"]]),
+        bias=rng.choice(["none", "all"]),
     )  # fmt: skip
     model, inputs, captured = adapted(name, batch=rng.choice([3, 4]), seq=rng.choice([5, 8]), **config)
     mesh = rng.choice(["dp=2,tp=2", "tp=3", "dp=4", "tp=2,dp=3"])
@@ -117,7 +122,9 @@ def test_mixed_precision():
     model, inputs, captured = adapted(LLAMA.replace("layers=2", "layers=1"), precision="bf16")
     plan = planned(captured, "dp=2,tp=2", "megatron_sp", precision="bf16")
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    products = [n for n in captured.graph.nodes if "lora_" in n.meta["module"] and n.target is torch.ops.autopar.linear.default]
+    products = [
+        n for n in captured.graph.nodes if "lora_" in n.meta["module"] and n.target is torch.ops.autopar.linear.default
+    ]
     assert products and all(n.meta["val"].dtype == torch.bfloat16 for n in products)
     assert_like_one_device(model, inputs, captured, plan, tolerance=5e-2)
 
@@ -146,7 +153,9 @@ def test_deep_models_are_unrolled():
     """A plan made of five traced blocks fits the graph of all of them, adapters included."""
     model, inputs = build("mlp:hidden=16,layers=8", batch=4, seq=8)
     adapt = [LoRA(target_modules=["up", "down"], r=2)]
-    plan, short = plan_and_capture(model, "dp=2", inputs, strategy="ddp", baselines=False, hardware="cpu-gloo", adapt=adapt)
+    plan, short = plan_and_capture(
+        model, "dp=2", inputs, strategy="ddp", baselines=False, hardware="cpu-gloo", adapt=adapt
+    )
     assert tower_of(model) is not None
     with order.attached(model, adapt):
         whole = api.trace(model, inputs, None, forms_of(model), "fp32", adapt)

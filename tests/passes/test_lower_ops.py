@@ -93,8 +93,11 @@ def test_attention():
 
 @pytest.mark.parametrize(
     "options",
-    [dict(heads_kv=2), dict(mask=lambda x: torch.ones(6, 6, dtype=torch.bool).tril(), causal=False),
-     dict(mask=lambda x: torch.ones(2, 4, 6, 6).tril().log(), causal=False)],
+    [
+        dict(heads_kv=2),
+        dict(mask=lambda x: torch.ones(6, 6, dtype=torch.bool).tril(), causal=False),
+        dict(mask=lambda x: torch.ones(2, 4, 6, 6).tril().log(), causal=False),
+    ],
     ids=["grouped", "bool mask", "additive mask"],
 )
 def test_attention_that_needs_a_conversion_is_kept(options):

@@ -1,4 +1,5 @@
-"""The graph of one micro-batch: run on all of them it gives what the whole batch gives, or the model is refused with the op."""
+"""The graph of one micro-batch: run on all of them it gives what the whole batch gives, or the model is refused with
+the op."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from tests.runtime import tiny
 from tests.test_dropout import convnext
 
 functional = nn.functional
-TINY = {"gpt": "hidden=16,heads=2,vocab=32", "llama": "hidden=16,heads=2,vocab=32", "vit": "hidden=16,heads=2,image=16,patch=8"}
+TINY = {
+    "gpt": "hidden=16,heads=2,vocab=32",
+    "llama": "hidden=16,heads=2,vocab=32",
+    "vit": "hidden=16,heads=2,image=16,patch=8",
+}
 
 
 def in_parts(case: staged.Case, micro_batches: int):
@@ -89,7 +94,9 @@ def test_a_mean_over_valid_tokens_is_no_mean_of_means():
 def test_totals_are_computed_from_inputs_alone():
     micro = micro_batch(staged.family("gpt2").captured, 2)
     case = staged.family("gpt2")
-    leaves = [n.meta["role"] for n in micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "total"]
+    leaves = [
+        n.meta["role"] for n in micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "total"
+    ]
     totals = [part for part in parts_of(micro, case.values)]
     assert micro.total_inputs == ("labels",) and len(leaves) >= 1
     valid = (case.values["x_labels"][:, 1:] != -100).sum()
@@ -102,9 +109,9 @@ def norms(model, x, y):
 
 
 @pytest.mark.parametrize("more", [
-    norms, lambda model, x, y: norms(model, x, y) * 2 + y.square().mean(), lambda model, x, y: model.layer.bias.sum() - y.mean(),
-    lambda model, x, y: 0.5, lambda model, x, y: 1 - functional.cosine_similarity(y, x[:, :4]).mean(),
-    lambda model, x, y: y.mean() - 3,
+    norms, lambda model, x, y: norms(model, x, y) * 2 + y.square().mean(), lambda model, x,
+    y: model.layer.bias.sum() - y.mean(), lambda model, x, y: 0.5, lambda model, x,
+    y: 1 - functional.cosine_similarity(y, x[:, :4]).mean(), lambda model, x, y: y.mean() - 3,
 ])  # fmt: skip
 def test_what_does_not_depend_on_the_batch_counts_once(more):
     case = staged.Case.of(Loss(more), batch())
@@ -123,7 +130,8 @@ def test_the_graph_of_the_whole_batch_stays_as_it_is():
     assert str(case.captured.graph) == before
 
 
-# random numbers --------------------------------------------------------------------------------------------------------
+# random numbers
+# --------------------------------------------------------------------------------------------------------
 
 
 class Draws(nn.Module):
@@ -140,7 +148,15 @@ class Draws(nn.Module):
         path = torch.bernoulli(torch.full((len(x), 1, 1), 0.5))
         shared = torch.rand(6)
         channels = self.channels(torch.ones_like(x)[..., None])
-        return (y * mask * path * shared + noise).square().mean() + uniform.mean(), mask, noise, uniform, path, shared, channels
+        return (
+            (y * mask * path * shared + noise).square().mean() + uniform.mean(),
+            mask,
+            noise,
+            uniform,
+            path,
+            shared,
+            channels,
+        )
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
@@ -156,8 +172,8 @@ def test_a_micro_batch_draws_the_numbers_of_its_samples(micro_batches):
 
 
 @pytest.mark.parametrize("make", [
-    lambda: tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=1), lambda: tiny.bert(dropout=0.1, layers=1),
-    convnext,
+    lambda: tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=1),
+    lambda: tiny.bert(dropout=0.1, layers=1), convnext,
 ])  # fmt: skip
 def test_models_with_dropout(make):
     model, inputs = make()
@@ -167,7 +183,8 @@ def test_models_with_dropout(make):
     assert abs(other.outputs[0] - case.wanted.outputs[0]) > 1e-12, "the seed changes nothing"
 
 
-# refusals --------------------------------------------------------------------------------------------------------------
+# refusals
+# --------------------------------------------------------------------------------------------------------------
 
 
 def line_of(function, text: str) -> str:
@@ -211,23 +228,35 @@ class EverySample(nn.Module):
 
 def test_batch_norm_names_its_op_and_line():
     error = refused(Normed(), (torch.randn(8, 6),))
-    assert error.source == line_of(Normed.forward, "the statistics") and "sum over all samples" in error.message and error.node
+    assert (
+        error.source == line_of(Normed.forward, "the statistics")
+        and "sum over all samples" in error.message
+        and error.node
+    )
     assert "one micro-batch" in error.fix
 
 
 def test_a_loss_of_pairs_of_samples_names_its_op_and_line():
     error = refused(Contrastive(), (torch.randn(8, 6),))
-    assert error.source == line_of(Contrastive.forward, "(B, B)") and "all samples of the batch at once" in error.message
+    assert (
+        error.source == line_of(Contrastive.forward, "(B, B)") and "all samples of the batch at once" in error.message
+    )
 
 
 def test_a_parameter_for_every_sample():
-    assert refused(EverySample(), (torch.randn(8, 6),)).message == "the parameter weight has a value for every sample of the batch"
+    assert (
+        refused(EverySample(), (torch.randn(8, 6),)).message
+        == "the parameter weight has a value for every sample of the batch"
+    )
 
 
 @pytest.mark.parametrize("micro_batches, near", [(9, 8), (16, 8)])
 def test_more_micro_batches_than_samples(micro_batches, near):
     error = refused(Loss(), batch(8), micro_batches)
-    assert f"8 samples cannot be cut into {micro_batches} micro" in error.message and f"use {near} micro-batches" in error.fix
+    assert (
+        f"8 samples cannot be cut into {micro_batches} micro" in error.message
+        and f"use {near} micro-batches" in error.fix
+    )
 
 
 def test_a_sum_that_a_later_op_needs():
@@ -240,7 +269,10 @@ def test_a_sum_that_a_later_op_needs():
             y = self.layer(x)
             return (y - y.mean(0)).square().mean()
 
-    assert "that is not known before all micro-batches have been computed" in refused(Whitened(), (torch.randn(8, 6),)).message
+    assert (
+        "that is not known before all micro-batches have been computed"
+        in refused(Whitened(), (torch.randn(8, 6),)).message
+    )
 
 
 def test_the_largest_of_the_batch_is_refused():

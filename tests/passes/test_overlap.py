@@ -41,7 +41,8 @@ def planned(model: str, mesh: str, strategy: str | None, **options):
 
 
 def on_their_way(graph, is_kind) -> int:
-    """The most collectives of a kind that are started and not yet waited for, without those that are waited for at once."""
+    """The most collectives of a kind that are started and not yet waited for, without those that are waited for at
+    once."""
     most, open_ = 0, set()
     for node in graph.nodes:
         if node.meta.get("collective") and is_kind(node) and node.next is not wait_of(node):

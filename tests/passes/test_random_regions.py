@@ -1,4 +1,5 @@
-"""Random nests of stretches without gradients and under autocast, with writes to buffers, weights and a teacher, against eager."""
+"""Random nests of stretches without gradients and under autocast, with writes to buffers, weights and a teacher,
+against eager."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def _product(net, values, choice):
 
 
 def _fresh(net, values, choice):
-    """A new tensor, part of which is written to; what is written has no gradient that a stretch without gradients would forbid."""
+    """A new tensor, part of which is written to; what is written has no gradient that a stretch without gradients would
+    forbid."""
     new = torch.zeros(2, 3, 4)
     new[0] = choice(values)[0]
     values.append(new + 1)
@@ -97,7 +99,8 @@ def program(seed: int, regions: list):
 
 
 def _runs_in_eager(model: Net, x: torch.Tensor) -> bool:
-    """Some programs write to what a gradient needs, or keep an inference tensor for one: eager torch refuses them too."""
+    """Some programs write to what a gradient needs, or keep an inference tensor for one: eager torch refuses them
+    too."""
     try:
         copy.deepcopy(model)(x).backward()
     except RuntimeError:

@@ -41,7 +41,9 @@ def test_gradients_are_equal_and_less_is_saved(model, mesh, strategy):
 
 def test_a_small_limit_makes_the_planner_recompute():
     module, inputs = build("gpt:hidden=64,layers=4,heads=4,vocab=256,seq=64", batch=32, seq=64, device="cpu")
-    free, captured = simulated.plan_and_capture(module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", baselines=False)
+    free, captured = simulated.plan_and_capture(
+        module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", baselines=False
+    )
     assert not free.recomputed
     limit = 0.5 * free.peak_bytes
     plan, captured = simulated.plan_and_capture(

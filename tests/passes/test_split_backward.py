@@ -24,8 +24,8 @@ def backwards(name: str, stages: int, seed: int):
     return case, micro, [(s, partition(s.joint)) for s in found]
 
 
-CASES = [("gpt2", 4, 0), ("gpt2", 1, 1), ("t5", 5, 2), ("llama", 3, 3), ("vit", 2, 4), ("mixtral", 3, 5), ("bert", 6, 6),
-         ("resnet", 3, 7)]  # fmt: skip
+CASES = [("gpt2", 4, 0), ("gpt2", 1, 1), ("t5", 5, 2), ("llama", 3, 3), ("vit", 2, 4), ("mixtral", 3, 5),
+         ("bert", 6, 6), ("resnet", 3, 7)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, stages, seed", CASES)
@@ -67,7 +67,10 @@ def ops_of(graph) -> list[str]:
 def needed_for(backward, roles) -> set[str]:
     """Names of the ops that the outputs of these roles follow from."""
     output = output_node(backward.graph)
-    stack, found = [v for v, r in zip(output.args[0], output.meta["roles"]) if r in roles and isinstance(v, torch.fx.Node)], set()
+    stack, found = (
+        [v for v, r in zip(output.args[0], output.meta["roles"]) if r in roles and isinstance(v, torch.fx.Node)],
+        set(),
+    )
     while stack:
         node = stack.pop()
         if node not in found:

@@ -1,4 +1,5 @@
-"""Stages cut at any ops give what the whole graph gives, hand on what others read, and hold the parameters that they read."""
+"""Stages cut at any ops give what the whole graph gives, hand on what others read, and hold the parameters that they
+read."""
 
 from __future__ import annotations
 

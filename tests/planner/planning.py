@@ -33,10 +33,11 @@ def toy(
     flops: float = 1e9, memory: float = 1e9, link: float = 1e9, latency: float = 0.0, launch: float = 0.0,
     bucket: int = 1 << 40, device_bytes: float = 1e12, reduce_scatter: str = "native",
 ) -> Hardware:  # fmt: skip
-    """A machine whose links are as fast as its memory and wait for nothing, so that even tiny models are worth sharding."""
+    """A machine whose links are as fast as its memory and wait for nothing, so that even tiny models are worth
+    sharding."""
     return Hardware(
-        "toy", "", "", {"fp32": flops, "bf16": flops, "fp64": flops}, 1.0, memory, 1.0, int(device_bytes), max(launch, 1e-12),
-        (Tier("link", None, latency, link, bucket),), reduce_scatter, overlap_slowdown=1.0,
+        "toy", "", "", {"fp32": flops, "bf16": flops, "fp64": flops}, 1.0, memory, 1.0, int(device_bytes),
+        max(launch, 1e-12), (Tier("link", None, latency, link, bucket),), reduce_scatter, overlap_slowdown=1.0,
     )  # fmt: skip
 
 
@@ -46,7 +47,9 @@ def captured(model: str, batch: int = 8, seq: int = 16) -> Captured:
     return api.trace(*registry.build(model, batch=batch, seq=seq, device="meta"))
 
 
-def make(model: str | Captured, mesh: str, hardware: Hardware | None = None, *, batch: int = 8, seq: int = 16, **options) -> Plan:
+def make(
+    model: str | Captured, mesh: str, hardware: Hardware | None = None, *, batch: int = 8, seq: int = 16, **options
+) -> Plan:
     """The plan of a model without the experts' plans beside it."""
     graph = captured(model, batch, seq) if isinstance(model, str) else model
     options = {"baselines": False} | options
@@ -57,20 +60,25 @@ class Instance:
     """One problem with its pricer and the strategies a restriction allows."""
 
     def __init__(self, model: str | Captured, mesh: str, hardware: Hardware | None = None, strategy: str | None = None,
-                 folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16, shared_by: int = 1):  # fmt: skip
-        """`shared_by`: micro-batches of a step, which share the copies of parameters that are kept if they are several."""
+                 folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16,
+                 shared_by: int = 1):  # fmt: skip
+        """`shared_by`: micro-batches of a step, which share the copies of parameters that are kept if they are
+        several."""
         self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
         graph = captured(model, batch, seq) if isinstance(model, str) else model
         fold = folding.fold if folded else folding.unfolded
         self.problem: Problem = build(graph, self.mesh, self.hardware, optimizer, fold)
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
-        self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth), self.hardware.links[-1].bucket_bytes,
-                             micro_batches=shared_by, gathers_once=shared_by > 1)  # fmt: skip
+        self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth),
+                             self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,
+                             gathers_once=shared_by > 1)  # fmt: skip
         self.hubs = [HubPrices(self.problem, self.pricer, hub) for hub in hubs_of(self.problem)]
         self.restriction = Restriction.of(strategy, self.mesh)
         self.allowed: dict[int, np.ndarray] = allowed_strategies(self.problem, self.restriction)
 
-    def minimize(self, prices: Prices = Prices(), keep: bool | None = None, masks=None, search: Search = Search()) -> Solution:
+    def minimize(
+        self, prices: Prices = Prices(), keep: bool | None = None, masks=None, search: Search = Search()
+    ) -> Solution:
         """The best choice by class that the search finds among the strategies of `masks`, or all that are allowed."""
         return minimize(Dual(self.problem, self.hubs, masks or self.allowed, prices, keep), search=search)
 

@@ -25,8 +25,9 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 UNARY = (aten.relu.default, aten.t.default, aten.neg.default)
 BINARY = (aten.mm.default, autopar.linear.default, aten.add.Tensor, aten.mul.Tensor)
 PRICES = [  # and whether gathered parameters are kept
-    (Prices(), None), (Prices(1e-9, True), None), (Prices(1e-7, True), None), (Prices(1e-9), False), (Prices(1e-8, True), False),
-    (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, hidden_forward=0.3, hidden_backward=0.8, overlap=0.9), None),
+    (Prices(), None), (Prices(1e-9, True), None), (Prices(1e-7, True), None), (Prices(1e-9), False),
+    (Prices(1e-8, True), False), (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, hidden_forward=0.3,
+                                                                     hidden_backward=0.8, overlap=0.9), None),
 ]  # fmt: skip
 MESHES = ["a=2", "a=4", "a=2,b=2"]
 SWEEPS = 60
@@ -55,8 +56,8 @@ class _Matrices:
 
 
 def random_graph(rng: random.Random, most_nodes: int = 8) -> Captured:
-    """A joint graph of 4 to `most_nodes` nodes: an input, one or two parameters, ops of both phases of which the last gives the
-    gradient of the first parameter, and what the forward ends with as an output."""
+    """A joint graph of 4 to `most_nodes` nodes: an input, one or two parameters, ops of both phases of which the last
+    gives the gradient of the first parameter, and what the forward ends with as an output."""
     made = _Matrices(rng.choice([4, 7, 8]))  # 7 is cut unevenly
 
     def op(phase: str) -> fx.Node:
@@ -86,8 +87,8 @@ def read_often(rng: random.Random) -> Captured:
 
 
 def thinned(instance: Instance, rng: random.Random, most: int) -> dict[int, np.ndarray]:
-    """Masks that leave at most `most` plans, the replicated one among them: strategies are taken away, half of a class at a
-    time, until so few are left."""
+    """Masks that leave at most `most` plans, the replicated one among them: strategies are taken away, half of a class
+    at a time, until so few are left."""
     masks = {cls: mask.copy() for cls, mask in instance.allowed.items()}
     while math.prod(int(mask.sum()) for mask in masks.values()) > most:
         mask = masks[max(rng.sample(sorted(masks), len(masks) // 2 + 1), key=lambda cls: masks[cls].sum())]
@@ -97,7 +98,8 @@ def thinned(instance: Instance, rng: random.Random, most: int) -> dict[int, np.n
 
 
 def every_cost(instance: Instance, masks: dict[int, np.ndarray], prices: Prices, keep: bool | None) -> np.ndarray:
-    """Priced cost of all plans within the masks of an unfolded problem, one axis a class, inf where a plan is impossible."""
+    """Priced cost of all plans within the masks of an unfolded problem, one axis a class, inf where a plan is
+    impossible."""
     index = {cls: np.flatnonzero(mask) for cls, mask in masks.items()}
     axis = {cls: i for i, cls in enumerate(masks)}
     total = np.zeros([len(i) for i in index.values()])
@@ -139,9 +141,11 @@ class Checked:
     exact: float
 
 
-def check(seed: int, most_plans: int, shared_by: int = 1, draw: Callable[[random.Random], Captured] = random_graph) -> Checked:
-    """A random graph, mesh, machine and price: all plans listed, the judge asked about some of them, the search and HiGHS held
-    against the best. `shared_by`: micro-batches that share copies of parameters. Raises AssertionError."""
+def check(
+    seed: int, most_plans: int, shared_by: int = 1, draw: Callable[[random.Random], Captured] = random_graph
+) -> Checked:
+    """A random graph, mesh, machine and price: all plans listed, the judge asked about some of them, the search and
+    HiGHS held against the best. `shared_by`: micro-batches that share copies of parameters. Raises AssertionError."""
     rng = random.Random(seed)
     mesh, (prices, keep), machine = rng.choice(MESHES), rng.choice(PRICES), rng.choice([toy(), toy(link=1e8), WAITING])
     instance = Instance(draw(rng), mesh, machine, folded=False, shared_by=shared_by)

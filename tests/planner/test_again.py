@@ -15,7 +15,12 @@ from autopar.planner.tied import Tied
 from .planning import Instance
 from .test_remake import CASES, MACHINE
 
-PRICE_SECONDS = (1e-13, 1e-11, 1e-10, 1e-9)  # a byte: from nearly free memory to memory that costs more than any compute
+PRICE_SECONDS = (
+    1e-13,
+    1e-11,
+    1e-10,
+    1e-9,
+)  # a byte: from nearly free memory to memory that costs more than any compute
 
 
 def reruns(model: str, mesh: str, strategy: str | None, byte_seconds: float):
@@ -37,8 +42,8 @@ def options(dual: Dual, e, remake: Remake, made: frozenset[int]) -> dict[int, in
 @pytest.mark.parametrize("byte_seconds", PRICE_SECONDS)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_a_set_is_charged_what_it_costs(model, mesh, strategy, byte_seconds):
-    """Of one block at a time. Random sets are charged no more than they cost, since the search may still decide which copies are
-    kept; the best set at the price, a minimum cut, is charged exactly that."""
+    """Of one block at a time. Random sets are charged no more than they cost, since the search may still decide which
+    copies are kept; the best set at the price, a minimum cut, is charged exactly that."""
     e, dual, prices, remakes = reruns(model, mesh, strategy, byte_seconds)
     tied, rng = Tied(dual), random.Random(0)
     before = tied.objective(e.choice)

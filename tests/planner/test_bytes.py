@@ -51,7 +51,9 @@ def test_predicted_is_emitted(model, mesh, strategy, recompute):
         for rank in (0, 3):
             sent = emitted(graph, replace(plan, reduce_scatter=reduce_scatter), rank)
             assert set(said) == set(sent)
-            assert {key: round(value) for key, value in said.items()} == {key: round(value) for key, value in sent.items()}
+            assert {key: round(value) for key, value in said.items()} == {
+                key: round(value) for key, value in sent.items()
+            }
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2"])
@@ -71,7 +73,10 @@ def test_what_some_blocks_recompute_is_predicted(mesh):
 
 def test_parameters_are_gathered_twice_not_three_times():
     """What a recomputed block gathers for its second forward serves its backward too, as in FSDP."""
-    graph, plans = captured(GPT), [make(GPT, "dp=4", MACHINE, strategy="fsdp", recompute=level) for level in ("none", "full")]
+    graph, plans = (
+        captured(GPT),
+        [make(GPT, "dp=4", MACHINE, strategy="fsdp", recompute=level) for level in ("none", "full")],
+    )
     for plan in plans:
         gathered = Counter()
         for node in lower(graph, plan, 0).local.graph.nodes:
@@ -96,7 +101,8 @@ def test_simulated_ranks_send_what_was_predicted(strategy, mesh):
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(("strategy", "times"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp", 3)])
 def test_data_parallel_bytes_by_formula(strategy, times, n):
-    """(n - 1) / n of the parameters' bytes, twice, or three times where they are gathered again (ZeRO, arXiv 1910.02054, 7)."""
+    """(n - 1) / n of the parameters' bytes, twice, or three times where they are gathered again (ZeRO, arXiv
+    1910.02054, 7)."""
     plan = make(LLAMA, f"dp={n}", toy(flops=1e9, memory=1e10), strategy=strategy)
     model, _ = registry.build(LLAMA, batch=8, seq=16, device="meta")
     bytes_ = {name: 4 * p.numel() for name, p in model.named_parameters()}

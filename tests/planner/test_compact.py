@@ -51,7 +51,8 @@ def whole_choice(small: Instance, whole: Instance, choice: dict[int, int]) -> di
 
 @pytest.mark.parametrize(("model", "mesh"), [("gpt", "a=4"), ("gpt", "a=2,b=2"), ("llama", "a=2,b=2"), ("vit", "a=4")])
 def test_costs_are_those_of_the_whole_graph(model, mesh):
-    """Random choices by class, and the first blocks one way and the last another: seconds, bytes and transfers are equal."""
+    """Random choices by class, and the first blocks one way and the last another: seconds, bytes and transfers are
+    equal."""
     graph, seed = deep(model), random.randrange(10**6)
     print("seed", seed)
     rng = random.Random(seed)
@@ -63,15 +64,26 @@ def test_costs_are_those_of_the_whole_graph(model, mesh):
         small.problem.split(first)
         for one, other in ((found[0], found[0]), (found[0], found[1]), (found[1], found[0])):
             choice = {
-                v.index: (one if v.block is None or v.block <= FIRST + 1 else other)[v.cls] for v in small.problem.vertices
+                v.index: (one if v.block is None or v.block <= FIRST + 1 else other)[v.cls]
+                for v in small.problem.vertices
             }
             a = evaluate(small.problem, choice, small.pricer, prices)
             b = evaluate(whole.problem, whole_choice(small, whole, choice), whole.pricer, prices)
-            for field in ("seconds", "compute_seconds", "communication_seconds", "bytes_", "saved_bytes", "resident_bytes"):
+            for field in (
+                "seconds",
+                "compute_seconds",
+                "communication_seconds",
+                "bytes_",
+                "saved_bytes",
+                "resident_bytes",
+            ):
                 assert getattr(a, field) == pytest.approx(getattr(b, field), rel=1e-9), field
             assert a.priced(prices) == pytest.approx(b.priced(prices), rel=1e-9)
             assert sum(t.copies for t in a.transfers) == len(b.transfers)
-            few, all_ = live_bytes(small.problem, a, small.pricer).peak_bytes, live_bytes(whole.problem, b, whole.pricer).peak_bytes
+            few, all_ = (
+                live_bytes(small.problem, a, small.pricer).peak_bytes,
+                live_bytes(whole.problem, b, whole.pricer).peak_bytes,
+            )
             assert few == pytest.approx(all_, rel=0.03)
 
 

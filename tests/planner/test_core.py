@@ -1,4 +1,5 @@
-"""The planner's promises: exact where it can be checked, bounds that hold, limits that are kept, experts never better."""
+"""The planner's promises: exact where it can be checked, bounds that hold, limits that are kept, experts never
+better."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ def test_column_then_row_is_found_among_the_four():
     assert sum(c.count for c in forward) == 1
     for first, second in ((0, 0), (1, 0), (1, 1)):
         pinned = make(
-            MLP, "tp=2", toy(link=1e7), strategy="megatron", pin={names[0]: f"tp:S({first})", names[1]: f"tp:S({second})"}
+            MLP,
+            "tp=2",
+            toy(link=1e7),
+            strategy="megatron",
+            pin={names[0]: f"tp:S({first})", names[1]: f"tp:S({second})"},
         )
         assert pinned.step_seconds > free.step_seconds, (first, second)
 
@@ -85,7 +90,8 @@ def test_strategies_place_parameters_as_named(strategy):
 
 
 def test_zero_memory_follows_the_table():
-    """fp32 AdamW: 16 bytes a parameter; ZeRO-1 keeps the gradients of several passes whole, ZeRO-3 divides everything by N."""
+    """fp32 AdamW: 16 bytes a parameter; ZeRO-1 keeps the gradients of several passes whole, ZeRO-3 divides everything
+    by N."""
     whole = make(TINY_GPT, "dp=4", strategy="ddp").memory
     parameters = whole["parameters"] / 4
     assert whole["gradients"] == 4 * parameters and whole["optimizer"] == 8 * parameters

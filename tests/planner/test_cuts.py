@@ -16,7 +16,8 @@ MOST_SEARCHES = 200
 
 
 class Plans:
-    """Lines of which the lowest is what a search finds: a concave function of three prices, as the planner's bound is."""
+    """Lines of which the lowest is what a search finds: a concave function of three prices, as the planner's bound
+    is."""
 
     def __init__(self, seed: int, count: int):
         rng = np.random.default_rng(seed)

@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 def written(model: str, mesh: str, strategy: str | None, memory_bytes: float | None) -> str:
     batch, seq = (512, 1) if model.startswith("mlp") else (8, 16)
     machine = toy(flops=1e11, memory=1e10, latency=2e-5, launch=1e-6, bucket=1 << 18)
-    plan = make(model, mesh, machine, batch=batch, seq=seq, strategy=strategy, memory_bytes=memory_bytes, baselines=True)
+    plan = make(
+        model, mesh, machine, batch=batch, seq=seq, strategy=strategy, memory_bytes=memory_bytes, baselines=True
+    )
     return json.dumps(plan.to_json(), sort_keys=True) + str(plan)
 
 

@@ -19,8 +19,8 @@ MLP = "mlp:hidden=8,layers=1"
 
 
 def few_choices(instance: Instance, rng: random.Random, most: int = 700) -> dict[int, np.ndarray]:
-    """Masks that leave up to four strategies, the replicated one among them, to some classes, and that one to the others:
-    at most `most` plans in all, and the replicated plan always possible."""
+    """Masks that leave up to four strategies, the replicated one among them, to some classes, and that one to the
+    others: at most `most` plans in all, and the replicated plan always possible."""
     masks = {cls: np.arange(len(options.strategies)) == 0 for cls, options in instance.problem.classes.items()}
     plans = 1
     for cls in rng.sample(sorted(masks), len(masks)):
@@ -52,8 +52,8 @@ def test_copies_that_micro_batches_share(seed):
 
 @pytest.mark.parametrize("seed", [7, 18, 36])
 def test_a_parameter_that_many_ops_read(seed):
-    """The dual shares such a hub among factors of a few consumers: of those that see one phase alone, none says more than what
-    both phases pay together."""
+    """The dual shares such a hub among factors of a few consumers: of those that see one phase alone, none says more
+    than what both phases pay together."""
     check(seed, 20_000, shared_by=4, draw=read_often)
 
 
@@ -62,7 +62,9 @@ def test_brute_force(seed):
     """No plan among all is better than what the search finds, and none is below its bound."""
     rng = random.Random(seed)
     mesh, price = rng.choice(MESHES), rng.choice(PRICES)
-    instance = Instance(rng.choice([MLP, "mlp:hidden=6,layers=1", TINY_GPT]), mesh, rng.choice([toy(), WAITING]), batch=6)
+    instance = Instance(
+        rng.choice([MLP, "mlp:hidden=6,layers=1", TINY_GPT]), mesh, rng.choice([toy(), WAITING]), batch=6
+    )
     masks = few_choices(instance, rng)
     found = instance.minimize(*price, masks)
     best = min(instance.objective(choice, *price) for choice in every_plan(masks))
@@ -89,8 +91,9 @@ def test_integer_program(model, mesh, folded):
 @pytest.mark.parametrize("price", PRICES, ids=str)
 @pytest.mark.slow
 def test_bound_and_judge_with_a_price_on_memory(price):
-    """The gap closes with every price on memory, and the folded objective is the cost of the unfolded plan. Copies of parameters
-    that must be kept (zero1 and zero2 short of memory) leave the widest gap: their program is not solved to the end in time."""
+    """The gap closes with every price on memory, and the folded objective is the cost of the unfolded plan. Copies of
+    parameters that must be kept (zero1 and zero2 short of memory) leave the widest gap: their program is not solved to
+    the end in time."""
     widest = 2e-2 if price[1] else 1e-2
     for mesh in MESHES:
         instance = Instance("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", mesh)
@@ -105,7 +108,8 @@ def test_bound_and_judge_with_a_price_on_memory(price):
     ("llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16", "a=2", 0.0),
 ])  # fmt: skip
 def test_folding_loses_nothing(model, mesh, loss):
-    """Equal blocks that share their choice are as good as free ones; they are never better, which would be a false cost."""
+    """Equal blocks that share their choice are as good as free ones; they are never better, which would be a false
+    cost."""
     objective, bound = {}, {}
     for folded in (True, False):
         instance = Instance(model, mesh, WAITING, folded=folded)

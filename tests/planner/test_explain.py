@@ -40,7 +40,9 @@ MACHINE = toy(flops=1e10, memory=1e11, latency=1e-6)
 
 
 def searched(**options):
-    return api.search(Net(), "dp=2,tp=2", {"x": torch.randn(64, 32)}, hardware=MACHINE, baselines=False, name="net", **options)
+    return api.search(
+        Net(), "dp=2,tp=2", {"x": torch.randn(64, 32)}, hardware=MACHINE, baselines=False, name="net", **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,11 @@ def test_a_memory_limit_binds_where_the_plan_without_it_chooses_otherwise(planne
 
 def test_a_limit_of_choices_and_of_alternatives(planned):
     explanation = explain_plan(planned, "*", alternatives=1, choices=2)
-    assert len(explanation.choices) == 2 and explanation.left_out > 2 and f"{explanation.left_out} more match" in str(explanation)
+    assert (
+        len(explanation.choices) == 2
+        and explanation.left_out > 2
+        and f"{explanation.left_out} more match" in str(explanation)
+    )
     assert all(len(c.instead) == 1 and c.left_out > 0 for c in explanation.choices)
 
 

@@ -116,7 +116,21 @@ def test_fixes_may_be_left_out():
 
 
 def test_command_line(capsys):
-    words = ["plan", "--model", MODEL, "--mesh", "dp=2", "--batch", "8", "--seq", "1", "--strategy", "ddp", "--memory", "1.6MiB"]
+    words = [
+        "plan",
+        "--model",
+        MODEL,
+        "--mesh",
+        "dp=2",
+        "--batch",
+        "8",
+        "--seq",
+        "1",
+        "--strategy",
+        "ddp",
+        "--memory",
+        "1.6MiB",
+    ]
     assert main([*words, "--hardware", "cpu-gloo"]) == 2
     first, *rest = capsys.readouterr().err.splitlines()
     assert first.startswith("autopar: no plan with strategy ddp fits 1.60 MiB a device: the smallest found needs")

@@ -24,8 +24,9 @@ def test_what_is_forbidden_is_not_chosen():
 
 
 @pytest.mark.parametrize(("forbid", "message"), [
-    ({"*.up.weight": "R"}, "no layout left"), ({"*.upp.*": "R"}, "matches no parameter"), ({"*": "ep:S(0)"}, "no axis 'ep'"),
-    ({"*": "tp:T"}, "as a placement"), ("R", "what is forbidden"), ({"*": 3}, "what is forbidden"),
+    ({"*.up.weight": "R"}, "no layout left"), ({"*.upp.*": "R"}, "matches no parameter"),
+    ({"*": "ep:S(0)"}, "no axis 'ep'"), ({"*": "tp:T"}, "as a placement"), ("R", "what is forbidden"),
+    ({"*": 3}, "what is forbidden"),
 ])  # fmt: skip
 def test_errors(forbid, message):
     with pytest.raises(AutoparError, match=message) as error:

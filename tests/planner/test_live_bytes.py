@@ -61,10 +61,13 @@ def test_a_recomputed_block_is_alive_again_in_the_backward():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "megatron"])
 def test_bounds_charge_no_more_than_is_alive(strategy, precision):
-    """At one of the peaks: what is saved when the forward ends, or the gradients when the backward does, beside what stays."""
+    """At one of the peaks: what is saved when the forward ends, or the gradients when the backward does, beside what
+    stays."""
     model, inputs = registry.build(TRACKED_GPT, batch=8, seq=32, device="meta")
     mesh = "tp=2" if strategy == "megatron" else "dp=2"
-    found = api.search(model, mesh, inputs, hardware="cpu-gloo", strategy=strategy, precision=precision, baselines=False)
+    found = api.search(
+        model, mesh, inputs, hardware="cpu-gloo", strategy=strategy, precision=precision, baselines=False
+    )
     e, live = found.whole[1], found.live_bytes.total - found.problem.reserve_bytes
     backward = min(i for i, run in enumerate(found.live_bytes.order.runs) if run.phase == "backward")
     assert e.resident_bytes + e.saved_bytes <= live[: backward + 1].max()
@@ -86,7 +89,8 @@ def track(rank: int, jobs: list, folder: str) -> list[int]:
 
 @pytest.mark.gloo
 def test_no_step_needs_more_than_was_predicted_nor_much_less(tmp_path):
-    """By an allocation tracker on two processes; benchmarks/predicted.py --memory-only has larger models and more plans."""
+    """By an allocation tracker on two processes; benchmarks/predicted.py --memory-only has larger models and more
+    plans."""
     profile, plans = load("cpu-gloo"), []
     profile = replace(profile, links=(replace(profile.links[-1], bucket_bytes=1 << 14),))
     for i, (mesh, strategy, precision, recompute) in enumerate(TRACKED):
@@ -96,4 +100,9 @@ def test_no_step_needs_more_than_was_predicted_nor_much_less(tmp_path):
         plans[-1].save(tmp_path / f"{i}.json")
     for job, plan, tracked in zip(TRACKED, plans, map(max, zip(*gloo.run(2, track, TRACKED, str(tmp_path))))):
         # on a busy machine gloo lets go of a buffer later: one activation of this small model is 3 % of all
-        assert 0.85 * plan.peak_bytes <= tracked <= 1.05 * plan.peak_bytes, (job, tracked, plan.peak_bytes, plan.at_peak)
+        assert 0.85 * plan.peak_bytes <= tracked <= 1.05 * plan.peak_bytes, (
+            job,
+            tracked,
+            plan.peak_bytes,
+            plan.at_peak,
+        )

@@ -1,7 +1,8 @@
-"""Tensor parallelism as its authors draw it comes out of the search: column then row, two all-reduces a block and phase.
+"""Tensor parallelism as its authors draw it comes out of the search: column then row, two all-reduces a block and
+phase.
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. Blocks are found by meta["module"] in the lowered graph; outside of
-them are embedding, last norm and loss.
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3. Blocks are found by meta["module"] in the lowered graph;
+outside of them are embedding, last norm and loss.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from autopar.planner.blocks import block_of
 from .planning import captured, counts, make, toy
 
 COLUMN, ROW = "tp:S(0)", "tp:S(1)"  # weights are (out, in)
-SLOW = toy(flops=1e9, memory=1e10, latency=1e-4)  # where a collective costs a wait, one all-reduce beats gather and scatter
+SLOW = toy(
+    flops=1e9, memory=1e10, latency=1e-4
+)  # where a collective costs a wait, one all-reduce beats gather and scatter
 FAST = toy(flops=1e10, memory=1e10, latency=1e-9)
 GPT = "gpt:hidden=64,layers=2,heads=4,vocab=256,seq=32"
 LLAMA = "llama:hidden=64,layers=2,heads=4,kv_heads=2,ffn=192,vocab=256,seq=32"
@@ -27,8 +30,8 @@ LLAMA = "llama:hidden=64,layers=2,heads=4,kv_heads=2,ffn=192,vocab=256,seq=32"
 
 def hugging_face_gpt2():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0, embd_pdrop=0,
-                                     attn_pdrop=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0,
+                                     embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
     ids = torch.zeros(4, 32, dtype=torch.long)
     return api.trace(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids})
 
@@ -65,8 +68,8 @@ def test_column_then_row_is_the_best_of_four(pinned):
 
 
 def test_mlp_has_one_all_reduce_a_block_and_phase(pinned):
-    """Forward: one for each of three blocks. Backward: one for the gradient of each block's input, which the first lacks,
-    as its input is data."""
+    """Forward: one for each of three blocks. Backward: one for the gradient of each block's input, which the first
+    lacks, as its input is data."""
     plan = mlp()
     assert counts(plan, "forward") == {"all_reduce": 3} and counts(plan, "backward") == {"all_reduce": 2}
     assert plan.step_seconds <= pinned[COLUMN, ROW] * 1.001

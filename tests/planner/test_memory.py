@@ -1,4 +1,5 @@
-"""Plans under a limit of bytes per device: they fit, cost little more than the bound, and say what is missing if none fits."""
+"""Plans under a limit of bytes per device: they fit, cost little more than the bound, and say what is missing if none
+fits."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_less_memory_shards_more_parameters_and_costs_more():
 
 @pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
 def test_mixed_plans_fit_and_are_not_slower(mesh):
-    """For any limit between two plans: the mix fits, is at least as fast as the one that fits, and is judged as it is."""
+    """For any limit between two plans: the mix fits, is at least as fast as the one that fits, and is judged as it
+    is."""
     instance = Instance(GPT, mesh, MACHINE, batch=64)
     ends = []
     for price in (1e-16, 1e-7):
@@ -57,7 +59,9 @@ def test_mixed_plans_fit_and_are_not_slower(mesh):
 
         mixed = mix(instance.problem, lean, fast, limit, judge)
         assert mixed.bytes_ <= limit and fast.seconds - 1e-12 <= mixed.seconds <= lean.seconds
-        changed = [[v.cls for v in instance.problem.vertices if e.choice[v.index] != lean.choice[v.index]] for e in judged]
+        changed = [
+            [v.cls for v in instance.problem.vertices if e.choice[v.index] != lean.choice[v.index]] for e in judged
+        ]
         kinds = {tuple(sorted(classes)) for classes in changed}
         assert len(judged) <= 3 + 2 * len(kinds)  # equal blocks are judged once each way
         met.add(round(mixed.seconds, 12))
@@ -101,7 +105,8 @@ def test_what_is_missing():
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"refuses": False}], ids=str)
 def test_what_is_reserved_is_not_for_tensors(options):
-    """A reserve moves the peak, the smallest limit and what is missing by itself, whoever judges whether a plan fits."""
+    """A reserve moves the peak, the smallest limit and what is missing by itself, whoever judges whether a plan
+    fits."""
     reserve = 3e6
     plain, reserving = ({"hardware": h, "batch": 64} for h in (MACHINE, replace(MACHINE, reserve_bytes=int(reserve))))
     limit = 0.8 * make(GPT, "dp=2", **plain).peak_bytes

@@ -47,7 +47,8 @@ def test_where_memory_is_no_matter_nothing_changes(options):
     passes=st.integers(1, 3), optimizer=st.sampled_from(sorted(STATES)), bf16=st.booleans(), dear=st.floats(0.1, 10),
 )  # fmt: skip
 def test_all_on_the_host_by_the_closed_formula(mesh, hidden, passes, optimizer, bf16, dear):
-    """The device holds neither masters nor gradients nor state, the host all of it; seconds are bytes over bandwidths."""
+    """The device holds neither masters nor gradients nor state, the host all of it; seconds are bytes over
+    bandwidths."""
     host = Host(dear * 1e9, 4e9, 10**9)
     model, inputs = registry.build(f"mlp:hidden={hidden},ffn=32,layers=1", batch=6, seq=1, device="meta")
     plan = api.plan(
@@ -55,7 +56,8 @@ def test_all_on_the_host_by_the_closed_formula(mesh, hidden, passes, optimizer, 
         optimizer=optimizer, offload="optimizer", micro_batches=passes, baselines=False,
     )  # fmt: skip
     shards = sum(
-        largest_local_numel(p.shape, Layout.parse(plan.layouts[name], p.dim()), plan.mesh) for name, p in model.named_parameters()
+        largest_local_numel(p.shape, Layout.parse(plan.layouts[name], p.dim()), plan.mesh)
+        for name, p in model.named_parameters()
     )
     states, computing = STATES[optimizer], 2 if bf16 else 4
     assert plan.memory.get("parameters", 0.0) == shards * computing
@@ -69,7 +71,8 @@ def test_all_on_the_host_by_the_closed_formula(mesh, hidden, passes, optimizer, 
 
 
 def test_memory_decides_how_many_parameters_go_to_the_host():
-    """Below what fits on the device, as few parameters as needed; what no plan of the device could fit is planned at all."""
+    """Below what fits on the device, as few parameters as needed; what no plan of the device could fit is planned at
+    all."""
     options = {"hardware": MACHINE, "strategy": "ddp", "recompute": "auto", "batch": 8}
     free, all_ = make(GPT, "dp=2", **options), make(GPT, "dp=2", **options, offload="optimizer")
     with pytest.raises(MemoryInfeasibleError):
@@ -89,16 +92,21 @@ def test_memory_decides_how_many_parameters_go_to_the_host():
     ("mlp-tiny", "dp=2", "ddp", "bf16", "auto"),
 ])  # fmt: skip
 def test_gradients_are_those_of_one_device(model, mesh, strategy, precision, recompute):
-    """The emitted graphs copy every parameter once to the device, in the type that computes, and every gradient to the host."""
+    """The emitted graphs copy every parameter once to the device, in the type that computes, and every gradient to the
+    host."""
     module, inputs = build(model, batch=4, seq=16, device="cpu")
     plan, captured = simulated.plan_and_capture(
-        module, mesh, inputs, hardware=MACHINE, strategy=strategy, precision=precision, recompute=recompute, baselines=False,
-        offload="optimizer",
+        module, mesh, inputs, hardware=MACHINE, strategy=strategy, precision=precision, recompute=recompute,
+        baselines=False, offload="optimizer",
     )  # fmt: skip
     report = verify_plan(captured, plan, module, inputs)
     assert report.match, report
     graph = lower(captured, plan, 0, check=True).local.graph
-    moved = [n for n in graph.nodes if n.op == "call_function" and "device" in n.kwargs and n.name.endswith(("_device", "_host"))]
+    moved = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and "device" in n.kwargs and n.name.endswith(("_device", "_host"))
+    ]
     arriving = [n for n in moved if n.name.endswith("_on_device")]
     assert len(arriving) == len(plan.sharding.on_host) and len(moved) == 2 * len(arriving)
     narrow = {str(n.meta["val"].dtype) for n in arriving}
@@ -108,19 +116,35 @@ def test_gradients_are_those_of_one_device(model, mesh, strategy, precision, rec
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_graphs_for_gpus_compute_on_them(precision):
-    """Lowered for a mesh of GPUs, only parameters, their casts and the gradients that leave are in the host's memory."""
+    """Lowered for a mesh of GPUs, only parameters, their casts and the gradients that leave are in the host's
+    memory."""
     module, inputs = build("mlp-tiny", batch=4, seq=16, device="cpu")
     plan, captured = simulated.plan_and_capture(
-        module, "dp=2", inputs, hardware=MACHINE, strategy="fsdp", precision=precision, baselines=False, offload="optimizer"
+        module,
+        "dp=2",
+        inputs,
+        hardware=MACHINE,
+        strategy="fsdp",
+        precision=precision,
+        baselines=False,
+        offload="optimizer",
     )
     capture.move(captured, torch.device("cuda"))
     program = lower(captured, plan, 0, check=True)
     deferred = lower_deferred(captured, plan, 0, program.parts.saved)
-    for graph in (program.parts.forward.graph, program.parts.backward.graph, deferred.backward.graph, deferred.reduce.graph):
+    for graph in (
+        program.parts.forward.graph,
+        program.parts.backward.graph,
+        deferred.backward.graph,
+        deferred.reduce.graph,
+    ):
         for node in graph.nodes:
             for value in values_of(node) if node.op != "output" else ():
                 source = node.args[0] if node.target is torch.ops.aten._to_copy.default else node
-                arrives = source.op == "placeholder" and source.name in (*plan.sharding.on_host, *deferred_inputs(deferred))
+                arrives = source.op == "placeholder" and source.name in (
+                    *plan.sharding.on_host,
+                    *deferred_inputs(deferred),
+                )
                 on_host = node.name.endswith("_on_host") or arrives and not node.name.endswith("_on_device")
                 assert value.device.type == ("cpu" if on_host else "cuda"), node.format_node()
                 assert getattr(node.kwargs.get("device"), "index", None) is None  # each rank has a GPU of its own

@@ -40,8 +40,9 @@ def chain_of(found, stages: int = 2):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"mesh": "pp=2,dp=2,tp=2", "strategy": "megatron_sp"}, {"strategy": "fsdp"}, {"precision": "bf16", "strategy": "zero1"},
-    {"recompute": "full"}, {"recompute": "selective"}, {"micro_batches": 1, "strategy": "zero2"}, {"hardware": load("h100")},
+    {}, {"mesh": "pp=2,dp=2,tp=2", "strategy": "megatron_sp"}, {"strategy": "fsdp"},
+    {"precision": "bf16", "strategy": "zero1"}, {"recompute": "full"}, {"recompute": "selective"},
+    {"micro_batches": 1, "strategy": "zero2"}, {"hardware": load("h100")},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("model", [GPT, "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16"])
 def test_pieces_add_up_to_the_plan(model, options):
@@ -71,7 +72,9 @@ def test_equal_blocks_are_equal_pieces_cut_beside_attention_and_mlp(monkeypatch)
     found = chain_of(plan, stages=3)
     assert {*found.starts} < {*fine.starts}
     least = max(piece.boundary_bytes for piece in found.pieces)
-    assert all(piece.boundary_bytes >= least for name, piece in zip(fine.starts, fine.pieces) if name not in found.starts)
+    assert all(
+        piece.boundary_bytes >= least for name, piece in zip(fine.starts, fine.pieces) if name not in found.starts
+    )
     kinds = [piece.kind for piece in found.pieces]
     assert len(kinds) == 2 * 6 + 1 and len(set(kinds)) < len(kinds) - 4
     assert kinds[3:9:2].count(kinds[3]) == 3 and kinds[4:10:2].count(kinds[4]) == 3
@@ -132,7 +135,9 @@ def test_stages_stand_as_far_apart_as_on_the_whole_mesh():
     seconds = [p.prices.collectives.seconds("all_reduce", ("dp",), 2.0**28) for p in (near, far)]
     assert seconds[1] > 3 * seconds[0]
     assert near.redistribute.links["dp"].bytes_per_second > 3 * far.redistribute.links["dp"].bytes_per_second
-    assert far.prices.collectives.seconds("send", ("pp",), 2.0**28) < near.prices.collectives.seconds("send", ("pp",), 2.0**28)
+    assert far.prices.collectives.seconds("send", ("pp",), 2.0**28) < near.prices.collectives.seconds(
+        "send", ("pp",), 2.0**28
+    )
 
 
 def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
@@ -148,7 +153,8 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
 @pytest.mark.parametrize("mesh, asked", [
     ("pp=2,dp=2", {}),
     ("pp=2,dp=2", {"recompute": "selective"}),
-    ("pp=2,tp=2", {"recompute": "full", "strategy": "megatron"}),  # each block makes again what it reads from the one before
+    ("pp=2,tp=2", {"recompute": "full", "strategy": "megatron"}),
+    # each block makes again what it reads from the one before
 ])  # fmt: skip
 def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     model, inputs = registry.build("gpt:hidden=32,layers=20,heads=4,vocab=64,seq=16", batch=8, seq=16, device="meta")
@@ -158,11 +164,15 @@ def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     options = PlanOptions(toy(), within=mesh, micro_batches=4, baselines=False, precision="bf16", **asked)
     few, every = (search(c, inside(mesh), options) for c in (micro, replace(micro, compact=None)))
     assert few.evaluation.seconds == pytest.approx(every.evaluation.seconds)
-    assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes, rel=1e-3)  # which of two equal blocks holds an input
+    assert few.plan.peak_bytes == pytest.approx(
+        every.plan.peak_bytes, rel=1e-3
+    )  # which of two equal blocks holds an input
     few_parts, all_parts = (Parts(*p.whole, p.pricer, chain_of(p).starts).found for p in (few, every))
     assert [part.saved_bytes for part in few_parts] == pytest.approx([part.saved_bytes for part in all_parts])
     prices = None if asked else few.solver.free
-    one, other = (chain(p.problem, p.evaluation, p.pricer, 4, free, prices=prices) for p in (few, every))  # of few blocks alone
+    one, other = (
+        chain(p.problem, p.evaluation, p.pricer, 4, free, prices=prices) for p in (few, every)
+    )  # of few blocks alone
     assert one.starts == other.starts and len(one.pieces) > 2 * 20
     assert any(len(piece.levels) > 1 for piece in one.pieces) == (not asked)
     for mine, its in zip(one.pieces, other.pieces):

@@ -37,7 +37,9 @@ def sequence_parallel():
 
 def of_activations(local, phase: str, kind: str, module: str) -> list[str]:
     """Tensors of the collectives on whole activations (4, 32, 64) in fp32, in modules whose path starts so."""
-    found = [n.meta["collective"] for n in local.nodes if n.meta.get("collective") and n.meta["module"].startswith(module)]
+    found = [
+        n.meta["collective"] for n in local.nodes if n.meta.get("collective") and n.meta["module"].startswith(module)
+    ]
     return [c.tensor for c in found if (c.phase, c.kind) == (phase, kind) and c.wire_bytes == 4 * 32 * 64 * 4 / 2]
 
 
@@ -88,7 +90,8 @@ def test_cheapest_order_of_moves():
 
 
 def test_saved_bytes_are_those_of_the_layout_that_is_kept():
-    """9: a gathered copy is charged whole, a sharded value its shard; views of a saved value are not charged again (16)."""
+    """9: a gathered copy is charged whole, a sharded value its shard; views of a saved value are not charged again
+    (16)."""
     instance = Instance(LLAMA, "tp=2", strategy="megatron_sp", batch=4, seq=32)
     cost = instance.evaluate(instance.minimize().choice)
     views = (aten.reshape.default, aten.transpose.int, aten.t.default, aten.permute.default, aten.unsqueeze.default)
@@ -137,7 +140,9 @@ def test_all_reduce_over_two_axes_is_one():
     """15: in the price, in the plan and in the graph."""
     (step,) = Redistributor(TWO, LINKS, 1e11)(Layout.parse("d:P t:P", 1), Layout.parse("R", 1)).steps
     assert step.move.kind == "all_reduce" and step.move.axes == ("d", "t")
-    assert step.wire_fraction == pytest.approx(2 * 3 / 4 + 2 * (1 / 2) / 4)  # inside first, then a quarter of it outside
+    assert step.wire_fraction == pytest.approx(
+        2 * 3 / 4 + 2 * (1 / 2) / 4
+    )  # inside first, then a quarter of it outside
     graph = captured("gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16")
     plan = make(graph, "d=2,t=2", strategy="ddp")
     assert set(counts(plan, "backward")) == set(counts(plan, "backward", "d", "t")) == {"all_reduce"}
@@ -151,7 +156,9 @@ def test_optimizer_state_has_its_own_placement():
     free = make("mlp:hidden=64,layers=4", "dp=4", machine, batch=512, seq=1)
     assert free.memory["optimizer"] == 8 * sum(p.numel() for p in parameters("mlp:hidden=64,layers=4", 512, 1))
     state = sum(free.memory[kind] for kind in ("parameters", "gradients", "optimizer"))
-    needed = free.peak_bytes - 0.75 * state + free.memory["parameters"]  # all state sharded, the gathered parameters kept
+    needed = (
+        free.peak_bytes - 0.75 * state + free.memory["parameters"]
+    )  # all state sharded, the gathered parameters kept
     capped = make("mlp:hidden=64,layers=4", "dp=4", machine, batch=512, seq=1, memory_bytes=1.01 * needed)
     assert capped.memory["optimizer"] < 0.4 * free.memory["optimizer"]
     assert capped.memory["gathered parameters kept"] > 0.8 * free.memory["parameters"]
@@ -164,7 +171,8 @@ def parameters(model: str, batch: int, seq: int) -> list[torch.Tensor]:
 
 
 def test_folding_sees_couplings():
-    """Fold (c): a gradient has its parameter's layout, so what tells two parameters apart tells their gradients apart."""
+    """Fold (c): a gradient has its parameter's layout, so what tells two parameters apart tells their gradients
+    apart."""
     instance = Instance("mlp:hidden=8,layers=2", "a=2", folded=False)
     vertices, uses = instance.problem.vertices, instance.problem.uses
     weights = {v.node.meta["role"].name: v for v in vertices if v.kind == "parameter"}

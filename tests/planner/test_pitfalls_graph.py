@@ -27,7 +27,9 @@ def trace(kind: str):
     sizes = {"bos_token_id": 0, "eos_token_id": 0, "vocab_size": 64}
     if kind == "gpt2":
         sizes |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=SEQ, **sizes))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=SEQ, **sizes)
+        )
     else:
         sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, **sizes))
@@ -52,7 +54,8 @@ def shardable(node: fx.Node, dim: int, ways: int) -> bool:
 
 
 def test_linears_keep_batch_and_sequence_apart(graph):
-    """1: with (batch, sequence) merged, 4 times 16 rows could not be cut by sequence over 8. GPT-2's Conv1D included."""
+    """1: with (batch, sequence) merged, 4 times 16 rows could not be cut by sequence over 8. GPT-2's Conv1D
+    included."""
     assert not nodes(graph, *FLAT_PRODUCTS)
     linears = nodes(graph, autopar.linear.default, autopar.linear_dx.default)
     assert len(linears) >= 8 and all(n.args[0].meta["val"].shape[:2] == (BATCH, SEQ) for n in linears)
@@ -61,7 +64,9 @@ def test_linears_keep_batch_and_sequence_apart(graph):
 
 def test_sequence_is_cut_where_the_batch_cannot_be():
     """1, in a plan: 8 devices, a batch of 4."""
-    plan = make(captured("gpt:hidden=32,layers=1,heads=4,vocab=64,seq=64", BATCH, 64), "a=8", toy(flops=1e8, memory=1e10))
+    plan = make(
+        captured("gpt:hidden=32,layers=1,heads=4,vocab=64,seq=64", BATCH, 64), "a=8", toy(flops=1e8, memory=1e10)
+    )
     plan_nodes = plan.sharding.nodes
     linears = [n for name, n in plan_nodes.items() if name.startswith("linear") and "dw" not in name]
     assert sum(n.outputs[0].dims[1] == ("a",) for n in linears) >= len(linears) / 2
@@ -108,7 +113,9 @@ def test_repeated_heads_are_folded_into_attention():
 def test_nothing_is_left_that_changes_nothing(graph):
     """11: every slice, view, clone and cast changes a shape or a type."""
     assert not nodes(graph, aten.alias.default, aten.detach.default, aten._assert_tensor_metadata.default)
-    for node in nodes(graph, aten.slice.Tensor, aten.clone.default, aten._to_copy.default, aten.expand.default, *RESHAPES):
+    for node in nodes(
+        graph, aten.slice.Tensor, aten.clone.default, aten._to_copy.default, aten.expand.default, *RESHAPES
+    ):
         before, after = node.args[0].meta["val"], node.meta["val"]
         assert (before.shape, before.dtype) != (after.shape, after.dtype), node
 

@@ -51,7 +51,9 @@ def test_everything_is_somewhere_once(captured):
         places = placed(captured, seed)
         for node in places.nodes:
             if is_op(node):
-                assert (node in places.stage) + (node in places.free) + (node in places.terms) == 1, f"seed {seed}: {node}"
+                assert (node in places.stage) + (node in places.free) + (node in places.terms) == 1, (
+                    f"seed {seed}: {node}"
+                )
         assert set(places.stage.values()) <= set(range(places.count))
 
 

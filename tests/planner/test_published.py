@@ -1,6 +1,6 @@
-"""Numbers that others have published, against plans and graphs of the same models: bytes of ZeRO, activations of Megatron, its
-parameters and FLOPs, and the volumes of sequence parallelism. Where autopar's graph differs from the paper's the difference is
-part of the formula and is said."""
+"""Numbers that others have published, against plans and graphs of the same models: bytes of ZeRO, activations of
+Megatron, its parameters and FLOPs, and the volumes of sequence parallelism. Where autopar's graph differs from the
+paper's the difference is part of the formula and is said."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ def narrow_mlp():
 def test_zero_bytes(narrow_mlp, strategy, n):
     """ZeRO, arXiv 1910.02054, figure 1 with K = 12: 4 + 12/N, 2 + 14/N and 16/N bytes a parameter at stages 1, 2 and 3.
 
-    autopar keeps gradients in fp32, 2 bytes more wherever a gradient is, and at stages 1 and 2 the shard of the bf16 copy beside
-    the gathered one. Of bf16 copies there are most when the forward ends: of the parameters that the backward reads. Stage 1 has
-    whole gradients where those of several passes wait for one reduction; in a single pass it reduces them like stage 2."""
+    autopar keeps gradients in fp32, 2 bytes more wherever a gradient is, and at stages 1 and 2 the shard of the bf16
+    copy beside the gathered one. Of bf16 copies there are most when the forward ends: of the parameters that the
+    backward reads. Stage 1 has whole gradients where those of several passes wait for one reduction; in a single pass
+    it reduces them like stage 2."""
     paper = {"zero1": 4 + 12 / n, "zero2": 2 + 14 / n, "fsdp": 16 / n}[strategy] * ELEMENTS
     gradients = 2 * ELEMENTS / (1 if strategy == "zero1" else n)
     passes = 2 if strategy == "zero1" else 1
     memory = make(narrow_mlp, f"dp={n}", MACHINE, strategy=strategy, precision="bf16", micro_batches=passes).memory
-    state = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer")) + 2 * FIRST / n  # its copy is gone by then
+    state = (
+        sum(memory[kind] for kind in ("parameters", "gradients", "optimizer")) + 2 * FIRST / n
+    )  # its copy is gone by then
     if strategy == "fsdp":
         assert state == paper + gradients and "gathered parameters kept" not in memory
     else:
@@ -49,13 +52,14 @@ def test_zero_bytes(narrow_mlp, strategy, n):
 
 @pytest.mark.parametrize("n", [4, 16])
 def test_zero_volumes(narrow_mlp, n):
-    """ZeRO, section 7: a device sends 2 Psi elements a step, (N - 1)/N of it on a ring, 3 Psi at stage 3. Here parameters travel
-    in bf16 and gradients in fp32, and nothing gathers the first weight a second time."""
+    """ZeRO, section 7: a device sends 2 Psi elements a step, (N - 1)/N of it on a ring, 3 Psi at stage 3. Here
+    parameters travel in bf16 and gradients in fp32, and nothing gathers the first weight a second time."""
     ring = (n - 1) / n
     for strategy, elements in (("ddp", {"all_reduce": 2 * 4 * ELEMENTS}),
                                ("zero1", {"all_gather": 2 * ELEMENTS, "reduce_scatter": 4 * ELEMENTS}),
                                ("zero2", {"all_gather": 2 * ELEMENTS, "reduce_scatter": 4 * ELEMENTS}),
-                               ("fsdp", {"all_gather": 2 * (2 * ELEMENTS - FIRST), "reduce_scatter": 4 * ELEMENTS})):  # fmt: skip
+                               ("fsdp", {"all_gather": 2 * (2 * ELEMENTS - FIRST),
+                                         "reduce_scatter": 4 * ELEMENTS})):  # fmt: skip
         sent: Counter = Counter()
         for c in make(narrow_mlp, f"dp={n}", MACHINE, strategy=strategy, precision="bf16").collectives:
             sent[c.kind] += c.wire_bytes
@@ -64,7 +68,8 @@ def test_zero_volumes(narrow_mlp, n):
         assert sent == pytest.approx(expected)
 
 
-# activations -------------------------------------------------------------------------------------------------------------
+# activations
+# -------------------------------------------------------------------------------------------------------------
 
 S, B, H, A = 32, 8, 64, 4  # sequence, batch, hidden, heads
 GPT = f"gpt:hidden={H},layers=3,heads={A},vocab=256,seq={S}"
@@ -86,11 +91,12 @@ def layer_bytes(instance: Instance, saved) -> float:
     ("megatron_sp", "tp=2", 1e-6, 0, 2), ("megatron_sp", "tp=4", 1e-6, 0, 4),
 ])  # fmt: skip
 def test_activation_bytes_of_a_layer(narrow_gpt, strategy, mesh, price, shared, cut):
-    """Korthikanti et al., arXiv 2205.05198, table 2: sbh (34 + 5as/h) bytes a layer, of which tensor parallelism cuts all but 10
-    sbh, and sequence parallelism those as well; 2 sbh with full recomputation.
+    """Korthikanti et al., arXiv 2205.05198, table 2: sbh (34 + 5as/h) bytes a layer, of which tensor parallelism cuts
+    all but 10 sbh, and sequence parallelism those as well; 2 sbh with full recomputation.
 
-    Here 32 sbh, of which 8 are not cut: there is no dropout, which saves 2 sbh of masks. Attention is fused and saves a fp32
-    logsumexp a row, 4 sba, instead of 5 ass; the mean and deviation of two norms, which the paper leaves out, are 8 sb."""
+    Here 32 sbh, of which 8 are not cut: there is no dropout, which saves 2 sbh of masks. Attention is fused and saves a
+    fp32 logsumexp a row, 4 sba, instead of 5 ass; the mean and deviation of two norms, which the paper leaves out, are
+    8 sb."""
     instance = Instance(narrow_gpt, mesh, toy(flops=1e9, memory=1e10, latency=1e-4), strategy)
     prices = Prices(price, price > 0)
     e = instance.evaluate(instance.minimize(prices).choice, prices)
@@ -107,14 +113,17 @@ def test_activation_bytes_of_a_layer(narrow_gpt, strategy, mesh, price, shared, 
         assert steps[0].freed_bytes == pytest.approx((rows * H * 12 + 8 * rows) / cut)
 
 
-# Megatron-LM on GPUs, SC 2021 ----------------------------------------------------------------------------------------------
+# Megatron-LM on GPUs, SC 2021
+# ----------------------------------------------------------------------------------------------
 
-SC21 = {  # billions of parameters, layers, hidden, devices, batch, TFLOP/s a device, aggregate PFLOP/s: arXiv 2104.04473, table 1
+# Billions of parameters, layers, hidden, devices, batch, TFLOP/s a device, aggregate PFLOP/s: arXiv 2104.04473, table 1.
+SC21 = {
     "gpt-1.7b": (1.7, 24, 2304, 32, 512, 137, 4.4), "gpt-3.6b": (3.6, 30, 3072, 64, 512, 138, 8.8),
     "gpt-7.5b": (7.5, 36, 4096, 128, 512, 142, 18.2), "gpt-18.4b": (18.4, 40, 6144, 256, 1024, 135, 34.6),
     "gpt-39.1b": (39.1, 48, 8192, 512, 1536, 138, 70.8), "gpt-76.1b": (76.1, 60, 10240, 1024, 1792, 140, 143.8),
     "gpt-145.6b": (145.6, 80, 12288, 1536, 2304, 148, 227.1), "gpt-310.1b": (310.1, 96, 16384, 1920, 2160, 155, 297.4),
-    "gpt-529.6b": (529.6, 105, 20480, 2520, 2520, 163, 410.2), "gpt-1008b": (1008.0, 128, 25600, 3072, 3072, 163, 502.0),
+    "gpt-529.6b": (529.6, 105, 20480, 2520, 2520, 163, 410.2),
+    "gpt-1008b": (1008.0, 128, 25600, 3072, 3072, 163, 502.0),
 }  # fmt: skip
 SEQ, VOCAB = 2048, 51200
 
@@ -130,10 +139,11 @@ def test_parameters_of_megatron(name):
 
 @pytest.mark.parametrize("name", ["gpt-1.7b", "gpt-145.6b"])
 def test_flops_of_megatron(name):
-    """F = 96 B s L h^2 (1 + s / 6 h + V / 16 L h), equation 3, of which the recomputed forward is 24 B s L h^2 (1 + s / 6 h).
+    """F = 96 B s L h^2 (1 + s / 6 h + V / 16 L h), equation 3, of which the recomputed forward is 24 B s L h^2 (1 + s /
+    6 h).
 
-    Without it 72 B s L h^2 + 12 B s^2 L h + 6 B s h V. Here attention is causal, half of it is masked, and its fused backward
-    multiplies scores once more: 7 B s^2 L h instead of 12."""
+    Without it 72 B s L h^2 + 12 B s^2 L h + 6 B s h V. Here attention is causal, half of it is masked, and its fused
+    backward multiplies scores once more: 7 B s^2 L h instead of 12."""
     _, layers, hidden, devices, batch, tera, peta = SC21[name]
     short = api.trace(*registry.build(f"{name}:layers=2", batch=batch, seq=SEQ))
     found = sum(flops_of(node) for node in short.graph.nodes if node.op == "call_function")
@@ -149,7 +159,8 @@ def test_flops_of_megatron(name):
     assert devices * tera / 1e3 == pytest.approx(peta, rel=5e-3)
 
 
-# sequence parallelism ------------------------------------------------------------------------------------------------------
+# sequence parallelism
+# ------------------------------------------------------------------------------------------------------
 
 
 def sent(instance: Instance, prices: Prices) -> Counter:
@@ -162,10 +173,11 @@ def sent(instance: Instance, prices: Prices) -> Counter:
 
 
 def test_volume_of_megatron_with_sequence_parallelism():
-    """arXiv 2205.05198, 4.2.2: a layer gathers twice and scatters twice, N h elements each, in both phases; where gathered inputs
-    are not kept the backward gathers those two again. A ring sends (t - 1) / t of each."""
+    """arXiv 2205.05198, 4.2.2: a layer gathers twice and scatters twice, N h elements each, in both phases; where
+    gathered inputs are not kept the backward gathers those two again. A ring sends (t - 1) / t of each."""
     of_layers = [
-        sent(Instance(GPT.replace("layers=3", f"layers={n}"), "tp=4", toy(flops=1e9, memory=1e10), "megatron_sp", batch=B, seq=S),
+        sent(Instance(GPT.replace("layers=3", f"layers={n}"), "tp=4", toy(flops=1e9, memory=1e10), "megatron_sp",
+                      batch=B, seq=S),
              Prices(1e-6, True)) for n in (2, 1)
     ]  # fmt: skip
     ring = 3 / 4 * S * B * H * 4
@@ -177,8 +189,9 @@ def test_volume_of_megatron_with_sequence_parallelism():
 
 
 def test_volume_of_ulysses():
-    """Jacobs et al., arXiv 2309.14509, section 3.2: all-to-alls of 3 N h and N h elements a layer and phase, of which a device
-    sends 1/P; exactly (P - 1) / P of that. Found by the search where sequences are long and every device has one part of one."""
+    """Jacobs et al., arXiv 2309.14509, section 3.2: all-to-alls of 3 N h and N h elements a layer and phase, of which a
+    device sends 1/P; exactly (P - 1) / P of that. Found by the search where sequences are long and every device has one
+    part of one."""
     of_layers = []
     for layers in (2, 1):
         gpt = f"gpt:hidden=64,layers={layers},heads=8,vocab=64,seq=512"

@@ -1,4 +1,5 @@
-"""What blocks make again: the sets of a chain are the best of all, and what a step says is what a plan with it costs."""
+"""What blocks make again: the sets of a chain are the best of all, and what a step says is what a plan with it
+costs."""
 
 from __future__ import annotations
 
@@ -63,7 +64,10 @@ def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
 def test_steps_cost_what_they_say(model, mesh, strategy):
     """Taken one after the other they add up, grow dearer, and never make more again than the whole block."""
     instance, e = evaluated(model, mesh, strategy)
-    blocks, steps = Blocks(instance.problem, instance.pricer), Blocks(instance.problem, instance.pricer).recomputation(e)
+    blocks, steps = (
+        Blocks(instance.problem, instance.pricer),
+        Blocks(instance.problem, instance.pricer).recomputation(e),
+    )
     assert steps
     for block in blocks.members:
         mine = [step for step in steps if step.block == block]
@@ -71,7 +75,10 @@ def test_steps_cost_what_they_say(model, mesh, strategy):
         assert prices == sorted(prices) and all(step.freed_bytes > 0 for step in mine)
         made = [v for step in mine for v in step.again]
         assert len(made) == len(set(made)) and set(made) <= set(blocks.members[block])
-    every, total = blocks.at_level(e, FULL), sum(step.freed_bytes * step.copies for step in blocks.recomputation(e, levels=(FULL,)))
+    every, total = (
+        blocks.at_level(e, FULL),
+        sum(step.freed_bytes * step.copies for step in blocks.recomputation(e, levels=(FULL,))),
+    )
     assert every.saved_bytes == pytest.approx(e.saved_bytes - total)
     assert all(bytes_ > 0 for bytes_ in every.saved.values())
     taken, price = blocks.fit(e, blocks.least_bytes(e) + 1)
@@ -94,6 +101,9 @@ def test_dear_compute_or_dear_links_change_what_is_made_again():
 def test_cheap_ops_are_selective():
     instance, e = evaluated(GPT, "tp=2", "megatron_sp")
     for remake in remakes(instance, e):
-        names = {instance.problem.vertices[remake.elements[i]].node.target._overloadpacket.__name__ for i in remake.at(SELECTIVE)}
+        names = {
+            instance.problem.vertices[remake.elements[i]].node.target._overloadpacket.__name__
+            for i in remake.at(SELECTIVE)
+        }
         assert "native_layer_norm" in names and not names & {"linear", "attention"}
         assert remake.at(SELECTIVE) <= remake.at(FULL) and block_of(remake.block) == remake.block

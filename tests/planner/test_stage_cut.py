@@ -1,4 +1,5 @@
-"""The stage cut is the best there is: against brute force, an OR-tools model, closed forms, and pipelines played event by event."""
+"""The stage cut is the best there is: against brute force, an OR-tools model, closed forms, and pipelines played event
+by event."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from autopar.schedule.play import play
 from . import pipelines
 
 TIMINGS = (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2)
-BLOCK = Piece("block", (Level(1.0, 2.0, 100), Level(1.0, 3.0, 10)), state_bytes=300, transient_bytes=90, boundary_bytes=10)
+BLOCK = Piece(
+    "block", (Level(1.0, 2.0, 100), Level(1.0, 3.0, 10)), state_bytes=300, transient_bytes=90, boundary_bytes=10
+)
 EMBED = Piece("embed", (Level(0.1, 0.2, 10),), state_bytes=500, transient_bytes=50, boundary_bytes=10)
 HEAD = Piece("head", (Level(0.8, 1.6, 40),), state_bytes=500, transient_bytes=200)
 
@@ -27,7 +30,9 @@ HEAD = Piece("head", (Level(0.8, 1.6, 40),), state_bytes=500, transient_bytes=20
 def fixed_bytes(pieces, shared, first, end):
     """All but activations, of pieces `first` to `end` as a stage."""
     own = range(first, end)
-    state = sum(pieces[i].state_bytes for i in own) - sum(s.bytes_ for s in shared if s.first in own and s.second in own)
+    state = sum(pieces[i].state_bytes for i in own) - sum(
+        s.bytes_ for s in shared if s.first in own and s.second in own
+    )
     buffers = sum(pieces[i - 1].boundary_bytes for i in (first, end) if 0 < i < len(pieces))
     return state + max(pieces[i].transient_bytes for i in own) + buffers
 
@@ -102,7 +107,9 @@ def drawn(seed, most_pieces=8, integer=False):
     return pieces, stages, micro_batches, int(least * rng.uniform(0.95, 1.8)), timing, shared
 
 
-@pytest.mark.parametrize("seeds", [range(first, first + 50) for first in range(0, 300, 50)], ids=lambda seeds: f"from{seeds[0]}")
+@pytest.mark.parametrize(
+    "seeds", [range(first, first + 50) for first in range(0, 300, 50)], ids=lambda seeds: f"from{seeds[0]}"
+)
 def test_no_cut_and_no_levels_are_better(seeds):
     fitting = 0
     for seed in seeds:
@@ -116,8 +123,8 @@ def test_no_cut_and_no_levels_are_better(seeds):
 
 
 def cp_sat(pieces, stages, micro_batches, limit, timing, shared):
-    """The same problem as a program: a stage for each piece, a level for each piece and stage. Step in thirds of a second (the
-    bubble factors are thirds, seconds whole), None if nothing fits."""
+    """The same problem as a program: a stage for each piece, a level for each piece and stage. Step in thirds of a
+    second (the bubble factors are thirds, seconds whole), None if nothing fits."""
     model, last = cp_model.CpModel(), len(pieces) - 1
     on = [[model.new_bool_var("") for _ in range(stages)] for _ in pieces]
     run = [[[model.new_bool_var("") for _ in piece.levels] for _ in range(stages)] for piece in pieces]
@@ -142,7 +149,9 @@ def cp_sat(pieces, stages, micro_batches, limit, timing, shared):
     for s in range(stages):
         flight, most = int(timing.in_flight(stages, s, micro_batches)), model.new_int_var(0, 10**6, "")
         seconds = [int(l.seconds) * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])]
-        bytes_ = [flight * l.activation_bytes * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])]
+        bytes_ = [
+            flight * l.activation_bytes * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])
+        ]
         for i, piece in enumerate(pieces):
             model.add(most >= piece.transient_bytes * on[i][s])
             bytes_.append(piece.state_bytes * on[i][s])
@@ -184,7 +193,9 @@ def test_an_independent_program_agrees():
 @pytest.mark.parametrize("timing", [GPIPE, ONE_F_ONE_B], ids=lambda timing: timing.name)
 def test_equal_blocks_make_equal_stages(timing, stages):
     cut = checked([BLOCK] * 12, stages, 7, 10**9, timing)
-    assert {end - first for stage in cut.stages for first, end in stage.spans} == {12 // stages} and cut.balance == pytest.approx(1)
+    assert {end - first for stage in cut.stages for first, end in stage.spans} == {
+        12 // stages
+    } and cut.balance == pytest.approx(1)
     assert cut.step_seconds == pytest.approx((7 + stages - 1) * 12 // stages * 3.0)
     assert cut.bubble == pytest.approx((stages - 1) / (7 + stages - 1))
     assert all(stage.levels == {"block": (12 // stages, 0)} for stage in cut.stages)
@@ -194,7 +205,12 @@ def test_zero_bubble_schedules():
     """ZB-H1 keeps a third of 1F1B's bubble and its memory, ZB-H2 none at up to twice the activations."""
     h1, h2 = (checked([BLOCK] * 12, 4, 8, 10**9, timing) for timing in (ZB_H1, ZB_H2))
     assert h1.step_seconds == pytest.approx((8 + 3 / 3) * 9.0) and h2.step_seconds == pytest.approx(8 * 9.0)
-    assert [stage.in_flight for stage in h1.stages] == [4, 3, 2, 1] and [stage.in_flight for stage in h2.stages] == [7, 5, 3, 1]
+    assert [stage.in_flight for stage in h1.stages] == [4, 3, 2, 1] and [stage.in_flight for stage in h2.stages] == [
+        7,
+        5,
+        3,
+        1,
+    ]
 
 
 def test_recomputation_goes_where_activations_are_held():
@@ -216,7 +232,8 @@ def test_more_memory_is_never_slower(seed):
 
 
 def test_tied_parameters():
-    """One copy on one stage, two copies and a reduction on two; and where the reduction is dear, the two pieces stay together."""
+    """One copy on one stage, two copies and a reduction on two; and where the reduction is dear, the two pieces stay
+    together."""
     model, tied = [EMBED, *[BLOCK] * 6, HEAD], Shared(0, 7, 400, 0.5)
     alone = checked(model, 1, 8, 10**9, ONE_F_ONE_B, [tied])
     assert alone.stages[0].bytes_["state"] == 500 + 6 * 300 + 500 - 400 and alone.shared_seconds == 0
@@ -244,8 +261,8 @@ def encoder_decoder():
 @pytest.mark.parametrize("model, stages, even", [(u_net, 2, True), (u_net, 4, True), (u_net, 8, False),
                                                  (encoder_decoder, 2, True), (encoder_decoder, 4, True)])  # fmt: skip
 def test_stages_of_unequal_pieces_are_balanced(model, stages, even):
-    """With micro-batches that make the bubble small, the balance is the best of all cuts, which is within 1.10 for all but the
-    U-Net on 8 stages of 2 to 4 pieces."""
+    """With micro-batches that make the bubble small, the balance is the best of all cuts, which is within 1.10 for all
+    but the U-Net on 8 stages of 2 to 4 pieces."""
     pieces = model()
     before = np.cumsum([0, *(piece.levels[0].seconds for piece in pieces)])
     best = min(max(before[b] - before[a] for a, b in spans) for spans in all_cuts(pieces, stages)) * stages / before[-1]
@@ -256,7 +273,9 @@ def test_stages_of_unequal_pieces_are_balanced(model, stages, even):
 def test_too_little_memory_is_refused_in_numbers():
     """What is missing is exactly what is missing: with one byte less there is no cut, with it there is one."""
     model = [EMBED, *[BLOCK] * 8, HEAD]
-    with pytest.raises(MemoryInfeasibleError, match=r"stage \d, pieces \d to \d, needs .* more than there are") as raised:
+    with pytest.raises(
+        MemoryInfeasibleError, match=r"stage \d, pieces \d to \d, needs .* more than there are"
+    ) as raised:
         cut_stages(model, 4, 8, 500, ONE_F_ONE_B, [Shared(0, 9, 400, 0.5)])
     need = 500 + raised.value.missing_bytes
     assert sum(raised.value.breakdown.values()) == need and "fix:" in str(raised.value)
@@ -278,8 +297,9 @@ def test_what_cannot_be_cut_is_refused():
 
 
 def test_the_step_against_pipelines_that_are_played():
-    """GPipe: never less than played, and by exactly what its docstring says; 1F1B: never less, and less than the stages after the
-    slowest one more; both exact for stages of equal seconds. Micro-batches in flight are those of the schedule."""
+    """GPipe: never less than played, and by exactly what its docstring says; 1F1B: never less, and less than the stages
+    after the slowest one more; both exact for stages of equal seconds. Micro-batches in flight are those of the
+    schedule."""
     rng = np.random.default_rng(0)
     for case in range(300):
         stages, micro_batches, spread = int(rng.integers(1, 7)), int(rng.integers(1, 20)), rng.choice([0.0, 0.1, 1.0])

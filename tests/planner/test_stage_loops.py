@@ -1,4 +1,5 @@
-"""Cuts for several stages a rank: never wrong in what they say, never below their bound, nearly always the best of all cuts."""
+"""Cuts for several stages a rank: never wrong in what they say, never below their bound, nearly always the best of all
+cuts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from .test_stage_cut import BLOCK, EMBED, HEAD, all_cuts, sends
 def fixed_bytes(pieces, shared, spans):
     """All but activations, of a rank with these stages."""
     own = [i for first, end in spans for i in range(first, end)]
-    state = sum(pieces[i].state_bytes for i in own) - sum(s.bytes_ for s in shared if s.first in own and s.second in own)
+    state = sum(pieces[i].state_bytes for i in own) - sum(
+        s.bytes_ for s in shared if s.first in own and s.second in own
+    )
     buffers = sum(pieces[i - 1].boundary_bytes for span in spans for i in span if 0 < i < len(pieces))
     return state + max(pieces[i].transient_bytes for i in own) + buffers
 
@@ -35,7 +38,9 @@ def brute_force(pieces, ranks, micro_batches, limit, timing, shared):
         room = limit - fixed_bytes(pieces, shared, spans)
         flight = timing.in_flight(ranks, rank, micro_batches)
         runs = itertools.product(*(pieces[i].levels for first, end in spans for i in range(first, end)))
-        fits = (sum(l.seconds for l in run) for run in runs if flight * sum(l.activation_bytes for l in run) <= room + 1e-9)
+        fits = (
+            sum(l.seconds for l in run) for run in runs if flight * sum(l.activation_bytes for l in run) <= room + 1e-9
+        )
         return min(fits, default=math.inf) + sum(sends(pieces, *span) for span in spans)
 
     best, known = math.inf, {}
@@ -95,7 +100,8 @@ def test_equal_blocks_make_equal_stages(ranks, looped):
 
 
 def test_a_long_model_is_close_to_its_bound():
-    """A bound in fractions of a block: 126 / 16 blocks a rank are not whole, so that a gap of 8 / 7.875 would be no one's fault."""
+    """A bound in fractions of a block: 126 / 16 blocks a rank are not whole, so that a gap of 8 / 7.875 would be no
+    one's fault."""
     model, start = [EMBED, *[BLOCK] * 126, HEAD], time.process_time()
     cut = cut_looped(model, 16, 512, 10**9, interleaved(2), [Shared(0, 127, 400, 0.5)])
     assert time.process_time() - start < 2 and cut.step_seconds < 1.01 * cut.bound_seconds
@@ -124,7 +130,8 @@ def test_what_cannot_be_cut_is_refused():
 
 @pytest.mark.parametrize("spread, most", [(0.0, 1e-9), (0.05, 0.03), (0.3, 0.08), (1.0, 0.15)])
 def test_the_step_against_pipelines_that_are_played(spread, most):
-    """Exact for equal stages, else off both ways by less than the stages differ. In flight, over all stages of a rank: exact."""
+    """Exact for equal stages, else off both ways by less than the stages differ. In flight, over all stages of a rank:
+    exact."""
     rng, errors = np.random.default_rng(0), []
     for _ in range(150):
         ranks, looped = int(rng.integers(1, 6)), int(rng.integers(2, 4))
@@ -134,5 +141,7 @@ def test_the_step_against_pipelines_that_are_played(spread, most):
         times = (forward + backward).reshape(looped, ranks).sum(0)
         errors.append(interleaved(looped).step_seconds(times, micro_batches) / pipeline.seconds - 1)
         for rank in range(ranks):
-            assert pipeline.peak(rank) == pytest.approx(looped * interleaved(looped).in_flight(ranks, rank, micro_batches))
+            assert pipeline.peak(rank) == pytest.approx(
+                looped * interleaved(looped).in_flight(ranks, rank, micro_batches)
+            )
     assert np.abs(errors).max() <= most, (min(errors), max(errors))

@@ -17,14 +17,17 @@ from autopar.planner.restrict import RECIPES, Restriction
 from .planning import captured, counts, make, toy
 
 MODELS = {
-    "gpt": "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", "llama": "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
+    "gpt": "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16",
+    "llama": "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
 }  # fmt: skip
 WAITING = toy(flops=1e9, memory=1e10, latency=1e-5)
 
 
 def shapes(model: str) -> dict[str, tuple[int, ...]]:
     graph = captured(model).graph
-    roles = {n.meta["role"].name: n for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
+    roles = {
+        n.meta["role"].name: n for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"
+    }
     return {name: tuple(node.meta["val"].shape) for name, node in roles.items()}
 
 
@@ -53,8 +56,8 @@ def test_ddp_replicates_parameters_and_reduces_gradients(model, mesh):
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_zero_shards_every_parameter(model, strategy):
-    """ZeRO, arXiv 1910.02054, figure 1, in fp32: of 16 bytes a parameter, stage 1 keeps 4 + 4 whole, stage 2 the 4 of the
-    gathered parameter, stage 3 none."""
+    """ZeRO, arXiv 1910.02054, figure 1, in fp32: of 16 bytes a parameter, stage 1 keeps 4 + 4 whole, stage 2 the 4 of
+    the gathered parameter, stage 3 none."""
     plan = make(model, "dp=4", WAITING, strategy=strategy, micro_batches=2 if strategy == "zero1" else 1)
     assert all(layout.sharding_axes == ("dp",) for layout in layouts(plan, model).values())
     state = sum(v for k, v in plan.memory.items() if k in ("parameters", "gradients", "optimizer"))
@@ -117,7 +120,9 @@ def test_optimizers_and_precisions_have_their_bytes():
         model = narrow if precision == "bf16" else MODELS["gpt"]
         plan = make(model, "dp=4", WAITING, strategy="ddp", optimizer=optimizer, precision=precision)
         state = sum(plan.memory.get(k, 0) for k in ("parameters", "gradients", "optimizer"))
-        assert bytes_ * count * 0.99 <= state <= bytes_ * count  # bf16 copies that the backward does not read go before others come
+        assert (
+            bytes_ * count * 0.99 <= state <= bytes_ * count
+        )  # bf16 copies that the backward does not read go before others come
     for wrong in ({"optimizer": "lion9"}, {"precision": "fp4"}):
         with pytest.raises(StrategyError, match="use one of"):
             make(MODELS["gpt"], "dp=4", **wrong)
@@ -137,7 +142,9 @@ def test_pins_hold_and_leave_the_rest_free(model):
 
 def test_a_pin_of_one_block_does_not_bind_the_others():
     """Blocks that share their choice are told apart where a pin names one of them."""
-    plan = make(MODELS["gpt"], "tp=2", WAITING, pin={"h.0.mlp.c_fc.weight": "tp:S(1)", "h.1.mlp.c_fc.weight": "tp:S(0)"})
+    plan = make(
+        MODELS["gpt"], "tp=2", WAITING, pin={"h.0.mlp.c_fc.weight": "tp:S(1)", "h.1.mlp.c_fc.weight": "tp:S(0)"}
+    )
     assert plan.layouts["h.0.mlp.c_fc.weight"] == "tp:S(1)" and plan.layouts["h.1.mlp.c_fc.weight"] == "tp:S(0)"
 
 

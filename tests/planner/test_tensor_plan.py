@@ -38,7 +38,10 @@ def own(planned) -> Plan:
 
 
 def test_weights_lie_as_the_config_says(own):
-    column, row = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"), ("o_proj", "down_proj")
+    column, row = (
+        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"),
+        ("o_proj", "down_proj"),
+    )
     weights = {name: layout for name, layout in own.layouts.items() if name.endswith("weight")}
     assert len(weights) == 3 + 9 * LAYERS
     for name, layout in weights.items():
@@ -48,10 +51,15 @@ def test_weights_lie_as_the_config_says(own):
 
 
 def test_activations_move_as_transformers_moves_them(own):
-    """All-reduces of the embedding and of two row-wise layers a block, of as many in the backward, the head's logits gathered."""
+    """All-reduces of the embedding and of two row-wise layers a block, of as many in the backward, the head's logits
+    gathered."""
     moves = Counter({(c.phase, c.kind): c.count for c in own.collectives if c.axes == ("tp",)})
     blocks = 2 * LAYERS + 1
-    assert moves == {("forward", "all_reduce"): blocks, ("forward", "all_gather"): 1, ("backward", "all_reduce"): blocks}
+    assert moves == {
+        ("forward", "all_reduce"): blocks,
+        ("forward", "all_gather"): 1,
+        ("backward", "all_reduce"): blocks,
+    }
 
 
 def test_it_costs_what_megatron_does_and_the_logits(planned):
@@ -72,8 +80,9 @@ def test_names_and_styles():
     expected = {
         ("layers.7.mlp.experts.gate_up_proj", 3): 1, ("layers.7.mlp.experts.down_proj", 3): 2,
         ("layers.0.mlp.experts.other", 2): None,
-        ("layers.11.q.weight", 2): 0, ("layers.11.q.bias", 1): 0, ("layers.11.o.weight", 2): 1, ("layers.11.o.bias", 1): None,
-        ("embed.weight", 2): 1, ("head.weight", 2): 0, ("norm.weight", 1): None, ("layers.x.q.weight", 2): None,
+        ("layers.11.q.weight", 2): 0, ("layers.11.q.bias", 1): 0, ("layers.11.o.weight", 2): 1,
+        ("layers.11.o.bias", 1): None, ("embed.weight", 2): 1, ("head.weight", 2): 0, ("norm.weight", 1): None,
+        ("layers.x.q.weight", 2): None,
     }  # fmt: skip
     assert {key: plan.dim_of(*key) for key in expected} == expected
     assert plan.is_between("layers.3.mlp.experts.act") and not plan.is_between("head") and plan.cuts("head")
@@ -115,7 +124,8 @@ def test_a_router_beside_experts_that_are_cut_stays_whole(name):
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.dictionaries(st.sampled_from(["blocks.*.up", "blocks.*.down", "blocks.*", "blocks.0.up", "head", "embed", "*"]),
+@given(st.dictionaries(st.sampled_from(["blocks.*.up", "blocks.*.down", "blocks.*", "blocks.0.up", "head", "embed",
+                                        "*"]),
                        st.sampled_from(sorted(STYLES))))  # fmt: skip
 def test_any_styles_make_a_row_or_a_note(styles):
     plan = make("mlp-tiny", "dp=2,tp=2", MACHINE, baselines=True, styles=styles)
@@ -133,7 +143,9 @@ def test_a_comparison_that_fails_never_costs_the_plan(mesh, monkeypatch):
     monkeypatch.setattr("autopar.planner.solve.allowed_strategies", allowed)
     plan = _mlp_plan(mesh)
     notes = {a.name: a.note for a in plan.alternatives if a.step_seconds is None}
-    assert {*notes} == {"megatron", "zero1"} and all("ValueError: a mistake in a row" in note for note in notes.values())
+    assert {*notes} == {"megatron", "zero1"} and all(
+        "ValueError: a mistake in a row" in note for note in notes.values()
+    )
     with pytest.raises(ValueError, match="a mistake"):  # what was asked for itself is no comparison
         _mlp_plan("dp=2,tp=2", strategy="megatron")
 

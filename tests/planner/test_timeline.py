@@ -21,8 +21,9 @@ from .planning import TINY_GPT, TINY_LLAMA, Instance, captured, toy
 
 TWO_BLOCKS = TINY_GPT.replace("layers=1", "layers=2")
 CASES = [
-    (TINY_GPT, "dp=2,tp=2", {}), (TWO_BLOCKS, "a=2,b=2", {"strategy": "fsdp"}), (TINY_LLAMA, "tp=2", {"strategy": "megatron"}),
-    (TWO_BLOCKS, "dp=2,tp=2", {"strategy": "megatron_sp"}), (TWO_BLOCKS, "dp=4", {"strategy": "ddp"}), (TINY_GPT, "dp=1", {}),
+    (TINY_GPT, "dp=2,tp=2", {}), (TWO_BLOCKS, "a=2,b=2", {"strategy": "fsdp"}),
+    (TINY_LLAMA, "tp=2", {"strategy": "megatron"}), (TWO_BLOCKS, "dp=2,tp=2", {"strategy": "megatron_sp"}),
+    (TWO_BLOCKS, "dp=4", {"strategy": "ddp"}), (TINY_GPT, "dp=1", {}),
     ("mlp:hidden=64,layers=4", "dp=4", {"memory_bytes": 2.9e6, "batch": 512, "seq": 1}),
 ]  # fmt: skip
 
@@ -58,13 +59,16 @@ def test_between_the_busiest_stream_and_the_sum(model, mesh, options):
 
 @pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
 def test_bounds_hold_for_any_choice(mesh):
-    """Odd layouts on purpose: tensors that move in several steps, over several axes, with local copies between collectives."""
+    """Odd layouts on purpose: tensors that move in several steps, over several axes, with local copies between
+    collectives."""
     instance, rng, steps = Instance(TINY_GPT, mesh, toy(latency=1e-6)), random.Random(0), 0
     tried = 0
     while tried < 12:
         free = {cls: [k for k, s in enumerate(c.strategies) if not any(x.partial for x in s.inputs)]
                 for cls, c in instance.problem.classes.items()}  # fmt: skip
-        e = instance.evaluate({cls: rng.choice(options) for cls, options in free.items()}, keep=rng.choice([None, False, True]))
+        e = instance.evaluate(
+            {cls: rng.choice(options) for cls, options in free.items()}, keep=rng.choice([None, False, True])
+        )
         if math.isfinite(e.seconds):
             tried += 1
             steps = max(steps, *(len(t.redistribution.steps) for t in e.transfers))
@@ -102,7 +106,11 @@ def test_gradients_travel_behind_the_backward_and_parameters_one_block_ahead():
     assert gathers and all(e.start_seconds >= begins["forward", "h.0"] for e in gathers)
     assert min(e.start_seconds for e in gathers) < begins["forward", "h.1"]
     reductions = [e for e in events if e.kind == "reduce_scatter"]
-    beside = [r for r in reductions if any(c.start_seconds < r.end_seconds and r.start_seconds < c.end_seconds for c in compute)]
+    beside = [
+        r
+        for r in reductions
+        if any(c.start_seconds < r.end_seconds and r.start_seconds < c.end_seconds for c in compute)
+    ]
     assert len(beside) > len(reductions) / 2
     assert found.timeline.seconds < 0.95 * found.evaluation.seconds
 
@@ -126,7 +134,16 @@ def test_compute_slows_down_only_beside_a_collective():
     for start, end in ((5.0, 6.0), (1.0, 2.0), (2.0, 3.0)):
         traffic.add(start, end)
     assert (traffic.starts, traffic.ends) == ([1.0, 5.0], [3.0, 6.0])
-    for start, seconds, expected in ((0, 1, 1), (0, 2, 3), (1, 1, 2), (1, 2, 3), (3, 2, 2), (3, 2.5, 3), (7, 1, 1), (0, 9, 10.5)):
+    for start, seconds, expected in (
+        (0, 1, 1),
+        (0, 2, 3),
+        (1, 1, 2),
+        (1, 2, 3),
+        (3, 2, 2),
+        (3, 2.5, 3),
+        (7, 1, 1),
+        (0, 9, 10.5),
+    ):
         assert traffic.stretched(start, seconds, 2.0) == pytest.approx(expected)
     found = planned(TINY_GPT, "dp=1")
     with pytest.raises(ValueError, match="1 or more"):

@@ -32,11 +32,11 @@ op("autopar.matmul.default", real(4, 5, 3, 6), real(4, 5, 6, 7))
 op("autopar.matmul.default", real(5, 3, 6), real(5, 6, 4))
 op("autopar.linear_dw.default", real(4, 5, 6), real(4, 5, 7))
 
-# quantized weights: tiles of 64 x 4 and 128 x 1 blocks, several of them in either dim, a stack of matrices, scales that are not
-# quantized, codes of one byte
+# quantized weights: tiles of 64 x 4 and 128 x 1 blocks, several of them in either dim, a stack of matrices, scales that
+# are not quantized, codes of one byte
 for shape, quant_type, block_size, double_quant in (
-    ((384, 192), "nf4", 16, True), ((256, 48), "fp4", 16, True), ((2, 128, 64), "nf4", 4, True), ((5, 96), "nf4", 16, False),
-    ((128, 32), "int8", 4, True), ((6, 24), "int8", 8, False),
+    ((384, 192), "nf4", 16, True), ((256, 48), "fp4", 16, True), ((2, 128, 64), "nf4", 4, True),
+    ((5, 96), "nf4", 16, False), ((128, 32), "int8", 4, True), ((6, 24), "int8", 8, False),
 ):  # fmt: skip
     weight = quantize(real(*shape), quant_type, block_size, double_quant)
     parts = [weight.get(part) for part in ("packed", "absmax", "scale", "offset")]
@@ -66,8 +66,8 @@ for targets in (whole(3, 5, 4) + 1, whole(3, 8) + 1):
 
 # attention: equal heads (even and uneven), grouped heads, one key head; masks that broadcast
 for b, h, h_kv, m, width in (
-    (4, 5, 5, None, 4), (2, 6, 6, (2, 6, 3, 5), 4), (2, 8, 4, (2, 1, 3, 5), 4), (4, 6, 1, (1, 1, 3, 5), 4), (3, 6, 3, (3, 5), 4),
-    (4, 6, 6, None, 2), (2, 6, 3, (3, 5), 7),
+    (4, 5, 5, None, 4), (2, 6, 6, (2, 6, 3, 5), 4), (2, 8, 4, (2, 1, 3, 5), 4), (4, 6, 1, (1, 1, 3, 5), 4),
+    (3, 6, 3, (3, 5), 4), (4, 6, 6, None, 2), (2, 6, 3, (3, 5), 7),
 ):  # fmt: skip
     q, k, v, s = real(b, h, 3, 4), real(b, h_kv, 5, 4), real(b, h_kv, 5, width), None if m is None else real(*m)
     op("autopar.attention.default", q, k, v, s, False, None)
@@ -117,7 +117,14 @@ op("autopar.batch_norm_sums.default", real(5, 6), real(5, 6), real(6), between(1
 for dim, sizes in ((0, (6, 1, 1)), (2, (1, 1, 4))):
     kernel, gain = real(6, 5, 4), between(1, 2, *sizes)
     op("_weight_norm_interface", kernel, gain, dim)
-    op("_weight_norm_interface_backward", real(6, 5, 4), kernel, gain, aten._weight_norm_interface(kernel, gain, dim)[1], dim)
+    op(
+        "_weight_norm_interface_backward",
+        real(6, 5, 4),
+        kernel,
+        gain,
+        aten._weight_norm_interface(kernel, gain, dim)[1],
+        dim,
+    )
 
 # convolution: plain, with bias, grouped, depthwise, transposed
 for bias, transposed, groups, weight in (
@@ -162,4 +169,13 @@ op("reflection_pad1d replication_pad1d", real(5, 6, 4), [1, 1])
 STATE = torch.tensor([5, 3])
 op("autopar.dropout.default", real(4, 5, 6), STATE, 0.4, 2, 0, [30, 6, 1])
 op("autopar.dropout.default", real(8, 12), STATE, 0.4, 2, 0, [12, 1])
-op("autopar.uniform.default autopar.normal.default", STATE, [4, 5, 6], 1, 0, [30, 6, 1], dtype=torch.float64, device="cpu")
+op(
+    "autopar.uniform.default autopar.normal.default",
+    STATE,
+    [4, 5, 6],
+    1,
+    0,
+    [30, 6, 1],
+    dtype=torch.float64,
+    device="cpu",
+)

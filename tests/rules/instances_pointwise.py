@@ -89,7 +89,8 @@ op("fake_quantize_per_tensor_affine_cachemask", real(5, 6).float(), 0.1, 0, -8, 
 scales = between(0.05, 0.2, 6).float()
 op("fake_quantize_per_channel_affine_cachemask", real(5, 6).float(), scales, torch.zeros(6).int(), 1, -8, 7)
 for scale, zero_point in (
-    (between(0.1, 0.3, 1, 6), None), (between(0.1, 0.3, 5, 1, 1), whole(5, 5, 1, 1).double() - 2), (between(0.2, 0.3), None),
+    (between(0.1, 0.3, 1, 6), None), (between(0.1, 0.3, 5, 1, 1), whole(5, 5, 1, 1).double() - 2),
+    (between(0.2, 0.3), None),
 ):  # fmt: skip
     grid = (real(5, 4, 6), scale, zero_point, -8, 7)
     op("autopar.fake_quantize.default", *grid, 0.5)

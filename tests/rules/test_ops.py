@@ -13,7 +13,15 @@ NAMES = [name for name in INSTANCES if name.startswith("autopar.")]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
-    differentiable = name.split(".")[1] in ("linear", "attention", "embedding", "vocab_loss", "grouped_mm", "fake_quantize", "ctc")
+    differentiable = name.split(".")[1] in (
+        "linear",
+        "attention",
+        "embedding",
+        "vocab_loss",
+        "grouped_mm",
+        "fake_quantize",
+        "ctc",
+    )
     for args, kwargs in INSTANCES[name][:3]:
         if differentiable:
             args = tuple(

@@ -43,14 +43,20 @@ def _micro_steps(rank, plans):
         parallel, reference = pair(tiny.Regressor(loss=True), mesh, CALL, plan=plan)
         for _ in range(2):
             parallel.zero_grad(), reference.zero_grad()
-            reference(x=torch.cat([m["x"] for m in micro]), target=torch.cat([m["target"] for m in micro])).loss.backward()
+            reference(
+                x=torch.cat([m["x"] for m in micro]), target=torch.cat([m["target"] for m in micro])
+            ).loss.backward()
             counts = []
             for i, batch in enumerate(micro):
                 with parallel.no_sync() if i < 3 else nullcontext(), Reductions() as reductions:
                     (parallel(**batch).loss / 4).backward()
                 counts.append(reductions.found["gradients"])
                 if i == 2:
-                    held = [p.grad.to_local() for p in parallel.parameters() if any(x.is_partial() for x in p.grad.placements)]
+                    held = [
+                        p.grad.to_local()
+                        for p in parallel.parameters()
+                        if any(x.is_partial() for x in p.grad.placements)
+                    ]
                     assert sum(h.numel() * 4 for h in held) == parallel.unreduced_gradient_bytes
             assert_same_gradients(parallel, reference)
         found[name] = counts, parallel.unreduced_gradient_bytes
@@ -157,6 +163,8 @@ def test_random_numbers_are_not_drawn_again(alone):
     """A checkpoint around the module would run the forward a second time, with another dropout mask."""
     parallel, _ = pair(nn.Sequential(tiny.Regressor(), nn.Dropout(0.5)), alone, (X,))
     loss = checkpoint(lambda x: parallel(x).to_local().sum(), X, use_reentrant=False)
-    with pytest.raises(InputError, match="would not draw those of the forward(.|\n)*fix: leave out torch.utils.checkpoint"):
+    with pytest.raises(
+        InputError, match="would not draw those of the forward(.|\n)*fix: leave out torch.utils.checkpoint"
+    ):
         loss.backward()
     parallel(X).to_local().sum().backward()

@@ -16,8 +16,12 @@ from tests.families import FAMILIES
 from . import tiny
 from .parity import assert_close, device_mesh, full, planned, train
 
-CONFIG = dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"])
-EXPERTS = dict(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+CONFIG = dict(
+    r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"]
+)
+EXPERTS = dict(
+    r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+)
 
 
 def mixture():
@@ -34,7 +38,12 @@ def _life(rank: int, mesh: str, plan: autopar.Plan, folder: str) -> None:
     base, batch = tiny.llama(num_hidden_layers=1)
     reference = copy.deepcopy(base)
     model = autopar.compile(base, device_mesh(mesh), batch, adapt=[LoRA(**CONFIG)], plan=plan)
-    assert {n.rpartition("lora_")[2] for n in model.adapter_names} == {"A.weight", "B.weight", "embedding_A", "embedding_B"}
+    assert {n.rpartition("lora_")[2] for n in model.adapter_names} == {
+        "A.weight",
+        "B.weight",
+        "embedding_A",
+        "embedding_B",
+    }
     plain = _logits(reference, batch)
     assert_close(_logits(model, batch), plain, "before training the adapters add nothing")
     train(model, batch, 3)
@@ -125,7 +134,9 @@ def test_experts(tmp_path):
 def test_merged_is_added(alone, options):
     base, batch = tiny.llama(num_hidden_layers=1)
     reference = copy.deepcopy(base)
-    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules="all-linear", r=3, **options)], strategy="ddp")
+    model = autopar.compile(
+        base, alone, batch, adapt=[LoRA(target_modules="all-linear", r=3, **options)], strategy="ddp"
+    )
     train(model, batch, 3)
     trained = _logits(model, batch)
     model.merge_adapter()
@@ -181,7 +192,10 @@ def test_adapters_of_others(alone, tmp_path):
         with pytest.raises(AdaptError, match=message):
             other.load_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    for text, message in (("{", "not a configuration"), (json.dumps(config | {"peft_type": "IA3"}), "of a IA3 adapter")):
+    for text, message in (
+        ("{", "not a configuration"),
+        (json.dumps(config | {"peft_type": "IA3"}), "of a IA3 adapter"),
+    ):
         (tmp_path / "adapter_config.json").write_text(text)
         with pytest.raises(AdaptError, match=message):
             model.load_adapter(tmp_path)
@@ -219,7 +233,8 @@ def test_merged_and_disabled_do_not_mix(alone, tmp_path):
 
 
 def test_shared_weights(alone, tmp_path):
-    """GPT-2's embedding is its output head too: its adapter stands beside one of them, and cannot be merged into both."""
+    """GPT-2's embedding is its output head too: its adapter stands beside one of them, and cannot be merged into
+    both."""
     base, batch = tiny.gpt2(n_layer=1)
     model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["wte"], r=2)], strategy="ddp")
     with pytest.raises(AdaptError, match="shared with another layer"):
@@ -227,7 +242,9 @@ def test_shared_weights(alone, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["lm_head"], r=2, lora_alpha=8)
     peft.get_peft_model(tiny.gpt2(n_layer=1)[0], config).save_pretrained(tmp_path, save_embedding_layers=True)
-    other = autopar.compile(tiny.gpt2(n_layer=1)[0], alone, batch, adapt=[LoRA(target_modules=["lm_head"], r=2)], strategy="ddp")
+    other = autopar.compile(
+        tiny.gpt2(n_layer=1)[0], alone, batch, adapt=[LoRA(target_modules=["lm_head"], r=2)], strategy="ddp"
+    )
     other.load_adapter(tmp_path)
 
 
@@ -235,7 +252,9 @@ def test_lengths_of_weights_that_are_read_later(alone, tmp_path):
     base, batch = tiny.llama(num_hidden_layers=1)
     base.save_pretrained(tmp_path)
     with pytest.raises(AdaptError, match="weights= comes later"):
-        autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], weights=tmp_path)
+        autopar.compile(
+            base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2, use_dora=True)], weights=tmp_path
+        )
 
 
 def test_what_trains_besides_trains_while_adapters_are_off(alone):

@@ -1,7 +1,8 @@
-"""Asynchronous pipelines against a simulation of the same stale updates in plain torch, loss by loss and weight by weight.
+"""Asynchronous pipelines against a simulation of the same stale updates in plain torch, loss by loss and weight by
+weight.
 
-The oracle knows no graphs and no sends: a gradient is autograd's of the whole model, called with each weight in the version that
-the papers give its stage, and optimizers step what is newest.
+The oracle knows no graphs and no sends: a gradient is autograd's of the whole model, called with each weight in the
+version that the papers give its stage, and optimizers step what is newest.
 """
 
 from __future__ import annotations
@@ -74,12 +75,15 @@ def stale_training(model: nn.Module, stage_of: dict[str, int], name: str, batche
 
 def simulated(name: str, mesh: str, batch_count: int, optimizer: str, strategy: str = "auto", text: str = GPT,
               group: int | None = None, built=None, precision: str = "fp32"):  # fmt: skip
-    """A simulation after a run, with its losses and the weights after every update by (stage, version), and the oracle's."""
+    """A simulation after a run, with its losses and the weights after every update by (stage, version), and the
+    oracle's."""
     stages = autopar.Mesh.parse(mesh).size("pp")
     schedule = Asynchronous(name, stages, group or (stages if name == BUFFERED else 1))
     model, inputs = built or build(text)
     case = staged.Case.of(model, inputs, wide=False, precision=precision)
-    plan = staged.plan_of(micro_batch(case.captured, schedule.group), mesh, "1f1b", strategy=strategy, precision=precision)
+    plan = staged.plan_of(
+        micro_batch(case.captured, schedule.group), mesh, "1f1b", strategy=strategy, precision=precision
+    )
     simulation = SimulatedAsynchronous(case.captured, plan, schedule, case.values, OPTIMIZERS[optimizer])
     leaves = {n.meta["role"].name: n.name for n in case.captured.graph.nodes
               if n.op == "placeholder" and n.meta["role"].kind == "input"}  # fmt: skip
@@ -95,7 +99,9 @@ def simulated(name: str, mesh: str, batch_count: int, optimizer: str, strategy: 
 
 def check(losses, found, oracle, tolerance: float = 1e-10) -> None:
     wanted, history = oracle
-    torch.testing.assert_close(torch.tensor([float(x) for x in losses]), torch.tensor(wanted), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        torch.tensor([float(x) for x in losses]), torch.tensor(wanted), rtol=tolerance, atol=tolerance
+    )
     assert {n for (_, version), weights in found.items() if version == 1 for n in weights} == set(history[0])
     for (stage, version), weights in found.items():
         for n, w in weights.items():
@@ -124,7 +130,9 @@ def test_against_stale_training(name, mesh, optimizer, strategy, group):
 
 def test_casts_are_of_the_version_that_is_read():
     """In bf16, up to its rounding: each micro-batch makes its own, where those of a synchronous step share them."""
-    _, losses, found, oracle = simulated(BUFFERED, "pp=2", 8, "sgd", built=tiny.own(GPT, batch=4, seq=8), group=4, precision="bf16")
+    _, losses, found, oracle = simulated(
+        BUFFERED, "pp=2", 8, "sgd", built=tiny.own(GPT, batch=4, seq=8), group=4, precision="bf16"
+    )
     check(losses, found, oracle, tolerance=5e-3)
 
 
@@ -149,7 +157,8 @@ def test_it_is_not_synchronous_training():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_backward_see_the_same_bits(name, monkeypatch):
-    """What a forward saved, weights among it, has the same hash when its backward begins; and another micro-batch's has not."""
+    """What a forward saved, weights among it, has the same hash when its backward begins; and another micro-batch's has
+    not."""
     saved: dict[tuple[int, int], str] = {}
     weights: dict[tuple[int, int], str] = {}
     checked = []
@@ -240,14 +249,17 @@ def test_shared_weights_are_refused():
         simulated(STASHING, "pp=2", 1, "sgd", text=GPT.replace("tied=false", "tied=true"))
 
 
-# on gloo -----------------------------------------------------------------------------------------------------------------
+# on gloo
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def _train(rank: int, mesh: str, name: str, **options) -> tuple[autopar.AsynchronousPipeline, list, nn.Module]:
     """A run against the oracle: the pipeline, its losses, and the oracle's model."""
     model, inputs = build()
     batches, reference = batches_like(inputs, 6), copy.deepcopy(model)
-    pipeline = autopar.AsynchronousPipeline(model, device_mesh(mesh), inputs, name, optimizer=OPTIMIZERS["adamw"], **options)
+    pipeline = autopar.AsynchronousPipeline(
+        model, device_mesh(mesh), inputs, name, optimizer=OPTIMIZERS["adamw"], **options
+    )
     found, stage = {}, pipeline.place
     mine = {n: p for n, p in pipeline.module.named_parameters()}
 
@@ -279,7 +291,9 @@ def _buffered_on_two(rank: int) -> int:
         assert pipeline.module(**inputs).loss.item() == pytest.approx(reference(**inputs).loss.item(), abs=1e-9)
     with pytest.raises(InputError, match="not of the form"):
         pipeline.run([{k: v[:2] for k, v in inputs.items()}])
-    assert pipeline.run([]) == [] and pipeline.run([inputs]) == [pytest.approx(reference(**inputs).loss.item(), abs=1e-9)]
+    assert pipeline.run([]) == [] and pipeline.run([inputs]) == [
+        pytest.approx(reference(**inputs).loss.item(), abs=1e-9)
+    ]
     return pipeline.stage.ranks[0].versions.newest
 
 

@@ -37,8 +37,8 @@ def test_calls_of_another_form(alone, caplog):
     caplog.set_level(logging.INFO, logger="autopar")
     parallel, reference = pair(Optioned(), alone, dict(x=X, target=Y))
     calls = [
-        dict(x=X, target=Y), dict(x=X[:3], target=Y[:3]), dict(x=X), dict(x=X, target=Y, scale=2.0), dict(x=X, target=Y, scale=3.0),
-        dict(x=X[None], target=Y[None]),
+        dict(x=X, target=Y), dict(x=X[:3], target=Y[:3]), dict(x=X), dict(x=X, target=Y, scale=2.0),
+        dict(x=X, target=Y, scale=3.0), dict(x=X[None], target=Y[None]),
     ]  # fmt: skip
     for _ in range(2):
         for call in calls:
@@ -48,7 +48,11 @@ def test_calls_of_another_form(alone, caplog):
             if "target" in call:
                 m(**call)["loss"].backward()
     assert_same_gradients(parallel, reference)
-    assert list(parallel.captures)[:3] == ["target (8, 4), x (8, 6); train", "target (3, 4), x (3, 6); train", "x (8, 6); train"]
+    assert list(parallel.captures)[:3] == [
+        "target (8, 4), x (8, 6); train",
+        "target (3, 4), x (3, 6); train",
+        "x (8, 6); train",
+    ]
     assert len(parallel.captures) == len(calls) == len(caplog.messages) + 1
     assert caplog.messages[0].startswith("capture 2 of at most 16: target (3, 4), x (3, 6); train: compiled in ")
 
@@ -66,7 +70,10 @@ def test_modes_and_no_grad(alone):
     trained, *_, evaluated = parallel.captures.values()
     assert list(parallel.captures)[2:] == ["target (8, 4), x (8, 6); eval, no_grad"]
     assert set(evaluated.memory) == {"parameters", "values between ops"} and trained.memory["activations"] > 0
-    assert evaluated.memory_limit_bytes == trained.memory_limit_bytes - trained.memory["gradients"] - trained.memory["optimizer"]
+    assert (
+        evaluated.memory_limit_bytes
+        == trained.memory_limit_bytes - trained.memory["gradients"] - trained.memory["optimizer"]
+    )
     assert not any(c.phase == "backward" for c in evaluated.collectives)
     _assert_same(parallel, reference, x=X, target=Y)
 
@@ -121,11 +128,13 @@ def test_compiled_at_the_first_call(alone):
         parallel(images)
 
 
-# on two processes ------------------------------------------------------------------------------------------------------
+# on two processes
+# ------------------------------------------------------------------------------------------------------
 
 
 def _epochs(rank, plan):
-    """Training with a short last batch and an evaluation after each epoch: pinned layouts, shared parameters and buffers."""
+    """Training with a short last batch and an evaluation after each epoch: pinned layouts, shared parameters and
+    buffers."""
     images = torch.randn(11, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     parallel, reference = pair(Normalized(), device_mesh("dp=2"), (images[:4],), plan=plan)
     placements = [p.placements for p in parallel.parameters()]
@@ -153,7 +162,9 @@ def _epochs(rank, plan):
 def test_training_with_evaluation():
     plan = planned(Normalized(), "dp=2", (torch.randn(4, 3, 6, 6),), strategy="fsdp")
     captures, placements = gloo.run(2, _epochs, plan)[0]
-    assert captures == [f"args[0] ({n}, 3, 6, 6); {mode}" for n, mode in ((4, "train"), (3, "train"), (11, "eval, no_grad"))]
+    assert captures == [
+        f"args[0] ({n}, 3, 6, 6); {mode}" for n, mode in ((4, "train"), (3, "train"), (11, "eval, no_grad"))
+    ]
     assert "(Shard(dim=0),)" in placements
 
 
@@ -189,4 +200,7 @@ def test_ranks_that_are_called_apart():
     for rank, errors in enumerate(gloo.run(2, _apart, plan)):
         other = 1 - rank
         for error in errors:
-            assert f"rank {other} is called with target ({3 - other}, 4)" in error and "drop or pad the last batch" in error
+            assert (
+                f"rank {other} is called with target ({3 - other}, 4)" in error
+                and "drop or pad the last batch" in error
+            )

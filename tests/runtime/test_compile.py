@@ -130,7 +130,13 @@ def inputs_and_errors(rank: int) -> None:
     refused(InputError, lambda: list(later.parameters()), "example_inputs")
     later(x)
     assert len(list(later.parameters())) == 4
-    refused(MemoryInfeasibleError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), memory=100), "100 B", "breakdown", "fix")
+    refused(
+        MemoryInfeasibleError,
+        lambda: autopar.compile(tiny.Regressor(), mesh, (x,), memory=100),
+        "100 B",
+        "breakdown",
+        "fix",
+    )
     refused(StrategyError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), strategy="zzz"), "ddp")
     refused(StrategyError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), pin={"*.q": "dp:S(0)"}), "nearest")
     refused(MeshError, lambda: autopar.compile(tiny.Regressor(), mesh, (x,), pin={"up.weight": "zz:S(0)"}), "zz")

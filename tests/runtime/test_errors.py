@@ -65,7 +65,13 @@ def _nowhere(node):
     node.graph.erase_node(node)
 
 
-TAMPERED = {"reduction": _to_max, "dtype": _to_double, "shape": _to_twice_the_size, "order": _later, "missing": _nowhere}
+TAMPERED = {
+    "reduction": _to_max,
+    "dtype": _to_double,
+    "shape": _to_twice_the_size,
+    "order": _later,
+    "missing": _nowhere,
+}
 
 
 def _compiled_with(change, mesh, plan):
@@ -116,10 +122,14 @@ def _mistakes(rank, of_model, of_mesh, of_shape, of_all):
         "no example": compiled(example=3),
         "broken rank": _error(lambda: agree.everywhere(lambda: {}["x"] if rank == 1 else 0)),
         "broken planner": _error(lambda: agree.from_rank_zero(lambda: {}["x"])),
-        "other collectives": _error(lambda: agree.check_programs("hash", CALLED[: 1 + (rank == 3)], Mesh.parse("dp=2,tp=2"))),
+        "other collectives": _error(
+            lambda: agree.check_programs("hash", CALLED[: 1 + (rank == 3)], Mesh.parse("dp=2,tp=2"))
+        ),
         "other plans": _error(lambda: agree.check_programs("hash" + "x" * (rank == 2), [], Mesh.parse("dp=2,tp=2"))),
         **{
-            f"{what} of a collective": _error(lambda c=change: _compiled_with(c if rank == 3 else lambda node: None, mesh, of_all))
+            f"{what} of a collective": _error(
+                lambda c=change: _compiled_with(c if rank == 3 else lambda node: None, mesh, of_all)
+            )
             for what, change in TAMPERED.items()
         },
     }
@@ -140,10 +150,18 @@ EXPECTED = {
     "no plan": ["PlanFormatError: /nowhere/plan.json cannot be read", "fix: "],
     "part of the world": ["MeshError: the mesh has 2 devices and the process group 4 ranks", "fix: start 2 processes"],
     "no mesh": ["MeshError: compile needs a DeviceMesh, got str", "init_device_mesh"],
-    "branch": ["CaptureError: Branching could not be traced", "test_errors.py:", "return y * 2 if y.sum() > 0", "fix: "],
+    "branch": [
+        "CaptureError: Branching could not be traced",
+        "test_errors.py:",
+        "return y * 2 if y.sum() > 0",
+        "fix: ",
+    ],
     "branch on one rank": ["CaptureError: Branching could not be traced", "test_errors.py:", "fix: "],
     "other models": ["DesyncError: rank 1 traced another graph", "fix: build the same model"],
-    "other shapes": ["DesyncError: up.weight is (32, 6) torch.float32 on rank 1 and (16, 6) torch.float32 on rank 0", "fix: "],
+    "other shapes": [
+        "DesyncError: up.weight is (32, 6) torch.float32 on rank 1 and (16, 6) torch.float32 on rank 0",
+        "fix: ",
+    ],
     "meta": ["InputError: up.weight is on the meta device", "fix: "],
     "empty": ["InputError: args[0] is empty", "fix: pass at least one sample"],
     "no tensor": ["InputError: the example call passes no tensor", "fix: "],
@@ -151,11 +169,19 @@ EXPECTED = {
     "broken rank": ["DesyncError: rank 1 failed with KeyError: 'x'"],
     "broken planner": ["DesyncError: rank 0 failed with KeyError: 'x'"],
     "other collectives": ["DesyncError: collective 1 is nothing on rank 0 and b on rank 3", "fix: "],
-    "reduction of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('sum', 'max')} on rank 3"],
-    "dtype of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('32', '64')} on rank 3"],
+    "reduction of a collective": [
+        f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('sum', 'max')} on rank 3"
+    ],
+    "dtype of a collective": [
+        f"DesyncError: collective 0 is {FIRST} on rank 0 and {FIRST.replace('32', '64')} on rank 3"
+    ],
     "shape of a collective": [f"collective 0 of tp is {FIRST}, (4, 4) on rank 2 and {FIRST}, (8, 4) on rank 3"],
-    "order of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_reduce(sum) float32 over dp"],
-    "missing of a collective": [f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_reduce(sum) float32 over dp"],
+    "order of a collective": [
+        f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_reduce(sum) float32 over dp"
+    ],
+    "missing of a collective": [
+        f"DesyncError: collective 0 is {FIRST} on rank 0 and forward all_reduce(sum) float32 over dp"
+    ],
     "other plans": ["DesyncError: rank 2 has plan hashx, rank 0 has hash", "fix: "],
 }
 
@@ -164,7 +190,11 @@ EXPECTED = {
 def test_mistakes_on_every_rank():
     x, y = tiny.Regressor.batch()
     mesh = "dp=2,tp=2"
-    others = (tiny.Regressor(hidden=32), mesh, (x,)), (tiny.Regressor(), "dp=4", (x,)), (tiny.Regressor(), mesh, (x[:4],))
+    others = (
+        (tiny.Regressor(hidden=32), mesh, (x,)),
+        (tiny.Regressor(), "dp=4", (x,)),
+        (tiny.Regressor(), mesh, (x[:4],)),
+    )
     plans = [planned(*other) for other in others]
     plans.append(planned(tiny.Regressor(loss=True), mesh, dict(x=x, target=y), strategy="megatron"))
     for rank, errors in enumerate(gloo.run(4, _mistakes, *plans)):
@@ -205,7 +235,8 @@ def test_other_options(alone):
         autopar.compile(tiny.Regressor(), alone, (x,), memory="lots")
 
 
-# saved plans -----------------------------------------------------------------------------------------------------------
+# saved plans
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _with_plan(rank, path, plan):

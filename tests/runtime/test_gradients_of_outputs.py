@@ -1,4 +1,5 @@
-"""Gradients through outputs beside the loss: the program for them is made at their first need, and serves from then on."""
+"""Gradients through outputs beside the loss: the program for them is made at their first need, and serves from then
+on."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def scores(outputs):
 def _programs(monkeypatch) -> list[str]:
     """Is told of each program made for all outputs."""
     made, complete = [], Captures._complete
-    monkeypatch.setattr(Captures, "_complete", lambda self, step: made.append(step in self.completed) or complete(self, step))
+    monkeypatch.setattr(
+        Captures, "_complete", lambda self, step: made.append(step in self.completed) or complete(self, step)
+    )
     return made
 
 
@@ -120,7 +123,9 @@ def test_retained_graphs_and_several_gradients(alone):
     found = []
     for model in (parallel, reference):
         outputs, leaves = model(x, y), [model.body.weight, model.other.bias]
-        found.append(torch.autograd.grad([outputs["loss"], scores(outputs)], leaves, [torch.tensor(2.0), torch.tensor(3.0)]))
+        found.append(
+            torch.autograd.grad([outputs["loss"], scores(outputs)], leaves, [torch.tensor(2.0), torch.tensor(3.0)])
+        )
     for mine, whole in zip(*found):
         assert_close(mine, whole)
 
@@ -137,10 +142,15 @@ def test_what_changes_before_the_backward(alone):
     outputs = parallel(x, y)
     with torch.no_grad():
         parallel.one.weight.add_(1)
-    with pytest.raises(InputError, match="parameter one.weight, which this backward needs, has been modified by an inplace"):
+    with pytest.raises(
+        InputError, match="parameter one.weight, which this backward needs, has been modified by an inplace"
+    ):
         outputs["loss"].backward()
     evaluated = autopar.compile(Scaled(), alone, (x,))
-    for change, what in ((evaluated.scale, "a parameter, buffer or input"), (evaluated.layer.weight, "the parameter layer.weight")):
+    for change, what in (
+        (evaluated.scale, "a parameter, buffer or input"),
+        (evaluated.layer.weight, "the parameter layer.weight"),
+    ):
         outputs = evaluated(x)
         with torch.no_grad():
             change.mul_(2)
@@ -215,7 +225,9 @@ def test_simulated(mesh, strategy):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("tp=2", None)])
+@pytest.mark.parametrize(
+    "mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("tp=2", None)]
+)
 def test_distillation(mesh, strategy):
     model, tokens = tiny.gpt2(batch=4, seq=11)
     plan = planned(model, mesh, tokens, strategy=strategy)
@@ -278,7 +290,10 @@ class Chained(nn.Module):
 
 def test_an_output_goes_on_into_another_module(alone):
     x, y = batch()
-    (parallel, reference), (head, plain) = pair(TwoHeads(), alone, (x, y)), pair(Chained(), alone, (x @ torch.ones(6, 5),))
+    (parallel, reference), (head, plain) = (
+        pair(TwoHeads(), alone, (x, y)),
+        pair(Chained(), alone, (x @ torch.ones(6, 5),)),
+    )
     plain_head = Chained()
     for model, after, beside in ((parallel, head, full), (reference, plain, full)):
         outputs = model(x, y)
@@ -344,7 +359,9 @@ class Mixed(nn.Module):
         y = self.one(x)
         with torch.no_grad():
             quiet = self.one(2 * x)
-        parts = dict(y=y, quiet=quiet, frozen=self.frozen(x), cut=y.detach(), x=x, part=x[:3], sum=y.sum(), best=y.argmax(-1))
+        parts = dict(
+            y=y, quiet=quiet, frozen=self.frozen(x), cut=y.detach(), x=x, part=x[:3], sum=y.sum(), best=y.argmax(-1)
+        )
         return Output(y.square().mean(), parts)
 
 
@@ -397,7 +414,8 @@ def test_adapters(alone):
 
 
 def test_autocast_of_the_forward(alone):
-    """The program that the backward makes computes under the autocast that was on in the forward, not under the backward's."""
+    """The program that the backward makes computes under the autocast that was on in the forward, not under the
+    backward's."""
     x, y = batch()
     found = []
     for first in (scores, lambda o: o["loss"]):

@@ -1,4 +1,5 @@
-"""Inputs that require a gradient: what passes through a compiled model to what computed them, however they are passed."""
+"""Inputs that require a gradient: what passes through a compiled model to what computed them, however they are
+passed."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ def test_each_kind_of_call(alone):
     """Which inputs have a gradient is a part of a call's form; nothing has one under no_grad."""
     x, y = batch()
     parallel, reference = pair(Scorer(), alone, (x, y))
-    for make in (lambda: (x, y), lambda: (leaf(x), y), lambda: (x, leaf(y)), lambda: (leaf(x), leaf(y)), lambda: [leaf(x)] * 2):
+    for make in (
+        lambda: (x, y),
+        lambda: (leaf(x), y),
+        lambda: (x, leaf(y)),
+        lambda: (leaf(x), leaf(y)),
+        lambda: [leaf(x)] * 2,
+    ):
         mine, whole = make(), make()
         for _ in range(2):
             full(parallel(*mine)).square().sum().backward()
@@ -69,7 +76,10 @@ def test_each_kind_of_call(alone):
     with torch.no_grad():
         assert not parallel(leaf(x), y).requires_grad
         parallel(x, y)
-    assert list(parallel.captures)[1].startswith("args[0] (8, 6) with gradient, args[1] (8, 6)") and len(parallel.captures) == 5
+    assert (
+        list(parallel.captures)[1].startswith("args[0] (8, 6) with gradient, args[1] (8, 6)")
+        and len(parallel.captures) == 5
+    )
 
 
 def test_frozen_models_pass_gradients_on(alone):

@@ -76,7 +76,8 @@ def test_global_local_and_dtensor_inputs():
     expected = {
         "other batch": "InputError: rank 3 passes another x than rank 0",
         "other shape on one rank": "InputError: rank {} is called with target (8, 4), x ({}, 6); train and rank",
-        "other part": "InputError: rank 3 passes another x than rank 2, but inputs='local' wants one part of the batch for all",
+        "other part": "InputError: rank 3 passes another x than rank 2, but inputs='local' wants one part of the batch "
+        "for all",
         "other mesh": "InputError: x is a DTensor of another mesh",
         "other example": "InputError: rank 1 compiles for args[0] (7, 6) and rank 0 for args[0] (8, 6)",
     }

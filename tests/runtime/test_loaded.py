@@ -1,4 +1,5 @@
-"""The emitted graphs through torch.compile: the same numbers, for captures of later too, and a typed error if it fails."""
+"""The emitted graphs through torch.compile: the same numbers, for captures of later too, and a typed error if it
+fails."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Parameters on the host in a compiled module: an ordinary optimizer steps them, and every call computes as one device does."""
+"""Parameters on the host in a compiled module: an ordinary optimizer steps them, and every call computes as one device
+does."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ MACHINE = replace(hardware.load("cpu-gloo"), host=Host(1e9, 4e9, 10**9))
 
 def _training(rank):
     """Steps, other calls over the same parameters and gradients that wait, all as without a mesh."""
-    parallel, reference = pair(tiny.Regressor(loss=True), device_mesh("dp=2"), CALL, hardware=MACHINE, offload="optimizer")
+    parallel, reference = pair(
+        tiny.Regressor(loss=True), device_mesh("dp=2"), CALL, hardware=MACHINE, offload="optimizer"
+    )
     assert parallel.plan.offloaded.parameters == len(list(parallel.parameters())) == len(parallel.plan.sharding.on_host)
     assert train(parallel, CALL, 3) == pytest.approx(train(reference, CALL, 3), rel=1e-5)
     assert_same_values(parallel, reference)
     for m in (parallel, reference):
         m.eval()
     with torch.no_grad():
-        assert parallel(x=X[:6], target=Y[:6]).loss.item() == pytest.approx(reference(x=X[:6], target=Y[:6]).loss.item(), rel=1e-5)
+        assert parallel(x=X[:6], target=Y[:6]).loss.item() == pytest.approx(
+            reference(x=X[:6], target=Y[:6]).loss.item(), rel=1e-5
+        )
     evaluated = list(parallel.captures.values())[-1]
     assert evaluated.sharding.on_host == parallel.plan.sharding.on_host and evaluated.offloaded.optimizer_seconds == 0
     for i in range(3):
@@ -57,7 +62,9 @@ def _stepped(rank):
     results = []
     for options in ({}, {"foreach": True}, {"fused": True}):
         whole = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
-        part = torch.nn.Parameter(as_dtensor(whole.detach()[2 * rank : 2 * rank + 2].clone(), (4, 3), layout, mesh, gpus))
+        part = torch.nn.Parameter(
+            as_dtensor(whole.detach()[2 * rank : 2 * rank + 2].clone(), (4, 3), layout, mesh, gpus)
+        )
         whole.grad, part.grad = torch.ones(4, 3), as_dtensor(torch.ones(2, 3), (4, 3), layout, mesh, gpus)
         torch.optim.AdamW([whole], lr=0.1).step()
         optimizer = torch.optim.AdamW([part], lr=0.1, **options)

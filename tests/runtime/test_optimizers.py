@@ -1,5 +1,5 @@
-"""torch's optimizers and learning-rate schedulers on a compiled model: the parameters of one process after some steps, or an error
-before the first."""
+"""torch's optimizers and learning-rate schedulers on a compiled model: the parameters of one process after some steps,
+or an error before the first."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_five_steps(mesh, pins, hidden, optimizers, schedulers):
     assert runs == [len(optimizers) + len(schedulers)] * ranks
 
 
-# each of them, in double precision ---------------------------------------------------------------------------------------
+# each of them, in double precision
+# ---------------------------------------------------------------------------------------
 
 VARIANTS = {
     "ASGD": [dict(lr=0.05, t0=2)], "Adadelta": [{}], "Adagrad": [{}, dict(fused=True)], "Adamax": [{}], "NAdam": [{}],
@@ -293,8 +294,10 @@ def _fused(rank, name, mesh, plan):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name, mesh, pins", [("gpt2", "tp=2", {"*.c_attn.weight": "tp:S(1/3)", "*.c_attn.bias": "tp:S(0/3)"}),
-                                              ("gpt2", "pp=2", None), ("transposed", "tp=2", {"up.*": "R"})])  # fmt: skip
+@pytest.mark.parametrize("name, mesh, pins", [("gpt2", "tp=2", {"*.c_attn.weight": "tp:S(1/3)",
+                                                                "*.c_attn.bias": "tp:S(0/3)"}),
+                                              ("gpt2", "pp=2", None),
+                                              ("transposed", "tp=2", {"up.*": "R"})])  # fmt: skip
 def test_gradients_lie_in_memory_as_the_parameters_do(name, mesh, pins):
     """Fused kernels go through the memory of both, whatever their strides say."""
     source, inputs = (Transposed().double(), DOUBLE) if name == "transposed" else tiny.gpt2(n_layer=1)

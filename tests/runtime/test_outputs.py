@@ -77,7 +77,8 @@ def _sum(value):
 
 
 def _check_form(mesh, form, **options):
-    """The outputs and what they say of themselves, the gradients of the loss if there is one, and those of all outputs."""
+    """The outputs and what they say of themselves, the gradients of the loss if there is one, and those of all
+    outputs."""
     x, _ = tiny.Regressor.batch()
     parallel, reference = pair(Returning(form), mesh, (x,), **options)
     for total in (_loss_of, _sum, _sum, _loss_of):
@@ -131,7 +132,9 @@ def test_losses_outside_on_four_processes():
 
 def test_loss_fn(alone):
     x, y = tiny.Regressor.batch()
-    parallel, reference = pair(tiny.Regressor(), alone, dict(x=x, target=y), loss_fn=lambda out, target: F.mse_loss(out, target))
+    parallel, reference = pair(
+        tiny.Regressor(), alone, dict(x=x, target=y), loss_fn=lambda out, target: F.mse_loss(out, target)
+    )
     result = parallel(x=x, target=y)
     assert_close(result.output, reference(x))
     assert result.output.requires_grad
@@ -167,7 +170,8 @@ class Hidden:
         self.y = y
 
 
-# modes and buffers -----------------------------------------------------------------------------------------------------
+# modes and buffers
+# -----------------------------------------------------------------------------------------------------
 
 
 class Normalized(nn.Module):

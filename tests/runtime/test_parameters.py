@@ -159,7 +159,8 @@ def test_parameters_stay_in_place(alone):
         parallel(x)
 
 
-# the source afterwards -------------------------------------------------------------------------------------------------
+# the source afterwards
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_source_is_emptied(alone):
@@ -178,12 +179,14 @@ def test_using_the_source_is_an_error(alone, capsys):
     x, _ = tiny.Regressor.batch()
     source = tiny.Regressor()
     source.several = nn.ParameterList([nn.Parameter(torch.ones(2))])
-    optimizers = [make(source.parameters()) for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))]
+    optimizers = [
+        make(source.parameters()) for make in (torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    ]
     originals = list(source.parameters())
     parallel = autopar.compile(source, alone, (x,))
     uses = [
-        lambda: source(x), lambda: source.up(x), lambda: parallel.up(x), lambda: originals[0] + 1, lambda: originals[0].grad,
-        lambda: torch.nn.utils.clip_grad_norm_(originals, 1.0),
+        lambda: source(x), lambda: source.up(x), lambda: parallel.up(x), lambda: originals[0] + 1,
+        lambda: originals[0].grad, lambda: torch.nn.utils.clip_grad_norm_(originals, 1.0),
         *(o.step for o in optimizers), *(o.zero_grad for o in optimizers),
         lambda: autopar.compile(source, alone, (x,)), lambda: autopar.plan(source, "dp=1", (x,)),
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Pipelines on gloo: a call is the whole batch on one process, whatever the schedule, and the training loop is any module's."""
+"""Pipelines on gloo: a call is the whole batch on one process, whatever the schedule, and the training loop is any
+module's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .parity import assert_close, device_mesh, full, pair
 
 
 def _uneven(batch: dict) -> dict:
-    """Labels of which each sample counts another number of tokens: a mean of the micro-batches' means is another loss."""
+    """Labels of which each sample counts another number of tokens: a mean of the micro-batches' means is another
+    loss."""
     labels = batch["input_ids"].clone()
     for i in range(len(labels)):
         labels[i, : 2 * i + 1] = -100
@@ -80,7 +82,8 @@ def test_schedules_on_two_ranks():
 
 
 def _train(rank: int) -> float:
-    """AdamW, evaluation, a smaller batch; what other outputs are. Micro-batches share the weights that every step gathers anew."""
+    """AdamW, evaluation, a smaller batch; what other outputs are. Micro-batches share the weights that every step
+    gathers anew."""
     model, batch = tiny.gpt2(n_layer=3)
     batch = _uneven(batch)
     parallel, reference = pair(model, device_mesh("pp=2,dp=2"), batch, micro_batches=2, strategy="zero1")
@@ -132,7 +135,9 @@ def _lora(rank: int) -> int:
     model, batch = tiny.llama()
     batch, settings = _uneven(batch), dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj"])
     reference = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**settings))
-    parallel = autopar.compile(model, device_mesh("pp=2,tp=2"), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2)
+    parallel = autopar.compile(
+        model, device_mesh("pp=2,tp=2"), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2
+    )
     wanted = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in reference.named_parameters()}
     trained = [name for name, p in parallel.named_parameters() if p.requires_grad]
     with torch.no_grad():

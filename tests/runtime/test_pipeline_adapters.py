@@ -1,4 +1,5 @@
-"""Adaptations of a pipeline: PEFT's folder both ways, several adapters, merged, also across a cut; packed and converted bases.
+"""Adaptations of a pipeline: PEFT's folder both ways, several adapters, merged, also across a cut; packed and converted
+bases.
 
 A call returns its loss on every rank, so losses are what is compared.
 """
@@ -95,7 +96,9 @@ def _cut_at_an_adapter(rank: int, folder: str) -> None:
     reads = next(n for n in graph.nodes if "layers_1_self_attn_q_proj_lora_B" in n.name).users
     cut = next(n.name for n in reads if n.meta["phase"] == "forward")
     plan = replace(found.plan, pipeline=replace(found.plan.pipeline, cuts=(cut,)))
-    model = autopar.compile(base, mesh, batch, **options, plan=with_owners(found._captures.table[0].traced.captured, plan))
+    model = autopar.compile(
+        base, mesh, batch, **options, plan=with_owners(found._captures.table[0].traced.captured, plan)
+    )
     site = "model.layers.1.self_attn.q_proj"
     assert 0 in model.places_of(f"{site}.weight") and model.places_of(f"{site}.lora_B.weight") == (1,)
     train(model, batch, 3)
@@ -104,9 +107,12 @@ def _cut_at_an_adapter(rank: int, folder: str) -> None:
 
 def _packed(rank: int, folder: str) -> None:
     """A rank has the packed weights of its stages."""
+
     def source(device: str):
         torch.manual_seed(0)
-        return build("llama:hidden=128,layers=2,heads=4,kv_heads=2,ffn=256,vocab=96,seq=16", batch=8, seq=8, device=device)
+        return build(
+            "llama:hidden=128,layers=2,heads=4,kv_heads=2,ffn=256,vocab=96,seq=16", batch=8, seq=8, device=device
+        )
 
     (base, batch), mesh = source("cpu"), device_mesh("pp=2")
     options = dict(adapt=[QLoRA(r=4, target_modules=["q_proj", "down_proj"])], micro_batches=2)

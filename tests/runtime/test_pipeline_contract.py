@@ -79,13 +79,14 @@ def test_parts_of_the_batch_and_outputs_everywhere(monkeypatch):
         assert errors["another mesh"].startswith("input_ids is a DTensor of another mesh")
         assert "is called with input_ids (3, 12)" in errors["uneven parts"] or "(1, 12)" in errors["uneven parts"]
         assert errors["parts that differ along pp"].startswith(
-            "rank 2 passes another input_ids than rank 0, but inputs='local' wants one part of the batch for all ranks at dp 0"
+            "rank 2 passes another input_ids than rank 0, but inputs='local' wants one part of the batch for all ranks "
+            "at dp 0"
         )
 
 
 def _accumulate(rank: int) -> bool:
-    """Tied embeddings are on both places; with one micro-batch gradients are reduced as they are made until no_sync; a batch of two
-    samples cannot be cut over dp, so that its gradients are not Partial."""
+    """Tied embeddings are on both places; with one micro-batch gradients are reduced as they are made until no_sync; a
+    batch of two samples cannot be cut over dp, so that its gradients are not Partial."""
     first, short, *others = _batch(0), {k: v[:2] for k, v in _batch(1).items()}, _batch(2), _batch(3)
     for micro_batches, strategy, batches in ((2, "fsdp", [first, short, *others]), (1, "ddp", [first, *others])):
         model, _ = tiny.gpt2(n_layer=1)
@@ -97,7 +98,11 @@ def _accumulate(rank: int) -> bool:
                 with parallel.no_sync() if step < len(batches) - 1 else nullcontext():
                     (parallel(**batch).loss * 2).mul(0.5).backward()
                 if not again and step == 0:
-                    partial = {n: p.grad.to_local() for n, p in parallel.named_parameters() if p.grad.placements[0].is_partial()}
+                    partial = {
+                        n: p.grad.to_local()
+                        for n, p in parallel.named_parameters()
+                        if p.grad.placements[0].is_partial()
+                    }
                     assert partial and "transformer.wte.weight" not in partial
                     assert sum(g.numel() * 4 for g in partial.values()) == parallel.unreduced_gradient_bytes
             _assert_gradients(parallel, reference, f"{strategy} {again}")
@@ -118,5 +123,11 @@ def test_gradients_that_wait_for_the_last_of_several_calls():
 
 
 def test_which_axes_have_parts():
-    wanted = {"pp=2": (), "pp=2,tp=2": (), "pp=2,x=2": ("x",), "pp=2,tp=2,dp_a=2,dp_b=2": ("dp_a", "dp_b"), "x=2,y=2": ("x",)}
+    wanted = {
+        "pp=2": (),
+        "pp=2,tp=2": (),
+        "pp=2,x=2": ("x",),
+        "pp=2,tp=2,dp_a=2,dp_b=2": ("dp_a", "dp_b"),
+        "x=2,y=2": ("x",),
+    }
     assert {text: data_axes(Mesh.parse(text)) for text in wanted} == wanted

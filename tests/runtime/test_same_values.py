@@ -36,12 +36,16 @@ class Everything(nn.Module):
         self.plain, self.listed = torch.randn(6), [torch.randn(6), {"deep": torch.randn(6)}]
 
     def forward(self, x):
-        y = self.down(torch.relu(self.up(x))) * self.frozen + self.saved * self.unsaved + self.expanded[0] * self.strided
+        y = (
+            self.down(torch.relu(self.up(x))) * self.frozen
+            + self.saved * self.unsaved
+            + self.expanded[0] * self.strided
+        )
         return torch.where(self.mask, y, y * self.small) * self.plain + self.listed[0] * self.listed[1]["deep"]
 
 
-DIFFERENT = """down.bias down.weight expanded frozen listed[0] listed[1]['deep'] mask plain saved small strided unsaved up.bias
-up.weight""".split()
+DIFFERENT = """down.bias down.weight expanded frozen listed[0] listed[1]['deep'] mask plain saved small strided unsaved
+up.bias up.weight""".split()
 
 
 class Heard(logging.Handler):
@@ -87,7 +91,9 @@ def _train(rank, mesh):
 def test_every_rank_trains_the_model_of_rank_zero(mesh):
     lines = gloo.run(2, _train, mesh)
     text = f"{len(DIFFERENT)} of 15 parameters and buffers differed between ranks; all have the values of rank 0 now: "
-    assert lines[1] == [] and [line for line in lines[0] if "differed" in line] == [text + ", ".join(DIFFERENT[:8]) + " and others"]
+    assert lines[1] == [] and [line for line in lines[0] if "differed" in line] == [
+        text + ", ".join(DIFFERENT[:8]) + " and others"
+    ]
 
 
 def _pipeline(rank):
@@ -141,7 +147,9 @@ def test_values_of_a_folder(tmp_path):
 def _refused(rank):
     x, mesh = torch.zeros(4, 6), device_mesh("dp=2")
     other = nn.Sequential(nn.Linear(6, 4 + rank))
-    with pytest.raises(DesyncError, match=r"0.weight is \(5, 6\) torch.float32 on rank 1 and \(4, 6\) torch.float32 on rank 0"):
+    with pytest.raises(
+        DesyncError, match=r"0.weight is \(5, 6\) torch.float32 on rank 1 and \(4, 6\) torch.float32 on rank 0"
+    ):
         autopar.compile(other, mesh, (x,))
     longer = nn.Sequential(nn.Linear(6, 4), *[nn.Linear(4, 4)] * rank)
     with pytest.raises(DesyncError, match="1.bias is in the model of rank 1 and not of rank 0"):

@@ -18,7 +18,8 @@ def _fits(rank, plans, steps):
 
 
 def _fit(plan, steps):
-    """AdamW with clipping: the first gradients, the loss and the norm of every step. Returns how many parameters are sharded."""
+    """AdamW with clipping: the first gradients, the loss and the norm of every step. Returns how many parameters are
+    sharded."""
     model, batch = tiny.gpt2(n_layer=1)
     parallel, reference = pair(model, device_mesh(str(plan.mesh)), batch, plan=plan)
     names = list(reference.state_dict())

@@ -58,7 +58,8 @@ def _check(rank: int) -> int:
     source = Scaled()
     reference, compiled = copy.deepcopy(source), autopar.compile(source, mesh, (x,))
     for wrap in (
-        DistributedDataParallel, lambda m: FullyShardedDataParallel(m, device_id=cpu), lambda m: fully_shard(m, mesh=mesh),
+        DistributedDataParallel, lambda m: FullyShardedDataParallel(m, device_id=cpu),
+        lambda m: fully_shard(m, mesh=mesh),
     ):  # fmt: skip
         with pytest.raises(StrategyError, match="cannot wrap a compiled model"):
             wrap(compiled)

@@ -1,4 +1,5 @@
-"""Orders of asynchronous pipelines: the versions that a play meets are those of the closed forms and of the papers' rules."""
+"""Orders of asynchronous pipelines: the versions that a play meets are those of the closed forms and of the papers'
+rules."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_a_play_meets_the_versions_of_the_closed_form(schedule, micro_batches):
 
 
 def test_versions_held_in_the_steady_state():
-    """PipeDream holds p - s in every micro-batch once no version is met twice, until it runs empty; 2BW never more than two."""
+    """PipeDream holds p - s in every micro-batch once no version is met twice, until it runs empty; 2BW never more than
+    two."""
     schedule = Asynchronous(STASHING, 4)
     for stage, order in enumerate(schedule.orders(20)):
         held = play_versions(schedule, 20).held[stage]
@@ -39,7 +41,8 @@ def test_versions_held_in_the_steady_state():
 
 
 def test_papers():
-    """Update t is of the gradient at w_s[t-p+1+s] in stage s (PipeDream), at w_0[t-p+1] on all (vertical sync), at w[t-1] (2BW)."""
+    """Update t is of the gradient at w_s[t-p+1+s] in stage s (PipeDream), at w_0[t-p+1] on all (vertical sync), at
+    w[t-1] (2BW)."""
     p = 4
     for t in range(p, 12):
         assert [rules.version_of(STASHING, p, s, t) for s in range(p)] == [t - p + 1 + s for s in range(p)]
@@ -72,7 +75,9 @@ def test_needed_versions_are_those_that_the_rest_reads(name):
                 rest = {schedule.version_of(stage, a.micro_batch) for a in order[at + 1 :] if a.kind in "FB"}
                 if action.kind == "U":  # before the new version is there
                     found = {v for v in schedule.needed(stage, backwards, forwards, forwards < total) if v <= newest}
-                    assert found >= {v for v in rest if v <= newest} and len(found | {newest + 1}) <= schedule.versions_held(stage)
+                    assert found >= {v for v in rest if v <= newest} and len(
+                        found | {newest + 1}
+                    ) <= schedule.versions_held(stage)
                     if total - forwards >= stages:  # near the end it is only known that there may be forwards to come
                         assert found == {v for v in rest if v <= newest}
                     newest = action.version

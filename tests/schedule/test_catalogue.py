@@ -3,7 +3,9 @@ import pytest
 from autopar.errors import StrategyError
 from autopar.schedule import KINDS, check, make, play
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1} - {0})]
+SIZES = [
+    (p, m) for p in (1, 2, 3, 4, 5, 8) for m in sorted({1, 2, 3, p - 1, p, p + 1, 2 * p - 1, 2 * p, 3 * p + 1} - {0})
+]
 
 
 def chunks_of(name):

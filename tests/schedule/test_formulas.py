@@ -86,7 +86,12 @@ def test_the_table_of_bubble_and_memory():
                 v = KINDS[name].chunks
                 played = play(make(name, p, m), 1 / v, 1 / v, 1 / v)
                 idle = (max(played.windows) - work) / (one.seconds - work)
-                assert bubble - 0.6 / p <= idle <= bubble + 1e-9, (name, p, m, idle)  # V-Half and V-Min do a little better
+                assert bubble - 0.6 / p <= idle <= bubble + 1e-9, (
+                    name,
+                    p,
+                    m,
+                    idle,
+                )  # V-Half and V-Min do a little better
                 if bubble in (0, 1 / 3):
                     assert idle == pytest.approx(bubble)
                 assert memory - 1 / p <= max(played.peaks) / v / max(one.peaks) <= memory + 5 / 3 / p, (name, p, m)

@@ -13,7 +13,9 @@ def random_case(seed):
     draw = random.Random(seed)
     name = draw.choice(list(KINDS))
     schedule = make(name, draw.randint(1, 7), draw.randint(1, 20), KINDS[name].chunks or draw.randint(1, 4))
-    per_stage = [[draw.choice((0.0, draw.random(), draw.random() * 3)) for _ in range(schedule.stages)] for _ in range(3)]
+    per_stage = [
+        [draw.choice((0.0, draw.random(), draw.random() * 3)) for _ in range(schedule.stages)] for _ in range(3)
+    ]
     return schedule, per_stage, [draw.random() for _ in range(schedule.stages - 1)]
 
 
@@ -66,7 +68,12 @@ def test_every_action_begins_as_early_as_it_can(seed):
 
 def test_transfer_by_hand():
     played = play(make("1f1b", 2, 1), 1.0, 2.0, 3.0, 0.5)
-    assert [(str(a), s, e) for _, a, s, e in played] == [("0F0", 0, 1), ("0B0", 8, 13), ("1F0", 1.5, 2.5), ("1B0", 2.5, 7.5)]
+    assert [(str(a), s, e) for _, a, s, e in played] == [
+        ("0F0", 0, 1),
+        ("0B0", 8, 13),
+        ("1F0", 1.5, 2.5),
+        ("1B0", 2.5, 7.5),
+    ]
     assert (played.seconds, played.busy, played.windows) == (13, (6, 6), (13, 6))
     assert (played.bubble, played.bubble_in_window) == (pytest.approx(14 / 26), pytest.approx(14 / 26))
 
@@ -161,10 +168,14 @@ def test_an_empty_schedule():
 
 
 def test_messages_in_the_order_they_are_needed():
-    """All but two schedules need messages in the order in which they are sent (and one more with 2 ranks, where both neighbours of
-    a stage are on the other rank)."""
-    crossing = {(name, p) for name in KINDS for p in (2, 3, 4, 8) for m in (2 * p, 3 * p) if crossings(make(name, p, m))}
-    assert crossing == {("zbv", p) for p in (2, 3, 4, 8)} | {("dualpipev", p) for p in (3, 4, 8)} | {("interleaved_zero_bubble", 2)}
+    """All but two schedules need messages in the order in which they are sent (and one more with 2 ranks, where both
+    neighbours of a stage are on the other rank)."""
+    crossing = {
+        (name, p) for name in KINDS for p in (2, 3, 4, 8) for m in (2 * p, 3 * p) if crossings(make(name, p, m))
+    }
+    assert crossing == {("zbv", p) for p in (2, 3, 4, 8)} | {("dualpipev", p) for p in (3, 4, 8)} | {
+        ("interleaved_zero_bubble", 2)
+    }
     assert crossings(swapped(make("gpipe", 3, 2), 1, "1B1", "1B0")) == [(1, 0), (2, 1)]
 
 

@@ -46,7 +46,11 @@ def test_the_trace_has_every_action():
     boxes = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["pid"], e["name"]) for e in boxes] == [(rank, str(action)) for rank, action, *_ in played]
     assert {e["cat"]: e["dur"] for e in boxes} == {"forward": 1000, "input gradient": 2000, "weight gradient": 1000}
-    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    }
     held = [e["args"]["in flight"] for e in trace["traceEvents"] if e["ph"] == "C" and e["pid"] == 0]
     assert max(held) == played.peak(0) and held[0] == held[-1] == 0
 
@@ -61,7 +65,9 @@ def test_the_picture(name):
     assert [box.find(f"{space}title").text.split(":")[0] for box in boxes] == [str(action) for _, action, *_ in played]
     assert all(0 <= float(box.get("x")) and float(box.get("x")) + float(box.get("width")) <= width for box in boxes)
     assert root.find(f"{space}title").text == "a < b & c"
-    legend = {text.text for text in root.iter(f"{space}text")} & set("forward,backward,input gradient,weight gradient".split(","))
+    legend = {text.text for text in root.iter(f"{space}text")} & set(
+        "forward,backward,input gradient,weight gradient".split(",")
+    )
     assert ("backward" in legend) == any(action.kind == "B" for _, action, *_ in played)
     numbers = [text.text for text in root.iter(f"{space}text") if text.get("class") == "number"]
     assert len(numbers) == len(boxes)

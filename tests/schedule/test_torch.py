@@ -27,7 +27,9 @@ def torch_schedule(name, ranks, micro_batches, chunks, monkeypatch):
         made.pp_group_size, orders = ranks, made._get_pipeline_order()
     else:
         monkeypatch.setattr(MULTI[name], "_prepare_schedule_with_comms", lambda *args, **kwargs: None)
-        orders = MULTI[name]([stub(ranks, s, ranks * chunks) for s in range(chunks)], micro_batches, loss_fn=len).pipeline_order
+        orders = MULTI[name](
+            [stub(ranks, s, ranks * chunks) for s in range(chunks)], micro_batches, loss_fn=len
+        ).pipeline_order
     flat = [[a for pair in orders[r] if pair for a in pair.sub_actions or (pair,)] for r in range(ranks)]
     ours = tuple(tuple(Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in order
                        if a.computation_type.value in "FBIW") for order in flat)  # fmt: skip
@@ -59,5 +61,7 @@ def test_no_worse_than_torch(name, monkeypatch):
 def test_the_same_orders_as_torch(name, monkeypatch):
     for p, m, v in sizes(name):
         ours, theirs = make(name, p, m, v).orders, torch_schedule(name, p, m, v, monkeypatch).orders
-        last = p - (name == "1f1b")  # torch's list for the last rank begins with micro-batch 1 (what it runs is not made from it)
+        last = p - (
+            name == "1f1b"
+        )  # torch's list for the last rank begins with micro-batch 1 (what it runs is not made from it)
         assert ours[:last] == theirs[:last], (p, m, v)

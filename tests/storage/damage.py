@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-CALLS = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "open")  # of the module os: all that changes the disk
+CALLS = (
+    "write",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "open",
+)  # of the module os: all that changes the disk
 
 
 class Killed(BaseException):
@@ -27,9 +35,11 @@ def end_test() -> None:
 
 
 @contextlib.contextmanager
-def counted(at: int | None = None, fraction: float = 0.0, stop: Callable[[], None] = kill_process) -> Iterator[list[str]]:
-    """Inside, the calls that change the disk are listed; `stop`, which raises, runs in place of number `at` and all later ones, in
-    that one, if it writes, after a `fraction` of the data."""
+def counted(
+    at: int | None = None, fraction: float = 0.0, stop: Callable[[], None] = kill_process
+) -> Iterator[list[str]]:
+    """Inside, the calls that change the disk are listed; `stop`, which raises, runs in place of number `at` and all
+    later ones, in that one, if it writes, after a `fraction` of the data."""
     made: list[str] = []
 
     def wrapped(name: str, call: Callable) -> Callable:

@@ -98,7 +98,12 @@ def test_the_run_goes_on_as_if_it_had_not_stopped(kind, model, tmp_path):
         for _ in range(3):
             losses += take_steps(model, optimizer, 1)
             scheduler.step(*([losses[-1]] if "Plateau" in type(scheduler).__name__ else []))
-        return losses, torch.rand(3).tolist(), state_of(model, optimizer), [float(g["lr"]) for g in optimizer.param_groups]
+        return (
+            losses,
+            torch.rand(3).tolist(),
+            state_of(model, optimizer),
+            [float(g["lr"]) for g in optimizer.param_groups],
+        )
 
     take_steps(model, optimizer)
     saved = state_of(model, optimizer)
@@ -155,13 +160,17 @@ def test_another_model_or_optimizer(model, alone, tmp_path):
     take_steps(model, optimizer)
     path = autopar.save_checkpoint(tmp_path, model, optimizer, step=1)
     larger = regressor(alone, hidden=17)
-    with pytest.raises(CheckpointMismatch, match=r"up.weight \(16, 6\), not \(17, 6\), up.bias \(16,\), not \(17,\), down.weight"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"up.weight \(16, 6\), not \(17, 6\), up.bias \(16,\), not \(17,\), down.weight"
+    ):
         autopar.load_checkpoint(path, larger)
     parameters = list(model.parameters())
     with pytest.raises(CheckpointMismatch, match="it is AdamW, not Adam; group 0 also has down.bias"):
         autopar.load_checkpoint(path, model, torch.optim.Adam(parameters[:-1]))
     with pytest.raises(CheckpointMismatch, match="it has 1 parameter groups, not 2; group 0 also has"):
-        autopar.load_checkpoint(path, model, torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}]))
+        autopar.load_checkpoint(
+            path, model, torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+        )
     path = autopar.save_checkpoint(tmp_path, model, step=2)
     with pytest.raises(CheckpointMismatch, match="without an optimizer"):
         autopar.load_checkpoint(path, model, optimizer)
@@ -208,13 +217,17 @@ def test_what_does_not_fit_changes_nothing(model, alone, tmp_path):
     assert same(state_of(model, optimizer), before) and torch.equal(torch.get_rng_state(), seed)
     x, y = (t.double() for t in tiny.Regressor.batch())
     other = autopar.compile(tiny.Regressor(loss=True).double(), alone, dict(x=x, target=y))
-    with pytest.raises(CheckpointMismatch, match="other dtypes than the model: up.weight torch.float32, not torch.float64"):
+    with pytest.raises(
+        CheckpointMismatch, match="other dtypes than the model: up.weight torch.float32, not torch.float64"
+    ):
         autopar.load_checkpoint(path, other)
     assert other.up.weight.dtype is torch.float64
     lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1)
     for _ in range(3):
         lbfgs.step(lambda: (lbfgs.zero_grad(), loss := model(x=x.float(), target=y.float()).loss, loss.backward())[1])
-    with pytest.raises(CheckpointError, match=r"state\[up.weight\]\[al\]\[0\] is a DTensor, which a checkpoint cannot hold"):
+    with pytest.raises(
+        CheckpointError, match=r"state\[up.weight\]\[al\]\[0\] is a DTensor, which a checkpoint cannot hold"
+    ):
         autopar.save_checkpoint(tmp_path, model, lbfgs, step=2)
 
 
@@ -259,11 +272,12 @@ def test_a_save_that_is_killed(model, tmp_path, step):
     assert autopar.load_checkpoint(root, model, optimizer).data == "last" and len(list(root.iterdir())) == 1
 
 
-# between meshes --------------------------------------------------------------------------------------------------------
+# between meshes
+# --------------------------------------------------------------------------------------------------------
 
 MESHES = {
-    "dp=4": {"up.weight": "dp:S(0)", "down.weight": "dp:S(1)"}, "dp=2,tp=2": {"up.*": "tp:S(0) dp:S(0)", "down.weight": "tp:S(1)"},
-    "tp=4": {"up.*": "tp:S(0)", "down.*": "R"},
+    "dp=4": {"up.weight": "dp:S(0)", "down.weight": "dp:S(1)"},
+    "dp=2,tp=2": {"up.*": "tp:S(0) dp:S(0)", "down.weight": "tp:S(1)"}, "tp=4": {"up.*": "tp:S(0)", "down.*": "R"},
 }  # fmt: skip
 
 

@@ -23,8 +23,9 @@ def model(alone):
 
 FORGED = {
     "no object": lambda s: [], "no step": lambda s: s.pop("step"), "step": lambda s: s.update(step="1"),
-    "data": lambda s: s.update(data={}), "no data": lambda s: s.update(data=[]), "ranks": lambda s: s.update(ranks=None),
-    "dropout": lambda s: s.update(dropout=3), "half of dropout": lambda s: s.update(dropout={"seed": 1}),
+    "data": lambda s: s.update(data={}), "no data": lambda s: s.update(data=[]),
+    "ranks": lambda s: s.update(ranks=None), "dropout": lambda s: s.update(dropout=3),
+    "half of dropout": lambda s: s.update(dropout={"seed": 1}),
     "scheduler": lambda s: s.update(scheduler={"!tensor": ["load", [1], [1]]}),
     "deep": lambda s: s.update(scheduler=nested(400)), "optimizer": lambda s: s.update(optimizer=3),
     "class": lambda s: s["optimizer"].pop("class"), "groups": lambda s: s["optimizer"].update(groups=3),
@@ -80,11 +81,12 @@ def test_forged_files(model, tmp_path):
             autopar.load_checkpoint(path, model, optimizer)
     zero = [0, hashlib.sha256().hexdigest()]
     manifests = {
-        "outside": lambda m: m["files"].update({"../../etc": zero}), "root": lambda m: m["files"].update({"/dev/zero": zero}),
+        "outside": lambda m: m["files"].update({"../../etc": zero}),
+        "root": lambda m: m["files"].update({"/dev/zero": zero}),
         "lengths": lambda m: m["files"].update({"state.json": "ab"}), "list": lambda m: m.update(files=[]),
-        "step": lambda m: m.pop("step"),
-        "run": lambda m: m.update(run=3), "nothing": lambda m: [], "version": lambda m: m.pop("version"),
-        "empty": lambda m: m.update(files={}), "without the state": lambda m: m["files"].pop("state.json"),
+        "step": lambda m: m.pop("step"), "run": lambda m: m.update(run=3), "nothing": lambda m: [],
+        "version": lambda m: m.pop("version"), "empty": lambda m: m.update(files={}),
+        "without the state": lambda m: m["files"].pop("state.json"),
     }  # fmt: skip
     for what, change in manifests.items():
         damage.copy_of(start, path)

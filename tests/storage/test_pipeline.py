@@ -30,7 +30,9 @@ def optimizer_of(model) -> torch.optim.Optimizer:
     """Two groups, of which a stage may have no parameter in one."""
     parameters = [p for p in model.parameters()]
     groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
-    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+    return torch.optim.AdamW(
+        [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01
+    )
 
 
 def steps(model, optimizer, batch, count: int = 2) -> list[float]:
@@ -38,7 +40,9 @@ def steps(model, optimizer, batch, count: int = 2) -> list[float]:
     for _ in range(count):
         loss = model(**batch).loss
         loss.backward()
-        clip = getattr(model, "clip_grad_norm_", None) or (lambda *a: torch.nn.utils.clip_grad_norm_(model.parameters(), *a))
+        clip = getattr(model, "clip_grad_norm_", None) or (
+            lambda *a: torch.nn.utils.clip_grad_norm_(model.parameters(), *a)
+        )
         losses += [loss.item(), clip(0.5).item()]
         optimizer.step()
         optimizer.zero_grad()
@@ -54,7 +58,9 @@ class Reads:
 
     def __init__(self, patch):
         self.names, self.senders, read, recv = set(), set(), tensor_file.TensorFile.read, dist.recv
-        patch.setattr(tensor_file.TensorFile, "read", lambda file, name, *a: (self.names.add(name), read(file, name, *a))[1])
+        patch.setattr(
+            tensor_file.TensorFile, "read", lambda file, name, *a: (self.names.add(name), read(file, name, *a))[1]
+        )
         patch.setattr(dist, "recv", lambda tensor, src: (self.senders.add(src), recv(tensor, src))[1])
 
 
@@ -73,7 +79,9 @@ def _between_meshes(rank: int, root: str, wanted: list[float]) -> dict:
             losses = steps(model, optimizer, batch)
             reads.senders.clear()
             autopar.save_checkpoint(f"{root}/{text}", model, optimizer, step=1, data={"rank": rank})
-            assert reads.senders <= {*model.stage_mesh.ranks[model.stage_mesh.place]}, "a part from a rank of another stage"
+            assert reads.senders <= {*model.stage_mesh.ranks[model.stage_mesh.place]}, (
+                "a part from a rank of another stage"
+            )
             assert close(losses + steps(model, optimizer, batch), wanted), text
             runs[text] = model, optimizer
             assert "pp=4" in text or not all(layout.is_replicated for layout in model.layouts.values())
@@ -129,6 +137,7 @@ def _state_dicts(rank: int, model) -> None:
 
 def _full_disk(rank: int, root: str, model, optimizer) -> None:
     """On one rank, in the middle: the same error on all of them."""
+
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -152,7 +161,9 @@ def test_pipelines_and_other_meshes(tmp_path):
     counts = gloo.run(4, _between_meshes, str(tmp_path), wanted, seconds=240)
     assert all(count["pp=4"] < count["dp=2,tp=2"] for count in counts)
 
-    folders = [tmp_path / text / "step-00000001" / "model" for text in MESHES] + [tmp_path / f"out {text}" for text in MESHES]
+    folders = [tmp_path / text / "step-00000001" / "model" for text in MESHES] + [
+        tmp_path / f"out {text}" for text in MESHES
+    ]
     models = []
     for folder in folders:
         index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -199,7 +210,9 @@ def _random(rank: int, root: str) -> None:
     autopar.load_checkpoint(f"{root}/saved", model, optimizer)
     assert (steps(model, optimizer, batch), torch.rand(1)) == wanted
     different = [optimizer, torch.optim.AdamW(model.parameters())]
-    with pytest.raises(CheckpointError, match="ranks have different optimizers: AdamW with 2 groups, AdamW with 1 groups"):
+    with pytest.raises(
+        CheckpointError, match="ranks have different optimizers: AdamW with 2 groups, AdamW with 1 groups"
+    ):
         autopar.save_checkpoint(f"{root}/saved", model, different[rank], step=4)
     model.save_pretrained(f"{root}/out")
 

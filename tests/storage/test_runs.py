@@ -42,7 +42,9 @@ def test_a_later_run_in_the_folder_of_an_earlier_one(alone, tmp_path):
         path = autopar.save_checkpoint(tmp_path, later, step=step, keep=1)
         assert autopar.latest_checkpoint(tmp_path) == path
         assert names_of(tmp_path) == [f"step-{step:08d}", "step-00000090", "step-00000100"]
-    first, second = (autopar.load_checkpoint(tmp_path / name, regressor(alone)) for name in ("step-00000090", "step-00000030"))
+    first, second = (
+        autopar.load_checkpoint(tmp_path / name, regressor(alone)) for name in ("step-00000090", "step-00000030")
+    )
     assert first.run != second.run and "" not in (first.run, second.run) and first.saved <= second.saved
 
 
@@ -78,7 +80,9 @@ def test_a_root_that_is_named_like_a_checkpoint(model, tmp_path):
     assert autopar.latest_checkpoint(root) == path == autopar.load_checkpoint(root, model).path
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors.index.json", "optimizer-00001-of-00002.safetensors", "notes.txt"])
+@pytest.mark.parametrize(
+    "name", ["model/model.safetensors.index.json", "optimizer-00001-of-00002.safetensors", "notes.txt"]
+)
 def test_files_that_nobody_saved(model, tmp_path, name):
     path = autopar.save_checkpoint(tmp_path, model, step=1)
     (path / name).write_bytes((path / "model" / "model.safetensors").read_bytes())
@@ -95,7 +99,9 @@ def _merged(rank, root):
     path = autopar.save_checkpoint(root, model, step=1)
     before = full(model.up.bias).clone()
     if rank == 0:
-        tensors = {name: value for shard in path.glob("model/model-*.safetensors") for name, value in load_file(shard).items()}
+        tensors = {
+            name: value for shard in path.glob("model/model-*.safetensors") for name, value in load_file(shard).items()
+        }
         assert len(tensors) == 4
         save_file(tensors | {"up.bias": tensors["up.bias"] + 777}, path / "model" / "model.safetensors")
     with pytest.raises(CheckpointCorrupt, match="model/model.safetensors of .* was not written by the save"):

@@ -29,7 +29,9 @@ def _write(path, values):
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bytes(tensor_file.bytes_of(a)) == bytes(tensor_file.bytes_of(b))
+    return (
+        a.shape == b.shape and a.dtype == b.dtype and bytes(tensor_file.bytes_of(a)) == bytes(tensor_file.bytes_of(b))
+    )
 
 
 def test_the_package_reads_what_is_written(tmp_path):

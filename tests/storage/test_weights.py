@@ -32,11 +32,23 @@ def build(name: str):
         "llama": (t.LlamaForCausalLM, t.LlamaConfig(**words)),
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=96, n_embd=24, n_layer=1, n_head=4)),
         "bert": (t.BertForSequenceClassification, t.BertConfig(vocab_size=96, **SMALL)),  # position ids
-        "t5": (t.T5ForConditionalGeneration, t.T5Config(vocab_size=96, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8)),
+        "t5": (
+            t.T5ForConditionalGeneration,
+            t.T5Config(vocab_size=96, d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8),
+        ),
         "gemma3": (t.Gemma3ForCausalLM, t.Gemma3TextConfig(**words)),  # a scale and two rotary tables as buffers
-        "mixtral": (t.MixtralForCausalLM, t.MixtralConfig(**words, num_local_experts=4)),  # files have a tensor an expert
-        "vit": (t.ViTForImageClassification, t.ViTConfig(**SMALL, image_size=32, patch_size=8)),  # files have other names
-        "resnet": (t.ResNetForImageClassification, t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])),
+        "mixtral": (
+            t.MixtralForCausalLM,
+            t.MixtralConfig(**words, num_local_experts=4),
+        ),  # files have a tensor an expert
+        "vit": (
+            t.ViTForImageClassification,
+            t.ViTConfig(**SMALL, image_size=32, patch_size=8),
+        ),  # files have other names
+        "resnet": (
+            t.ResNetForImageClassification,
+            t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
+        ),
     }[name]
 
 
@@ -110,7 +122,8 @@ def test_another_model_is_described(tmp_path):
     "index, message",
     [
         (None, "neither model.safetensors nor"), ("[]", "not an index"), ('{"weight_map": {"a": 3}}', "outside"),
-        ('{"weight_map": {"a": "../b.safetensors"}}', "outside"), ('{"weight_map": {"a": "b.safetensors"}}', "cannot read"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "outside"), ('{"weight_map": {"a": "b.safetensors"}}',
+                                                                   "cannot read"),
     ],
 )  # fmt: skip
 def test_bad_folders(tmp_path, index, message):
@@ -162,7 +175,9 @@ def test_at_the_first_call(tmp_path, alone):
     state = {name: value / 2 for name, value in model.state_dict().items()}
     model.load_state_dict(state)
     assert_close(model(x).full_tensor(), _halved(source)(x))
-    assert model.load_state_dict({"up.bias": torch.zeros(16), "other": torch.zeros(1)}, strict=False).unexpected_keys == ["other"]
+    assert model.load_state_dict(
+        {"up.bias": torch.zeros(16), "other": torch.zeros(1)}, strict=False
+    ).unexpected_keys == ["other"]
     with pytest.raises(RuntimeError, match="size mismatch for up.bias"):
         model.load_state_dict({"up.bias": torch.zeros(15)}, strict=False)
 
@@ -190,10 +205,15 @@ def test_what_passes_through(alone):
     assert model.config is Generator.config and model.words is source.words
     with pytest.raises(AutoparError, match="Generator.generate works on the parameters of the source") as caught:
         model.generate(x)
-    assert isinstance(caught.value, AttributeError) and not hasattr(model, "generate") and "save_pretrained" in caught.value.fix
+    assert (
+        isinstance(caught.value, AttributeError)
+        and not hasattr(model, "generate")
+        and "save_pretrained" in caught.value.fix
+    )
 
 
-# between processes -----------------------------------------------------------------------------------------------------
+# between processes
+# -----------------------------------------------------------------------------------------------------
 
 
 def _there_and_back(rank, plan, inputs, config, folder):
@@ -235,7 +255,9 @@ def test_there_and_back(tmp_path):
     pins = {"*.c_attn.weight": "tp:S(1/3)", "*.c_attn.bias": "tp:S(0/3)"}
     plan = planned(source, "tp=2", inputs, pin=pins)
     (tmp_path / "out").mkdir()
-    save_file({"old": torch.ones(1)}, tmp_path / "out" / "model.safetensors")  # of a former save: it would be loaded first
+    save_file(
+        {"old": torch.ones(1)}, tmp_path / "out" / "model.safetensors"
+    )  # of a former save: it would be loaded first
     gloo.run(2, _there_and_back, plan, inputs, source.config, str(tmp_path))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     names = {name for file in {*index.values()} for name in load_file(tmp_path / "out" / file)}

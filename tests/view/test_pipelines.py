@@ -1,4 +1,5 @@
-"""A pipeline's plan explained, reported and traced; its measured schedule beside the predicted one; two plans compared."""
+"""A pipeline's plan explained, reported and traced; its measured schedule beside the predicted one; two plans
+compared."""
 
 from __future__ import annotations
 
@@ -90,28 +91,46 @@ def test_the_trace(planned):
 
 def test_plans_are_compared(planned):
     flat = replace(planned.plan, pipeline=None)
-    rows = {line.split("  ")[0]: line.split()[-2:] for line in side_by_side([planned.plan, flat], ["a", "b"]).splitlines()}
+    rows = {
+        line.split("  ")[0]: line.split()[-2:] for line in side_by_side([planned.plan, flat], ["a", "b"]).splitlines()
+    }
     assert rows["schedule"] == ["1f1b", "-"] and rows["micro-batches"] == ["4", "1"]
     said = diff_text(planned.plan, flat)
     assert "  schedule: 1f1b -> none" in said and "  stage 1: " in said and diff_text(planned.plan, planned.plan) == ""
 
 
 def test_measured_beside_predicted(tmp_path):
-    predicted, measured = play(make("zb_h1", 2, 4), 1e-3, 1e-3, 1e-3), play(make("zb_h1", 2, 4), 2e-3, [1e-3, 3e-3], 1e-3)
+    predicted, measured = (
+        play(make("zb_h1", 2, 4), 1e-3, 1e-3, 1e-3),
+        play(make("zb_h1", 2, 4), 2e-3, [1e-3, 3e-3], 1e-3),
+    )
     rows = [line.split() for line in beside(predicted, measured).splitlines()]
     assert ["stage", "0,", "rank", "0", "forward", "1.00", "2.00", "2.00"] in rows
     assert ["backward", "2.00", "4.00", "2.00"] in rows
     runs = {"predicted": predicted, "measured": measured}
     for form in ("svg", "html", "txt", "json"):
         save(tmp_path / f"x.{form}", runs)
-        assert "predicted" in (tmp_path / f"x.{form}").read_text() and "measured" in (tmp_path / f"x.{form}").read_text()
+        assert (
+            "predicted" in (tmp_path / f"x.{form}").read_text() and "measured" in (tmp_path / f"x.{form}").read_text()
+        )
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
         "predicted rank 0", "predicted rank 1", "measured rank 0", "measured rank 1"]  # fmt: skip
 
 
 def test_commands(capsys, tmp_path):
-    words = ["--model", "mlp-tiny:layers=3", "--mesh", "pp=2,dp=2", "--batch", "8", "--seq", "4", "--hardware", "cpu-gloo"]
+    words = [
+        "--model",
+        "mlp-tiny:layers=3",
+        "--mesh",
+        "pp=2,dp=2",
+        "--batch",
+        "8",
+        "--seq",
+        "4",
+        "--hardware",
+        "cpu-gloo",
+    ]
     one = ["--schedule", "1f1b", "--micro-batches", "2"]
     assert main(["explain", *words, *one]) == 0 and "cuts into stages" in capsys.readouterr().out
     assert main(["report", *words, *one, "--no-baselines", "--out", str(tmp_path / "r.html")]) == 0

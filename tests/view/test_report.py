@@ -1,4 +1,5 @@
-"""The report is one page: well formed, without references to anything outside, escaped, and with the plan's numbers in it."""
+"""The report is one page: well formed, without references to anything outside, escaped, and with the plan's numbers in
+it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def planned():
     model, inputs = build("gpt2-tiny:layers=2", batch=8, seq=16)
-    return api.search(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", name="gpt <2>", strategy="megatron", baselines=True)
+    return api.search(
+        model, "dp=2,tp=2", inputs, hardware="cpu-gloo", name="gpt <2>", strategy="megatron", baselines=True
+    )
 
 
 def test_the_page_is_whole_and_stands_alone(planned):
@@ -81,7 +84,10 @@ def test_the_numbers_of_the_plan_are_in_it(planned):
 def cells_of(text: str) -> list[list[str]]:
     """Texts of the cells of every row of every table."""
     rows = re.findall(r"<tr>(.*?)</tr>", text)
-    return [[unescape(re.sub(r"<[^>]*>", "", cell)) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in rows]
+    return [
+        [unescape(re.sub(r"<[^>]*>", "", cell)) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)]
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("table_of", [memory_table, alternatives_table])
@@ -125,7 +131,9 @@ def test_passes():
     model, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
     planned = api.search(model, "dp=2", inputs, hardware="cpu-gloo", micro_batches=2, baselines=False)
     plan, said = planned.plan, " ".join(Page(report_page(planned)).texts)
-    assert plan.simulated_seconds > 1.5 * planned.timeline.seconds and f"{ms(plan.simulated_seconds)} with overlap" in said
+    assert (
+        plan.simulated_seconds > 1.5 * planned.timeline.seconds and f"{ms(plan.simulated_seconds)} with overlap" in said
+    )
     assert "One of the step's 2 passes" in said and "2 micro-batches of 4 samples" in said
     slower = simulate(planned.problem, planned.evaluation, 1.5)
     assert "simulated, one of 2 passes" in " ".join(Page(report_page(planned, slower)).texts)
@@ -139,7 +147,9 @@ def test_meshes_and_the_host_are_told():
     assert f"{ms(planned.plan.offloaded.seconds)} offload" in said and "On the host: " in said
 
 
-@pytest.mark.parametrize("number, text", [(7, "7"), (999_400, "999K"), (999_700, "1M"), (8_030_261_248, "8.03B"), (2e12, "2T")])
+@pytest.mark.parametrize(
+    "number, text", [(7, "7"), (999_400, "999K"), (999_700, "1M"), (8_030_261_248, "8.03B"), (2e12, "2T")]
+)
 def test_counts(number, text):
     assert count_text(number) == text
 

@@ -19,7 +19,9 @@ def planned(request):
 
 
 def test_ops_are_named_as_they_are_emitted(planned):
-    emitted = {n.name: n.target for n in lower(planned.captured, planned.plan, 0).local.graph.nodes if n.op == "call_function"}
+    emitted = {
+        n.name: n.target for n in lower(planned.captured, planned.plan, 0).local.graph.nodes if n.op == "call_function"
+    }
     compared = 0
     for event in planned.timeline.events:
         if event.step is None and event.name in emitted and not planned.problem.vertices[event.vertex].casts:
