@@ -16,15 +16,15 @@ VOCAB = 11
 
 
 class RandomModel(nn.Module):
-    """(x (B, S, W)[, ids (B, S)]) -> outputs in a random form. `state`: whether it may keep Python state and buffers of
-    its own;
-    `random`: whether it may drop. `staged`: it has a loss and enough layers for a pipeline, and nothing that mixes
-    samples.
-    `smooth`: little comes of what is rounded, as bf16 does. The ops are a list of (name, positions of arguments,
+    """(x (B, S, W)[, ids (B, S)]) -> outputs in a random form.
+
+    `state`: whether it may keep Python state and buffers of its own; `random`: whether it may drop. `staged`: it has a
+    loss and enough layers for a pipeline, and nothing that mixes samples. `smooth`: little comes of what is rounded, as
+    bf16 does. `adapted`: every layer is used, as adapters ask. The ops are a list of (name, positions of arguments,
     layer), values are (B, S, width)."""
 
     def __init__(self, rng: Random, width: int, takes_ids: bool, state: bool = True, random: bool = False,
-                 staged: bool = False, smooth: bool = False):  # fmt: skip
+                 staged: bool = False, smooth: bool = False, adapted: bool = False):  # fmt: skip
         super().__init__()
         self.takes_ids, self.factor = takes_ids, 1.0
         self.counts, self.calls = state and rng.random() < 0.15, 0
@@ -33,17 +33,17 @@ class RandomModel(nn.Module):
             self.embed = nn.Embedding(VOCAB, width)
         widths = [width]
         kinds = [*SINGLE, *(STATE if state else ()), *(("dropout",) if random else ())]
-        kinds = [k for k in kinds if not (staged and k in MIXING) and not (smooth and k in JUMPING)] + [
-            "linear"
-        ] * 4 * staged
-        doubles = [k for k in DOUBLE if not (smooth and k in JUMPING)]
+        left_out = (*(MIXING if staged else ()), *(JUMPING if smooth else ()), *(("custom",) if adapted else ()))
+        kinds = [k for k in kinds if k not in left_out] + ["linear"] * 4 * staged
+        doubles = [k for k in DOUBLE if k not in left_out]
         for _ in range(rng.randint(9, 12) if staged else rng.randint(3, 9)):
-            pairs = [(i, j) for i in range(len(widths)) for j in range(i) if widths[i] == widths[j]]
+            last = len(widths) - 1
+            pairs = [(i, j) for i in range(last * adapted, last + 1) for j in range(i) if widths[i] == widths[j]]
             if pairs and rng.random() < 0.25:
                 self.ops.append((rng.choice(doubles), rng.choice(pairs), None))
                 widths.append(widths[self.ops[-1][1][0]])
                 continue
-            kind, at = rng.choice(kinds), rng.choice([len(widths) - 1, rng.randrange(len(widths))])
+            kind, at = rng.choice(kinds), last if adapted else rng.choice([last, rng.randrange(last + 1)])
             layer, out = self._layer(kind, widths[at], rng)
             self.ops.append((kind, (at,), layer))
             widths.append(out)

@@ -14,10 +14,14 @@ from random import Random
 import torch
 
 import autopar
-from autopar import Mesh, api, schedule
+from autopar import Mesh, schedule
 from autopar.adapt import order
 from autopar.errors import AutoparError
 from autopar.fake_state import forms_of
+from autopar.pipeline_plan import axis_of
+from autopar.plan_arguments import options_of
+from autopar.plan_pipeline import plan_pipeline
+from autopar.planner.make import search
 from autopar.simulate_pipeline import simulate_pipeline
 from autopar.simulated import simulate_step
 from tests.staged import Case
@@ -184,22 +188,31 @@ def simulated(seed: int) -> Outcome:
 
 
 def _simulated(seed: int, d: Drawn, mesh: str, make, options: dict, random: bool) -> str | None:
+    adapt = order.checked(make())
+
     def model():
         seed_all(seed)
-        return RandomModel(Random(seed + 1), d.width, d.takes_ids, random=random, staged="pp" in mesh)
+        return RandomModel(
+            Random(seed + 1), d.width, d.takes_ids, random=random, staged="pp" in mesh, adapted=bool(adapt)
+        )
 
     batch = {name: value.detach() for name, value in _batch(d, 0, d.batch).items()}
-    adapt = order.checked(make())
-    plan = api.search(
-        model(), mesh, batch, hardware="cpu-gloo", baselines=False, adapt=make(), fixes=False, **options
-    ).plan
     adapted = model()
     order.attach(adapted, adapt, "cpu", seed)
     case = Case.of(adapted, batch, forms=forms_of(adapted), adapt=adapt)
+    plan = _planned(case, Mesh.parse(mesh), **options).plan
     step = (simulate_pipeline if plan.pipeline else simulate_step)(case.captured, plan, case.values)
     outputs = step.outputs if plan.pipeline else {str(i): o for i, o in enumerate(step.outputs)}
     found = _wrong(case, outputs, step, 1e-7)
     return found or (None if adapt or random else _against_eager(model, batch, case))
+
+
+def _planned(case: Case, mesh: Mesh, strategy, pin=None, **pipeline):
+    """The plan of a case; `pipeline`: its schedule and number of micro-batches, if the mesh has stages."""
+    asked = options_of(mesh, "cpu-gloo", None, "adamw", "fp32", strategy, pin, False, {}, False)
+    if axis_of(mesh) is not None:
+        return plan_pipeline(case.captured, mesh, asked, "random", **pipeline)
+    return search(case.captured, mesh, asked, "random")
 
 
 def _wrong(case: Case, outputs, step, tolerance: float) -> str | None:
