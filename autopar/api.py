@@ -109,8 +109,7 @@ def search(
     report=lambda text: None,
 ) -> Planned | PipelinePlanned:  # fmt: skip
     """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the
-    same.
-    `stages_per_rank`: of a pipeline (None: as many as are best)."""
+    same. `stages_per_rank`: of a pipeline (None: as many as are best)."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
@@ -205,11 +204,10 @@ def compile(
     batch.
 
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs
-    too).
-    `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from which each
-    rank reads its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The source model's
-    parameters are taken over; where ranks built it with different values, rank 0's count (runtime/same_values.py).
-    Without example_inputs the model is compiled at its first call.
+    too). `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from
+    which each rank reads its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The
+    source model's parameters are taken over; where ranks built it with different values, rank 0's count
+    (runtime/same_values.py). Without example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K
     times a step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of

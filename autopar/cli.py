@@ -1,8 +1,7 @@
 """`autopar`: plan, train, verify and look at models from the command line. Each command is a file in autopar/commands/.
 
 Bad input is one line on stderr, what is wrong and how to fix it, and exit code 2. After a plan that does not fit the
-memory come
-tables: what the smallest one holds, and what would fit.
+memory come tables: what the smallest one holds, and what would fit.
 """
 
 from __future__ import annotations

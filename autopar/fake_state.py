@@ -57,8 +57,7 @@ class Held:
 
 class Forms(dict[str, Form]):
     """The form of every parameter under its first name. `buffers`: the same of buffers; `tables`: where all of them
-    belong;
-    `held`: where else they are; `left`: values of buffers that this rank does not keep and no state dict has;
+    belong; `held`: where else they are; `left`: values of buffers that this rank does not keep and no state dict has;
     `all_names`: of parameters, each with its first name."""
 
     def __init__(

@@ -119,15 +119,13 @@ class Hardware:
 
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
     which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of
-    kernels.
-    `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the device's
-    context, to the buffers of the communication library and to the rounding of the caching allocator. `host`: the
-    host's memory behind a device, None where nothing can be kept there.
+    kernels. `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the
+    device's context, to the buffers of the communication library and to the rounding of the caching allocator. `host`:
+    the host's memory behind a device, None where nothing can be kept there.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
-    2 if nothing is gained by it.
-    `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %). `fingerprint`: where they were
-    measured, empty for a profile made from datasheets.
+    2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
+    `fingerprint`: where they were measured, empty for a profile made from datasheets.
     """
 
     name: str

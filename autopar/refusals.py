@@ -72,8 +72,7 @@ def _of_branches(name: str, node: str | None = None, source: str | None = None) 
 def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, source_line=None,
               of_user: str | None = None) -> CaptureError | None:  # fmt: skip
     """The reason behind an error of torch's own tracing, if it is known; `graph`: the forward's, if there is one
-    already;
-    `of_user`: the user's line that it came from."""
+    already; `of_user`: the user's line that it came from."""
     if entered:
         name = min(entered, key=lambda name: name not in DERIVATIVES)
         return of_transform(name, entered[name])

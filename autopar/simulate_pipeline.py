@@ -49,10 +49,9 @@ class _Running:
 @dataclass(frozen=True)
 class PipelineStep:
     """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are
-    global.
-    `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage, phase), how
-    many values it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by stage, how
-    often its first rank called which, as (kind, axes)."""
+    global. `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage,
+    phase), how many values it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by
+    stage, how often its first rank called which, as (kind, axes)."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]

@@ -40,10 +40,9 @@ def trace(
 ) -> Captured:  # fmt: skip
     """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters,
     if not their own; `precision` as in autopar/precision.py; `adapt`: what is attached to the model (see
-    autopar/adapt/order.py);
-    `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that are differentiable;
-    `with_gradients`: whether the call is made where gradients are recorded. Raises CaptureError, InputError,
-    UnsupportedOpError, AdaptError."""
+    autopar/adapt/order.py); `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that
+    are differentiable; `with_gradients`: whether the call is made where gradients are recorded. Raises CaptureError,
+    InputError, UnsupportedOpError, AdaptError."""
     around = autocast.ambient()
     device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation

@@ -2,8 +2,7 @@
 
 Torch counts the new value of a parameter or buffer that the forward writes to among the outputs that have a gradient.
 In a training step nothing is ever computed from it outside of the forward, so its tangent is zero. A backward is linear
-in all tangents
-together: an op is zero if everything in it that depends on a tangent is.
+in all tangents together: an op is zero if everything in it that depends on a tangent is.
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ def formula_bytes(strategy: str, n: int) -> float:
     only once, as no gradient reads it. Tensor parallel: four all-reduces of an activation a layer (Megatron-LM, arXiv
     1909.08053, section 3), here as gathers and scatters of the same bytes (arXiv 2205.05198, section 4.2.2), one
     scatter for the gradient that the head returns, the small embedding gathered (and with sequence parallelism its
-    gradient scattered), and rows of
-    scalars: the vocabulary-parallel loss sums three, a norm over a sharded hidden dim one forward and one backward, and
-    norms over a sharded sequence all-reduce their weights' gradients."""
+    gradient scattered), and rows of scalars: the vocabulary-parallel loss sums three, a norm over a sharded hidden dim
+    one forward and one backward, and norms over a sharded sequence all-reduce their weights' gradients."""
     model, _ = models.build(MODEL, batch=BATCH, seq=SEQ)
     parameters = {name: 4 * p.numel() for name, p in model.named_parameters()}
     embedding, share, norms = 4 * VOCAB * HIDDEN, (n - 1) / n, 2 * LAYERS + 1

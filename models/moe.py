@@ -2,8 +2,7 @@
 
 Jiang et al., arXiv 2401.04088. Written densely: every expert computes every token, and the weights of those that were
 not picked are zero. The result is the same, and every dim may be sharded; the work is experts / active times that of a
-sparse layer.
-Shapes: B batch, S sequence, H hidden, E experts.
+sparse layer. Shapes: B batch, S sequence, H hidden, E experts.
 """
 
 from __future__ import annotations

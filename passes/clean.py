@@ -67,8 +67,7 @@ REPEATED = FREE_VIEWS | {torch.ops.autopar.dequantize.default}
 def _repeat_in_backward(graph: fx.Graph) -> None:
     """A backward op that reads a view of a forward value gets its own copy of the view, so that what is saved for the
     backward (or gathered again, for a parameter) is always the viewed value itself. A quantized weight is dequantized
-    again for the same
-    reason: what stays is an eighth of the result."""
+    again for the same reason: what stays is an eighth of the result."""
     mark_phases(graph)
     copies: dict[fx.Node, fx.Node] = {}
 

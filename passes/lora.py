@@ -5,9 +5,8 @@
     any op of W       ->  the same of W + scaling * (B A for each expert)
 
 Runs before differentiation, so the adapters' gradients are autograd's, and sharding follows from the factors of the ops
-that are
-added: where the base is column-parallel A is read whole and B cut by rows, where it is row-parallel A is cut by columns
-and the output is a partial sum like the base's.
+that are added: where the base is column-parallel A is read whole and B cut by rows, where it is row-parallel A is cut
+by columns and the output is a partial sum like the base's.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
 
 The graph is cut along the samples as for one more mesh axis (passes/batch_axis.py), so what it computes is what the
-whole batch
-computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and outputs that
-are sums over the batch add up over the micro-batches; outputs with samples are joined along them. A sum that ops need
-before the last micro-batch has run (the number of valid tokens) follows from the inputs: a graph of its own computes it
-first, and micro-batches read it. What does not depend on the batch (the norm of a weight in the loss) is added in equal
-shares. Random ops draw the numbers of their samples: the random state of a micro-batch has its number.
-"""
+whole batch computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has. Gradients and
+outputs that are sums over the batch add up over the micro-batches; outputs with samples are joined along them. A sum
+that ops need before the last micro-batch has run (the number of valid tokens) follows from the inputs: a graph of its
+own computes it first, and micro-batches read it. What does not depend on the batch (the norm of a weight in the loss)
+is added in equal shares. Random ops draw the numbers of their samples: the random state of a micro-batch has its
+number."""
 
 from __future__ import annotations
 

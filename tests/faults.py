@@ -32,8 +32,8 @@ TIMEOUT_SECONDS = 3.0
 @dataclass(frozen=True)
 class Outcome:
     """`seconds`: from the fault to the end of the last survivor's process; `errors`: by survivor, (type, ranks named,
-    step, text);
-    `codes`: exit codes of survivors; `silent`: survivors that were still there at the end and had to be killed."""
+    step, text); `codes`: exit codes of survivors; `silent`: survivors that were still there at the end and had to be
+    killed."""
 
     seconds: float
     errors: dict[int, tuple[str, tuple[int, ...], int, str]]
@@ -53,8 +53,7 @@ def inputs() -> tuple:
 def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: float = 60,
         backend: str | None = None) -> Outcome:  # fmt: skip
     """Starts a process a device, waits until all train, `after` seconds later lets `victim` fail, and collects the
-    others.
-    `backend`: of torch.compile, if the graphs go through it."""
+    others. `backend`: of torch.compile, if the graphs go through it."""
     world, context = Mesh.parse(mesh).devices, multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(gloo.PRELOAD)
     with tempfile.TemporaryDirectory() as folder:

@@ -3,8 +3,7 @@
     gloo.run(4, check, "dp=2,tp=2")     # check(rank, "dp=2,tp=2") in every process, returns what each of them returns
 
 Processes are forked from a server that has imported all of torch and transformers that a compile needs, so that
-starting one costs
-little: what is imported after the fork is imported once for each of them, for seconds of CPU time.
+starting one costs little: what is imported after the fork is imported once for each of them, for seconds of CPU time.
 """
 
 from __future__ import annotations

@@ -103,8 +103,7 @@ def has_no_value(value: object) -> bool:
 @contextlib.contextmanager
 def _without_linalg_checks():
     """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a
-    graph
-    keeps: such a matrix then gives what LAPACK leaves behind."""
+    graph keeps: such a matrix then gives what LAPACK leaves behind."""
     holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = holder.effect
     holder.register(None)

@@ -24,8 +24,7 @@ class Replaced:
 
 class Attachment:
     """Changes of one model. `device` is where values that are added live; on "meta" nothing is drawn. `seed`: of what
-    is drawn.
-    `reads_files`: the values that the model has now are not those that it will have."""
+    is drawn. `reads_files`: the values that the model has now are not those that it will have."""
 
     def __init__(self, model: nn.Module, device: str | torch.device = "meta", seed: int = 0, reads_files: bool = False):
         self.reads_files = reads_files

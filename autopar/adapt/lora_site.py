@@ -2,8 +2,7 @@
 
 Of a module M the adapter's parameters are M.lora_A.weight and M.lora_B.weight, of an embedding M.lora_embedding_A and
 M.lora_embedding_B, with DoRA M.lora_magnitude_vector; of a second adapted parameter of one module
-M.base_layer.lora_A.weight and so
-on: the names that PEFT saves them under.
+M.base_layer.lora_A.weight and so on: the names that PEFT saves them under.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ LORA_A, LORA_B = "lora_A", "lora_B"  # the modules of the two factors
 @dataclass(frozen=True)
 class LoraSite:
     """One adapted parameter of a module. `kind`: "linear", "embedding" or "parameter" (of any use, such as stacked
-    experts);
-    `is_transposed`: the parameter is (i, o), or (experts, i, o). `prefix` stands before the names of its adapter."""
+    experts); `is_transposed`: the parameter is (i, o), or (experts, i, o). `prefix` stands before the names of its
+    adapter."""
 
     parameter: str
     kind: str

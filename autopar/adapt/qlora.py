@@ -2,9 +2,8 @@
 
 In the model that is compiled a quantized weight M.weight does not exist: it has M.weight_packed, M.weight_absmax and,
 if its scales are quantized too, M.weight_absmax_scale and M.weight_absmax_offset, as autopar/ops_nf4.py says. They are
-frozen parameters like any
-other: planned, sharded, gathered and saved in their few bits; where a layer computes, its weight is dequantized.
-"""
+frozen parameters like any other: planned, sharded, gathered and saved in their few bits; where a layer computes, its
+weight is dequantized."""
 
 from __future__ import annotations
 
@@ -146,12 +145,11 @@ class QLoRA(LoRA):
 
     The arguments of LoRA, of which target_modules is "all-linear" if not given, and: quant_type "nf4", "fp4" or "int8";
     block_size: weights of a row that share a scale (a dim that it does not divide gets the largest even divisor below,
-    not under 16);
-    double_quant: the scales are kept in 8 bits; quantize_modules: layers to quantize, as target_modules, "all-linear"
-    being all frozen ones but the output head; quantize_parameters: ends of names of matrices, or stacks of them, with
-    blocks along the last dim. Weights are quantized where the model is taken over, from the values it has or from
-    `weights=`, whole, one at a time. An adapter starts and is saved as LoRA's; DoRA's lengths are those of the weights
-    before they are quantized. Raises AdaptError for values that mean nothing."""
+    not under 16); double_quant: the scales are kept in 8 bits; quantize_modules: layers to quantize, as target_modules,
+    "all-linear" being all frozen ones but the output head; quantize_parameters: ends of names of matrices, or stacks of
+    them, with blocks along the last dim. Weights are quantized where the model is taken over, from the values it has or
+    from `weights=`, whole, one at a time. An adapter starts and is saved as LoRA's; DoRA's lengths are those of the
+    weights before they are quantized. Raises AdaptError for values that mean nothing."""
 
     target_modules: Targets = ALL_LINEAR
     quant_type: str = "nf4"

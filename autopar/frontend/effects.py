@@ -32,8 +32,7 @@ class Slot:
 @dataclass(frozen=True)
 class Effect:
     """An attribute that a call sets. `value` has Slots for tensors; `step` is what a counter goes on by, 0 for other
-    attributes;
-    `is_saved`: of a buffer that the call registers, whether a state dict has it."""
+    attributes; `is_saved`: of a buffer that the call registers, whether a state dict has it."""
 
     owner: object
     name: str

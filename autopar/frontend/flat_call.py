@@ -25,10 +25,9 @@ ROOT = "model"  # name of the user's module inside the traced wrapper
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it
     computes in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is
-    being traced;
-    `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`: whether the call is
-    made where gradients are recorded. `watch` sees what the forward reads and leaves in the module's attributes, which
-    is a part of the call then; without one, the module just runs."""
+    being traced; `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`:
+    whether the call is made where gradients are recorded. `watch` sees what the forward reads and leaves in the
+    module's attributes, which is a part of the call then; without one, the module just runs."""
 
     def __init__(
         self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,

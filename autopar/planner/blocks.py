@@ -1,14 +1,12 @@
 """Recomputation: what the forward of a block need not save because the backward can make it again.
 
 A block is one element of a module list. At the level `selective` what is cheap to make from values that are saved
-anyway is
-dropped: pointwise ops and norms, with no collective on the way (Korthikanti et al., arXiv 2205.05198, section 5). At
-the level `full` a block keeps what it reads from outside and what others read from it, and drops the rest, gathered
-copies included; the backward computes it again (Chen et al., arXiv 1604.06174). Where the memory decides, a block goes
-from nothing to `full` in steps that free ever fewer bytes a second (autopar/planner/remake.py). What the forward moved
-is moved again, but only once in the
-backward: one copy serves what is computed again and the backward's own ops. Every block takes as many steps as it must;
-those that free most bytes a second are taken first.
+anyway is dropped: pointwise ops and norms, with no collective on the way (Korthikanti et al., arXiv 2205.05198, section
+5). At the level `full` a block keeps what it reads from outside and what others read from it, and drops the rest,
+gathered copies included; the backward computes it again (Chen et al., arXiv 1604.06174). Where the memory decides, a
+block goes from nothing to `full` in steps that free ever fewer bytes a second (autopar/planner/remake.py). What the
+forward moved is moved again, but only once in the backward: one copy serves what is computed again and the backward's
+own ops. Every block takes as many steps as it must; those that free most bytes a second are taken first.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
 
 def _order(problem: Problem) -> list[int]:
     """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in
-    the
-    graph: rounding decides a class when most of what it touches is decided."""
+    the graph: rounding decides a class when most of what it touches is decided."""
     place = {cls: float(cls) for cls in problem.classes}
     leaves = {cls for cls in problem.classes if not problem.vertices[cls].inputs}
     for cls in leaves:

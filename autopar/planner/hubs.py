@@ -50,8 +50,7 @@ def hubs_of(problem: Problem) -> list[Hub]:
 class Mode:
     """One way to serve all consumers of a hub: a price by producer layout p, in two rows, the second if the producer
     runs again; and for every column q what a block of consumers that takes q pays, by the phases in the block:
-    {FORWARD: (p, q),
-    BACKWARD: (p, q), BOTH: (p, q)}."""
+    {FORWARD: (p, q), BACKWARD: (p, q), BOTH: (p, q)}."""
 
     base: np.ndarray
     block: dict[int, np.ndarray]

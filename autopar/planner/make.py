@@ -42,14 +42,12 @@ from .whole import whole_of
 class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
     that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one
-    of them.
-    `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is planned
-    anyway).
-    `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the host already.
-    `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the whole mesh,
-    where the planned one is a stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a
-    step, and copies of parameters that are kept are gathered once. `beside`: another graph that runs with the same
-    decisions, of fewer samples."""
+    of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is
+    planned anyway). `offload`: see autopar/planner/offload.py; `on_host`: placeholders of parameters that are on the
+    host already. `styles`: the model's own tensor parallelism (see tensor_plan.py), one of the baselines. `within`: the
+    whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole mesh, gradients are
+    reduced once a step, and copies of parameters that are kept are gathered once. `beside`: another graph that runs
+    with the same decisions, of fewer samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None

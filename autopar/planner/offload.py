@@ -43,8 +43,7 @@ def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
 @dataclass(frozen=True)
 class Offload:
     """The user's choice: trainable parameters on the host never, where memory is short ("auto"), or all of them
-    ("optimizer").
-    `on_host`: placeholders of parameters that are there already. `cost`: None without a host."""
+    ("optimizer"). `on_host`: placeholders of parameters that are there already. `cost`: None without a host."""
 
     level: str = NONE
     cost: HostCost | None = None
@@ -60,8 +59,7 @@ class Offload:
 
 def break_even(problem: Problem, gradients: float) -> float | None:
     """Seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be in both
-    places.
-    `gradients`: whether those are held when memory peaks (1) or not (0)."""
+    places. `gradients`: whether those are held when memory peaks (1) or not (0)."""
     prices = []
     for options in problem.classes.values():
         here = [k for k, s in enumerate(options.strategies) if not s.on_host]

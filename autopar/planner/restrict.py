@@ -63,8 +63,7 @@ ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": No
 class Restriction:
     """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a
     glob and a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that
-    it may take.
-    `tensor_plan`: which parameters the tensor axes cut, and that what it leaves whole is whole."""
+    it may take. `tensor_plan`: which parameters the tensor axes cut, and that what it leaves whole is whole."""
 
     name: str
     roles: dict[str, str]

@@ -70,12 +70,11 @@ class Part:
     reduced, parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from
     its forward to its backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
     of parameters in the type that computes; `kept_bytes`: those that are gathered once and stay through the step;
-    `gradient_bytes`: shards of gradients, and
-    `whole_bytes`: what they are more while they wait for their reduction; `transient_bytes`: the most that comes and
-    goes while an op of the part runs; `reducing_bytes`: the same while gradients that waited are reduced;
-    `output_bytes`: what a micro-batch gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes
-    on to the next part in the forward, and of each that comes back from there. `modules`: of its forward ops, in order.
-    All bytes are a device's."""
+    `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
+    `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
+    gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs. `sent`,
+    `returned`: bytes of each tensor that goes on to the next part in the forward, and of each that comes back from
+    there. `modules`: of its forward ops, in order. All bytes are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
     overlap: float = 0.0

@@ -17,9 +17,8 @@ s, may
 
 v looped stages a rank (stage i on rank i mod p) divide the bubble by v (Narayanan et al., arXiv:2104.04473); t[s] is
 then of a rank, and step is exact if all stages are equal, else a bound on neither side. A zero-bubble schedule fills
-the bubble with weight
-gradients: ZB-H1 leaves (F + B - W) / (F + B + W) of it, a third of it for equal parts, ZB-H2 none (Qi et al.,
-arXiv:2401.10241).
+the bubble with weight gradients: ZB-H1 leaves (F + B - W) / (F + B + W) of it, a third of it for equal parts, ZB-H2
+none (Qi et al., arXiv:2401.10241).
 """
 
 from __future__ import annotations

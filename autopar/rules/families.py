@@ -161,8 +161,7 @@ def created(node: fx.Node) -> Rule:
 
 def drawn(node: fx.Node) -> Rule:
     """Random numbers by counter. A device draws one range of each dim: the op takes where it starts and its steps.
-    Dropout is
-    linear: parts of a sum at one place all meet the same mask."""
+    Dropout is linear: parts of a sum at one place all meet the same mask."""
     names, inputs = named(len(output_shapes(node)[0])), input_shapes(node)
     tensors = (*(names for _ in inputs[:-1]), (None,))
     return Rule(tensors, (names,), sets(([0],) if len(inputs) > 1 else ()), contiguous=frozenset(names))

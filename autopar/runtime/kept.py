@@ -21,8 +21,7 @@ from ..graph import PARTNERS, Role, output_node
 class Kept:
     """Of one forward: how often its tensors had been written to, and the `values` of its placeholders if a second one
     may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if the value
-    is its local part;
-    `watched`: positions of those that matter."""
+    is its local part; `watched`: positions of those that matter."""
 
     def __init__(self, roles: Sequence[Role], owners: Sequence[torch.Tensor], watched: Sequence[int],
                  values: list[torch.Tensor] | None):  # fmt: skip

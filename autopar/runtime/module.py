@@ -125,10 +125,9 @@ class ParallelModule(OfSource):
 
         Inside, the `.grad` of such a parameter is a Partial DTensor: `zero_grad` drops it, `full_tensor()` gives its
         value, and an optimizer or clipping that reads it makes DTensor reduce it, tensor by tensor. It is as large as
-        what the rank
-        computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient are sharded
-        (ZeRO). Under a pipeline they come on top of the sums of the micro-batches of the next call, which the plan
-        counts, and a parameter that several stages share is reduced in each backward."""
+        what the rank computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient
+        are sharded (ZeRO). Under a pipeline they come on top of the sums of the micro-batches of the next call, which
+        the plan counts, and a parameter that several stages share is reduced in each backward."""
         self._captures.prepare_no_sync()
         with self._captures.accumulation.deferring():
             yield

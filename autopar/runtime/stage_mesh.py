@@ -20,9 +20,8 @@ from . import process_groups, watch
 class StageMesh:
     """`mesh`, and `device_mesh` of those of its devices that run what this rank runs. `coordinate`: of this rank in it.
     `place`: of this rank along the pipeline's axis, 0 without one. `ranks`: by place, the world's ranks that are the
-    mesh's devices, in order.
-    `group`: the process group of those at this place, None for all of the world; `line`: of the ranks at this
-    coordinate of all places, None without a pipeline."""
+    mesh's devices, in order. `group`: the process group of those at this place, None for all of the world; `line`: of
+    the ranks at this coordinate of all places, None without a pipeline."""
 
     mesh: Mesh
     device_mesh: object

@@ -16,9 +16,8 @@ each group of 2BW, the version is the newest that stage 0 has when the first of 
 too by then.
 
 Held is what a micro-batch in flight, or one still to come, reads, and the newest version. So under vertical sync stage
-s holds
-p: the p-s of its micro-batches in flight, as with weight stashing alone, and s newer ones whose micro-batches have yet
-to arrive.
+s holds p: the p-s of its micro-batches in flight, as with weight stashing alone, and s newer ones whose micro-batches
+have yet to arrive.
 
 Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.03377). 2BW: Narayanan et al.,
 "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503); what it calls PipeDream-flush is synchronous:

@@ -37,8 +37,7 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
          weight_seconds: Seconds = 1.0, transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0,
          shares: Sequence[float] = ()) -> Played:  # fmt: skip
     """Times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each border of two
-    stages;
-    `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
+    stages; `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
 
     Raises ScheduleError on what `check` finds.
     """

@@ -117,8 +117,7 @@ def _listed(targets) -> list | str | None:
 
 def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> dict[str, Tensor]:
     """This rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted
-    embedding whole
-    besides: what a file has of the base is read too.
+    embedding whole besides: what a file has of the base is read too.
 
     Raises AdaptError for an adapter of another model or with other settings than the one compiled, with all that
     differs."""

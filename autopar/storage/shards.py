@@ -41,9 +41,8 @@ def write_shards(
     held: Mapping[str, Held], folder: Path, stem: str, stage: StageMesh, writer_rank: int | None = None
 ) -> dict[str, Digest]:
     """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there
-    are several.
-    `held`: what this rank's stage holds. Returns the digests of this rank's files by name. `writer_rank`: the one that
-    writes all tensors, as one file (None: those that hold them).
+    are several. `held`: what this rank's stage holds. Returns the digests of this rank's files by name. `writer_rank`:
+    the one that writes all tensors, as one file (None: those that hold them).
 
     Raises CheckpointError if the file cannot be written or a dtype cannot be stored. Until all is gathered a failure
     waits, lest other ranks wait for this one; they have to be told afterwards."""

@@ -17,8 +17,7 @@ def difference(
     eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset()
 ) -> str | None:
     """Of the records that both have, in the order in which they were made: the first difference in words, None if there
-    is none.
-    `elsewhere`: parameters and buffers that are on other ranks of a pipeline."""
+    is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline."""
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
         when = "after compile" if i == 0 else f"record {i}"

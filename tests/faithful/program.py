@@ -28,11 +28,9 @@ import torch
 @dataclass(frozen=True)
 class Program:
     """`name` is `topic/function`. `refused`: a word of the AutoparError that is wanted instead of an equal run; "" for
-    any.
-    `raises`: whether the script ends with an exception in eager mode, as it then must when compiled. `tolerance`: of
-    tensors, relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on one process
-    only.
-    `source`: file:line, for reports."""
+    any. `raises`: whether the script ends with an exception in eager mode, as it then must when compiled. `tolerance`:
+    of tensors, relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on one process
+    only. `source`: file:line, for reports."""
 
     name: str
     build: Callable
