@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .nets import Net
-from .program import Topic, one, randn
+from .program import Topic, calls, one
 
 attributes = Topic(__name__)
 SCALE = 1.0
@@ -303,12 +303,7 @@ def python_float_average():
             self.average = 0.5 * self.average + 0.5 * x.shape[0]
             return super().forward(x) * self.average
 
-    def script(run):
-        run.call(randn(1, 4, 6))
-        run.call(randn(2, 5, 6))
-        run.call(randn(3, 4, 6))
-
-    return Average(), one(4, 6), script
+    return Average(), one(4, 6), calls((4, 6), (5, 6), (4, 6))
 
 
 @attributes()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .nets import Net
-from .program import Topic, ids, one, randn
+from .program import Topic, calls, ids, one, randn
 
 inputs = Topic(__name__)
 
@@ -182,12 +182,7 @@ def branch_on_batch_size():
             y = super().forward(x)
             return y.mean() if x.shape[0] > 4 else y.sum()
 
-    def script(run):
-        run.call(randn(1, 3, 6))
-        run.call(randn(2, 6, 6))
-        run.call(randn(3, 4, 6))
-
-    return Branching(), one(5, 6), script
+    return Branching(), one(5, 6), calls((3, 6), (6, 6), (4, 6))
 
 
 @inputs()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .nets import Net
-from .program import Topic, one, randn
+from .program import Topic, calls, one, randn
 
 memories = Topic(__name__)
 
@@ -46,12 +46,7 @@ def lazy_cache_grows():
                 self.table = torch.outer(torch.arange(self.longest).float(), torch.arange(6).float() / 6).cos()
             return self.proj(x) * self.table[: x.shape[1]]
 
-    def script(run):
-        run.call(randn(1, 3, 4, 6))
-        run.call(randn(2, 3, 7, 6))
-        run.call(randn(3, 3, 5, 6))
-
-    return Rotary(), one(3, 5, 6), script
+    return Rotary(), one(3, 5, 6), calls((3, 4, 6), (3, 7, 6), (3, 5, 6))
 
 
 @memories()
@@ -87,12 +82,7 @@ def dict_cache_by_length():
                 self.masks[n] = torch.ones(n, n).tril()
             return torch.einsum("bsd,btd,st->bsd", self.proj(x), x, self.masks[n]) / math.sqrt(n)
 
-    def script(run):
-        run.call(randn(1, 3, 5, 6))
-        run.call(randn(2, 3, 4, 6))
-        run.call(randn(3, 3, 5, 6))
-
-    return Masked(), one(3, 5, 6), script
+    return Masked(), one(3, 5, 6), calls((3, 5, 6), (3, 4, 6), (3, 5, 6))
 
 
 @memories()

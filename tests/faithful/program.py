@@ -19,7 +19,7 @@ runs on both. The model is compiled for batch(0). Without a script it is called 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,3 +78,13 @@ def ids(seed: int, high: int, *shape: int) -> torch.Tensor:
 def one(*shape: int, **options) -> Callable:
     """Batches of a single tensor of normal numbers."""
     return lambda seed: (randn(seed, *shape, **options),)
+
+
+def calls(*shapes: Sequence[int]) -> Callable:
+    """Return a script that calls the model on one tensor of normal numbers of each of these shapes."""
+
+    def script(run) -> None:
+        for seed, shape in enumerate(shapes, 1):
+            run.call(randn(seed, *shape))
+
+    return script

@@ -122,47 +122,46 @@ def warmup_buffer():
     return Warming(), one(5, 6), script
 
 
+class Queue(Net):
+    """MoCo's queue of keys (He et al. 2020), and a buffer that points to where new ones are written."""
+
+    def __init__(self):
+        super().__init__(outputs=4)
+        self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        q = F.normalize(super().forward(x), dim=1)
+        logits = q @ self.queue.clone().detach()
+        with torch.no_grad():
+            self.enqueue(q)
+        return logits
+
+
 @state()
 def queue_of_keys():
-    """MoCo's queue (He et al. 2020): a pointer buffer says where new keys are written."""
+    """New keys are written where the pointer's tensor says."""
 
-    class Queue(Net):
-        def __init__(self):
-            super().__init__(outputs=4)
-            self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
-            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+    class ByTensor(Queue):
+        def enqueue(self, q):
+            at = (self.pointer + torch.arange(q.shape[0])) % self.queue.shape[1]
+            self.queue[:, at] = q.t()
+            self.pointer[0] = (self.pointer[0] + q.shape[0]) % self.queue.shape[1]
 
-        def forward(self, x):
-            q = F.normalize(super().forward(x), dim=1)
-            logits = q @ self.queue.clone().detach()
-            with torch.no_grad():
-                at = (self.pointer + torch.arange(x.shape[0])) % self.queue.shape[1]
-                self.queue[:, at] = q.t()
-                self.pointer[0] = (self.pointer[0] + x.shape[0]) % self.queue.shape[1]
-            return logits
-
-    return Queue(), one(4, 6)
+    return ByTensor(), one(4, 6)
 
 
 @state(refused="value")
 def queue_with_int_pointer():
-    """The same queue with `int(self.pointer)`, as its published code has it."""
+    """New keys are written from `int(self.pointer)` on, as in the published code."""
 
-    class Queue(Net):
-        def __init__(self):
-            super().__init__(outputs=4)
-            self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
-            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-        def forward(self, x):
-            q = F.normalize(super().forward(x), dim=1)
-            logits = q @ self.queue.clone().detach()
+    class ByNumber(Queue):
+        def enqueue(self, q):
             at = int(self.pointer)
-            self.queue[:, at : at + len(q)] = q.detach().t()
+            self.queue[:, at : at + len(q)] = q.t()
             self.pointer[0] = (at + len(q)) % 12
-            return logits
 
-    return Queue(), one(4, 6)
+    return ByNumber(), one(4, 6)
 
 
 @state()

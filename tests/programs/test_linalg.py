@@ -16,6 +16,7 @@ from autopar import traced_forms
 from autopar.errors import CaptureError
 
 from .. import gloo
+from ..runtime import parity
 from .probe import Program, as_loss, everywhere
 
 
@@ -176,16 +177,8 @@ def test_the_form_of_ctc_loss(n, seed, reduction, in_a_row, zero_infinity):
 
 
 def rank(number: int):
-    from ..runtime.parity import assert_close, assert_same_gradients, device_mesh, pair
-
-    for name in ("solve", "cov of all samples", "Normal, checked"):
-        model, inputs = PROGRAMS[name].made()
-        mine, whole = pair(model, device_mesh("dp=2"), inputs, strategy="ddp")
-        losses = [m(**inputs) for m in (mine, whole)]
-        assert_close(*losses, what=name)
-        for loss in losses:
-            loss.backward()
-        assert_same_gradients(mine, whole, tolerance=1e-4)
+    names = ("solve", "cov of all samples", "Normal, checked")
+    parity.check_programs([PROGRAMS[name].made for name in names], "dp=2", tolerance=1e-4)
 
 
 def test_programs_on_processes():

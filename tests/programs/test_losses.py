@@ -16,6 +16,7 @@ from autopar.graph import is_op, tensor_arguments
 from autopar.rules import rule_of
 
 from .. import gloo
+from ..runtime import parity
 from .probe import Program, everywhere
 
 WEIGHT = torch.arange(1.0, 9.0)
@@ -215,16 +216,8 @@ def test_the_vocabulary_of_a_smoothed_loss_may_be_sharded():
 
 
 def rank(number: int):
-    from ..runtime.parity import assert_close, assert_same_gradients, device_mesh, pair
-
-    for name in ("CrossEntropyLoss of images with all, mean", "CTCLoss of lengths, mean", "GaussianNLLLoss, mean"):
-        model, inputs = PROGRAMS[name].made()
-        mine, whole = pair(model, device_mesh("dp=2"), inputs, strategy="ddp")
-        losses = [m(**inputs) for m in (mine, whole)]
-        assert_close(*losses, what=name)
-        for loss in losses:
-            loss.backward()
-        assert_same_gradients(mine, whole)
+    names = ("CrossEntropyLoss of images with all, mean", "CTCLoss of lengths, mean", "GaussianNLLLoss, mean")
+    parity.check_programs([PROGRAMS[name].made for name in names], "dp=2")
 
 
 def test_losses_on_processes():

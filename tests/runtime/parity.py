@@ -64,3 +64,17 @@ def assert_same_gradients(parallel, reference, tolerance: float = 1e-5) -> None:
 def assert_same_values(parallel, reference, tolerance: float = 1e-5) -> None:
     for name, parameter in reference.named_parameters():
         assert_close(dict(parallel.named_parameters())[name], parameter, name, tolerance)
+
+
+def check_programs(makes, mesh: str, tolerance: float = 1e-5) -> None:
+    """Compare loss and gradients of data-parallel models with the unsharded ones, on every rank of `mesh`.
+
+    Each of `makes` returns (a model whose call gives a loss, its inputs)."""
+    for make in makes:
+        model, inputs = make()
+        mine, whole = pair(model, device_mesh(mesh), inputs, strategy="ddp")
+        losses = [m(**inputs) for m in (mine, whole)]
+        assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        assert_same_gradients(mine, whole, tolerance=tolerance)
