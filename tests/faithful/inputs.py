@@ -130,10 +130,10 @@ CALLS = {
     "float_for_int": [((1.0, 2.0), {}), ((1, 2), {}), ((True, 1), {})],
     "nan_as_argument": [((float("inf"),), {}), ((0.0,), {}), ((-0.0,), {})],
 }
-for name, calls in CALLS.items():
+for name, arguments in CALLS.items():
 
-    def _options_script(run, calls=calls):
-        for seed, (args, kwargs) in enumerate(calls):
+    def _options_script(run, arguments=arguments):
+        for seed, (args, kwargs) in enumerate(arguments):
             kwargs = {k: randn(9, 3) if v == "tensor" else v for k, v in kwargs.items()}
             run.call(randn(seed, 5, 6), *args, **kwargs)
 
