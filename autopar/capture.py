@@ -27,6 +27,7 @@ from .fake_state import DEVICE, Form, Forms, fake, fake_state, forms_of
 from .frontend.flat_call import ROOT, FlatCall
 from .frontend.guards import Guards
 from .frontend.hooks import refuse_backward_hooks
+from .frontend.random_branches import no_random_branches
 from .frontend.watch import Watch
 from .functions import inline, kept_backwards
 from .graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
@@ -92,10 +93,11 @@ def export(
     watch = Watch(model, loss_fn, [held.container for held in forms.held])
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
     wrapper.with_gradients = with_gradients
+    draws = no_random_branches()
     try:
         with (
-            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(),
-            traced_forms(), plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
+            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(draws.refuse),
+            traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)

@@ -41,7 +41,7 @@ Noted = dict[str, str]  # the user's line by the name of a transform
 def noted() -> Iterator[Noted]:
     """Inside, transforms of torch.func that the model enters are noted."""
     found: Noted = {}
-    with _torch.transforms(lambda name: found.setdefault(name, _line_of_user())):
+    with _torch.transforms(lambda name: found.setdefault(name, line_of_user())):
         yield found
 
 
@@ -122,7 +122,7 @@ def _writes_by_mask(node: fx.Node) -> bool:
 _INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep, "<")
 
 
-def _line_of_user() -> str | None:
+def line_of_user() -> str | None:
     """The innermost line outside of torch and autopar that runs now."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):

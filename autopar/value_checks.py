@@ -18,7 +18,7 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
@@ -38,9 +38,10 @@ Range = tuple[tuple[int, int], tuple[int, int]]  # (line, column) of the start a
 
 
 @contextmanager
-def checks_pass() -> Iterator[None]:
-    """Inside, tensors without values answer checks so that nothing is raised."""
-    with _answering(torch.Tensor), _answering(torch.SymBool), _only_definite():
+def checks_pass(asked: Callable[[object], None] = lambda value: None) -> Iterator[None]:
+    """Inside, tensors without values answer checks so that nothing is raised; `asked` is called with every value whose
+    truth is read."""
+    with _answering(torch.Tensor, asked), _answering(torch.SymBool, asked), _only_definite():
         yield
 
 
@@ -58,10 +59,11 @@ def _only_definite() -> Iterator[None]:
 
 
 @contextmanager
-def _answering(kind: type) -> Iterator[None]:
+def _answering(kind: type, asked: Callable[[object], None]) -> Iterator[None]:
     own, plain = kind.__dict__.get("__bool__"), kind.__bool__
 
     def truth(value) -> bool:
+        asked(value)
         answer = valid_answer(sys._getframe(1)) if _torch.has_no_value(value) else None
         return plain(value) if answer is None else answer
 

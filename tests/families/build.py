@@ -1,9 +1,11 @@
-"""From a configuration of transformers to a tiny model and a call of it, offline, with nothing random in the
-forward."""
+"""From a configuration of transformers to a tiny model and a call of it, offline, with nothing random in the forward
+but inside of `as_shipped()`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,17 @@ from torch import Tensor, nn
 RANDOM = ("drop", "mask_time_prob", "mask_feature_prob", "jitter")  # in the names of options that draw numbers
 
 VOCAB, LABELS = 128, 3
+_SHIPPED: ContextVar[bool] = ContextVar("shipped", default=False)
+
+
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    """Inside, models are made with the dropout, LayerDrop and masking that their configurations have by default."""
+    token = _SHIPPED.set(True)
+    try:
+        yield
+    finally:
+        _SHIPPED.reset(token)
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,8 @@ def model_of(name: str, auto: str, **options) -> nn.Module:
     import transformers
 
     config = transformers.AutoConfig.for_model(name, **options)
-    without_randomness(config)
+    if not _SHIPPED.get():
+        without_randomness(config)
     made = getattr(transformers, auto)
     return made.from_config(config) if auto.startswith("Auto") else made(config)
 
