@@ -138,8 +138,7 @@ def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
 
 FIX_VALUES = (
     "this line reads the values of a tensor, which are known only when the model runs: compute with torch.where, a "
-    "mask or "
-    "torch.topk, whose shapes do not depend on values"
+    "mask or torch.topk, whose shapes do not depend on values"
 )
 
 

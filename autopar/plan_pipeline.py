@@ -173,8 +173,8 @@ def _refusal(closest: Tried, limit: float) -> MemoryInfeasibleError:
     label = _label(judged)
     return MemoryInfeasibleError(
         f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with "
-        f"stage{several} "
-        f"{stages} needs {size(judged.peak_bytes)}, {size(missing)} more", missing_bytes=math.ceil(missing),
+        f"stage{several} {stages} needs {size(judged.peak_bytes)}, {size(missing)} "
+        "more", missing_bytes=math.ceil(missing),
         breakdown=judged.memory[rank], mesh=closest.inner.options.within,
         fix="use more ranks along pp, more devices on its other axes, or more micro-batches",
     )  # fmt: skip

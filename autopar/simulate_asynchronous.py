@@ -45,8 +45,7 @@ class SimulatedAsynchronous:
         lowered = Lowered.of(captured, plan, check=False)
         if (len(lowered.stages), lowered.micro.micro_batches) != (schedule.stages, schedule.group):
             raise StageError(f"the plan has {len(lowered.stages)} stages and {lowered.micro.micro_batches} "
-                             f"micro-batches, the "
-                             f"schedule {schedule.stages} and {schedule.group}")  # fmt: skip
+                             f"micro-batches, the schedule {schedule.stages} and {schedule.group}")  # fmt: skip
         self.micro, self.values = lowered.micro, values
         check_apart([programs[0].stage.leaves for programs in lowered.stages], captured.graph)
         self.stages = [self._stage(programs, optimizer) for programs in lowered.stages]

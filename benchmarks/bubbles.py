@@ -70,8 +70,8 @@ def forms(cases: list[tuple[int, int]]) -> int:
             less = name in AT_MOST and mine[1] <= form[1] and mine[2] <= form[2]  # the bounds are of a rank's window
             wrong += not (exact or less)
             print(f"{p:2} {m:3} "
-                  f"{name:24}{mine[0]:9.2%}{form[0]:9.2%}{mine[1]:11.2%}{form[1]:9.2%}{mine[2]:11g}{form[2]:7g}"
-                  f"  {'exact' if exact else 'within the bound' if less else 'WRONG'}")  # fmt: skip
+                  f"{name:24}{mine[0]:9.2%}{form[0]:9.2%}{mine[1]:11.2%}{form[1]:9.2%}{mine[2]:11g}{form[2]:7g}  "
+                  f"{'exact' if exact else 'within the bound' if less else 'WRONG'}")  # fmt: skip
     one, four = play(make("naive", 4, 1)), play(make("gpipe", 4, 4))
     print(
         f"4 stages and 4 micro-batches: {four.utilization:.0%} utilization against {one.utilization:.0%} with one batch"

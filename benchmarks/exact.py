@@ -43,9 +43,8 @@ def graphs(count: int, first: int, most_plans: int) -> int:
             print(f"seed {seed}: {error}", flush=True)
     plans, optimal = sum(r.plans for r in right), sum(r.found <= r.best * (1 + 1e-9) for r in right)
     print(f"{count} random graphs, {plans:,} plans, {time.perf_counter() - start:.0f} s: {wrong} wrong; the best plan "
-          f"found in "
-          f"{optimal}, worst loss {max((r.found / r.best - 1 for r in right), default=0.0):.3%}, "
-          f"widest gap {max((1 - r.bound / r.found for r in right), default=0.0):.3%}", flush=True)  # fmt: skip
+          f"found in {optimal}, worst loss {max((r.found / r.best - 1 for r in right), default=0.0):.3%}, widest gap "
+          f"{max((1 - r.bound / r.found for r in right), default=0.0):.3%}", flush=True)  # fmt: skip
     return wrong
 
 

@@ -38,8 +38,8 @@ def plans(count: int, seed: int) -> int:
             path = Path(folder) / "plan.json"
             report = plan_files.run(plan, captured, values, count // len(PLANS), path, seed + number)
         outcomes = ", ".join(f"{n} {kind}" for kind, n in sorted(report.outcomes.items()))
-        print(f"{text} on {mesh}: {outcomes}; {report.simulated} simulated, "
-              f"slowest {report.slowest_seconds:.1f} s ({report.slowest}), {len(report.wrong)} wrong",
+        print(f"{text} on {mesh}: {outcomes}; {report.simulated} simulated, slowest {report.slowest_seconds:.1f} s "
+              f"({report.slowest}), {len(report.wrong)} wrong",
               flush=True)  # fmt: skip
         print("".join(f"  {line}\n" for line in report.wrong[:20]), end="", flush=True)
         wrong += len(report.wrong)

@@ -141,8 +141,7 @@ def main() -> int:
             ratios += report(case, plan, seen)
     near = sum(abs(r - 1) <= NEAR for r in ratios)
     print(f"predicted / tracked of {len(ratios)} ranks: {min(ratios):.3f} to {max(ratios):.3f}, mean "
-          f"{np.mean(ratios):.3f}; "
-          f"{near} within {NEAR:.0%}")  # fmt: skip
+          f"{np.mean(ratios):.3f}; {near} within {NEAR:.0%}")  # fmt: skip
     return 0
 
 

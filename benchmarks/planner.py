@@ -61,8 +61,7 @@ DEVICES = [64, 256, 1024, 4096, 16384]
 WIDENING = [Case("llama3-8b", f"dp={n // 8},tp=8", n // 4, 8192) for n in DEVICES]
 HEAD = (
     f"{'model':14} {'mesh':15} {'batch x seq':>14} | {'import':>6} {'capture':>7} {'plan':>6} {'all s':>6} {'GiB':>5} "
-    f"| "
-    f"{'gap':>6} {'step ms':>9} {'GiB':>5} {'best expert':>12} {'margin':>7}"
+    f"| {'gap':>6} {'step ms':>9} {'GiB':>5} {'best expert':>12} {'margin':>7}"
 )
 
 

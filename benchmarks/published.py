@@ -133,8 +133,7 @@ def table_of(source: str, rows: list[Row]) -> list[str]:
     return [
         source, *table(header, cells, left=2),
         f"mean error: serial {means[0]:.0%}, after a factor of {factors[0]:.2f} {scaled[0]:.0%}; overlapped "
-        f"{means[1]:.0%}, "
-        f"after a factor of {factors[1]:.2f} {scaled[1]:.0%}",
+        f"{means[1]:.0%}, after a factor of {factors[1]:.2f} {scaled[1]:.0%}",
         "",
     ]  # fmt: skip
 

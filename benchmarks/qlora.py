@@ -63,8 +63,7 @@ def table(name: str, mesh: str, batch: int, seq: int) -> None:
         print(
             f"{way:26} {bits(model, adapt, precision):5.4g}  {gathered / 2**30:8.2f}  {memory['parameters']:10.3f}  "
             f"{memory['gradients'] + memory['optimizer']:20.3f}  {memory['activations']:11.3f}  "
-            f"{plan.peak_bytes / 2**30:6.2f}  "
-            f"{plan.step_seconds * 1e3:9.1f}", flush=True,
+            f"{plan.peak_bytes / 2**30:6.2f}  {plan.step_seconds * 1e3:9.1f}", flush=True,
         )  # fmt: skip
 
 

@@ -269,8 +269,8 @@ class _Layouts:
         if producer not in self.of_inputs:
             raise MicroBatchError(
                 f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all "
-                f"micro-batches"
-                " have been computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+                "micro-batches have been "
+                "computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
         self.totals[argument] = None
         return Layout.replicated(argument.meta["val"].dim())

@@ -6,7 +6,6 @@ A graph takes one way, and which one it is would be drawn when the model is trac
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary

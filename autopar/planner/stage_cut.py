@@ -203,8 +203,7 @@ def infeasible(spans: Spans, flight: np.ndarray, limit: float, timing: Timing) -
     }
     return MemoryInfeasibleError(
         f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, pieces {spans.first[x]} "
-        f"to "
-        f"{spans.end[x] - 1}, needs {size(need)}, {size(missing)} more than there are",
+        f"to {spans.end[x] - 1}, needs {size(need)}, {size(missing)} more than there are",
         missing_bytes=missing, breakdown=bytes_,
         fix="use more stages, smaller micro-batches, or a schedule with fewer in flight",
     )  # fmt: skip

@@ -165,8 +165,7 @@ class Loops:
         stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0])
         return MemoryInfeasibleError(
             f"no cut was found that fits {size(self.limit)} with {self.timing.name}: in the emptiest, rank {rank} "
-            f"needs "
-            f"{size(stage.total_bytes)}, {size(missing)} more than there are", missing_bytes=missing,
+            f"needs {size(stage.total_bytes)}, {size(missing)} more than there are", missing_bytes=missing,
             breakdown=stage.bytes_, fix="use more ranks, smaller micro-batches, or a schedule with fewer in flight",
         )  # fmt: skip
 

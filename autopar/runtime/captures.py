@@ -238,8 +238,7 @@ class Captures:
                 f"the model is called with {call}{changed}, and is compiled for {len(self.table)} calls already: "
                 + " | ".join(c.call for c in self.table),
                 fix="pad batches to a few shapes, keep what changes in every call in buffers or inputs, or raise the "
-                    "module's "
-                    "capture_limit",
+                    "module's capture_limit",
             )  # fmt: skip
         start = time.perf_counter()
         traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters, self._by_name(self._trainable()))

@@ -38,8 +38,7 @@ class Kept:
             if old != new and i in needed:
                 raise InputError(
                     f"the {self.roles[i].kind} {self.roles[i].name}, which this backward needs, has been modified by "
-                    f"an inplace "
-                    "operation since the forward",
+                    "an inplace operation since the forward",
                     fix="call backward() before optimizer.step() and other writes, or call the model again",
                 )
 

@@ -314,8 +314,7 @@ class _PipelineLoss(torch.autograd.Function):
             if tangent is not None and name != step.returns.names[ctx.loss]:
                 raise StageError(
                     f"a gradient arrives for {name}, and under a pipeline the loss alone has one: the call has "
-                    f"computed the "
-                    "gradients of its parameters when it returns",
+                    "computed the gradients of its parameters when it returns",
                     fix=f"add what you compute from {name} to the loss inside of the model, or detach it, or use a "
                     f"mesh without pp",
                 )

@@ -119,8 +119,7 @@ def _differing(mine: dict[str, tuple], first: dict[str, tuple]) -> list[str]:
             )
         if (found is None) != (first[name][2] is None):
             raise InputError(f"{name} has values on rank {0 if found is None else rank} and is on the meta device on "
-                             f"rank "
-                             f"{rank if found is None else 0}",
+                             f"rank {rank if found is None else 0}",
                              fix="give it values on every rank, or on none")  # fmt: skip
     return [name for name in mine if mine[name] != first[name]]
 

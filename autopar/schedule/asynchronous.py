@@ -71,8 +71,7 @@ class Asynchronous:
                                 fix=f"use {BUFFERED} for updates of several")  # fmt: skip
         if self.name == BUFFERED and self.group < self.stages:
             raise StrategyError(f"schedule {BUFFERED} needs at least as many micro-batches an update as stages, "
-                                f"{self.stages}, not "
-                                f"{self.group}", fix=f"use {self.stages} or more")  # fmt: skip
+                                f"{self.stages}, not {self.group}", fix=f"use {self.stages} or more")  # fmt: skip
 
     # closed forms
     # ----------------------------------------------------------------------------------------------------------

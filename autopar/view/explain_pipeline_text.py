@@ -16,8 +16,8 @@ def explain_pipeline_text(e: PipelineExplanation) -> str:
     p = e.plan.pipeline
     lines = [
         f"pipeline of {e.plan.model} on mesh {e.plan.mesh}: step {ms(e.plan.step_seconds)}, peak "
-        f"{size(e.plan.peak_bytes)} "
-        f"a device, {percent(e.plan.peak_bytes, e.plan.memory_limit_bytes)} of {size(e.plan.memory_limit_bytes)}",
+        f"{size(e.plan.peak_bytes)} a device, {percent(e.plan.peak_bytes, e.plan.memory_limit_bytes)} of "
+        f"{size(e.plan.memory_limit_bytes)}",
         pipeline_line(e.plan), "", *_ranks(e), "",
         "* as planned; works, reduces (gradients, after the last action) and waits are the mean rank's and add up to "
         "the step", "",
@@ -36,8 +36,7 @@ def inside_lines(plan: Plan) -> list[str]:
     """What the seconds of an explanation inside of stages are of."""
     p = plan.pipeline
     return [f"inside of the stages: seconds of one of {p.micro_batches} micro-batches through all stages, as if one "
-            f"rank along "
-            f"{p.axis} had them all; a rank has 1/{p.ranks} of it"]  # fmt: skip
+            f"rank along {p.axis} had them all; a rank has 1/{p.ranks} of it"]  # fmt: skip
 
 
 def _ranks(e: PipelineExplanation) -> list[str]:
