@@ -225,20 +225,19 @@ def _wrong(case: Case, outputs, step, tolerance: float) -> str | None:
 
 
 def _against_eager(model, batch: dict, case: Case) -> str | None:
-    """The captured step against the model's own: gradients of the loss, or of the sum of all outputs."""
+    """The captured step against the model's own in fp64: gradients of the loss, or of the sum of all outputs."""
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
     def script(run):
         run.loss = lambda out: _total(out)
-        run.call(**batch)
+        run.call(**wide)
 
-    played = play(Program("eager", lambda: (model(), lambda n: batch, script)), lambda m, example: m)
+    played = play(Program("eager", lambda: (model().double(), lambda n: wide, script)), lambda m, example: m)
     record = played.run.records[-1]
     wanted = [{k: v for k, v in record.items() if k.startswith("gradient of") and "input" not in k and v is not None
                and "layout" not in k}]  # fmt: skip
-    mine = [
-        {f"gradient of {n}": g.float() for n, g in case.wanted.gradients.items() if f"gradient of {n}" in wanted[0]}
-    ]
-    found = difference(wanted, mine, 2e-4)
+    mine = [{f"gradient of {n}": g for n, g in case.wanted.gradients.items() if f"gradient of {n}" in wanted[0]}]
+    found = difference(wanted, mine, 1e-7)
     return found and f"captured: {found}"
 
 
