@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from .simulated import plan_and_capture, simulate_step
 TOLERANCE = {"fp64": 1e-7, "fp32": 1e-5, "bf16": 3e-2}
 # errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
 FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2}
+CAPTURED = 1e-3  # of the captured graph against the model itself, both on one device in the wider type
 ROUNDING_FACTOR = 10.0  # a sharded and an unsharded step round differently, by chance: as much as an order of magnitude
 NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDE = {"fp32": "fp64", "bf16": "fp32"}
@@ -65,7 +67,8 @@ class VerifyReport:
     cancels out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake
     can be seen (`wide`; in fp32 only if the step misses the tolerance), and in its own precision it may be as far from
     one device as that is from the wider type (`rounding`, by the names of the errors and "loss"), times
-    `ROUNDING_FACTOR`."""
+    `ROUNDING_FACTOR`. Lest a graph that is not the model's pass for rounding, one device's is compared with the model in
+    the wider type as well (`capture_errors`, where the model runs in it and draws no random numbers)."""
 
     plan: Plan
     precision: str
@@ -77,6 +80,7 @@ class VerifyReport:
     sent_bytes: tuple[float, ...]
     collectives: Counter
     rounding: dict[str, float] = field(default_factory=dict)
+    capture_errors: dict[str, float] = field(default_factory=dict)
     wide: VerifyReport | None = None
     diverging: Divergence | None = None
     sends: Counter = field(default_factory=Counter)
@@ -93,6 +97,7 @@ class VerifyReport:
     @property
     def match(self) -> bool:
         mine = all(error <= self.tolerance(name) for name, error in self.errors.items())  # a NaN is no match
+        mine = mine and all(error <= CAPTURED for error in self.capture_errors.values())
         return mine and (self.wide is None or self.wide.match)
 
     def __str__(self) -> str:
@@ -136,7 +141,7 @@ def verify_plan(
         captured, model
     )
     report("running the unsharded model")
-    if any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes):
+    if has_random(captured):
         reference = one_device_step(captured, values)
     else:
         reference = eager_step(captured, model, values, loss_fn, plan.precision)
@@ -145,11 +150,16 @@ def verify_plan(
     result, programs = _compared(captured, plan, values, reference, precision, buffers)
     if precision != "fp32" or not result.match:
         report(f"simulating one step in {WIDE[precision]}")
-        result = _with_rounding(result, captured, plan, values, reference, buffers)
+        result = _with_rounding(result, captured, plan, values, reference, buffers, model, loss_fn)
     if result.match or plan.pipeline:
         return result
     report("looking for the first node that differs")
     return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[precision]))
+
+
+def has_random(captured: Captured) -> bool:
+    """Whether the model draws random numbers."""
+    return any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes)
 
 
 def _precision_of(captured: Captured, plan: Plan) -> str:
@@ -161,7 +171,7 @@ def _precision_of(captured: Captured, plan: Plan) -> str:
 
 
 def _with_rounding(
-    result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers
+    result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers, model, loss_fn
 ) -> VerifyReport:
     """The report with what one device loses by rounding, and the step in the wider type."""
     narrow, precision = NARROW[result.precision], WIDE[result.precision]
@@ -174,7 +184,25 @@ def _with_rounding(
     except (RuntimeError, AutoparError):  # some kernels take one type alone: the report stays as it is
         return result
     loss, gradients, others = _errors(captured, exact, reference, result.precision)
-    return replace(result, wide=check, rounding={"loss": loss, **gradients, **others})
+    rounding = {"loss": loss, **gradients, **others}
+    seen = _capture_errors(captured, model, values, loss_fn, narrow, exact)
+    return replace(result, wide=check, rounding=rounding, capture_errors=seen)
+
+
+def _capture_errors(
+    captured: Captured, model: nn.Module, values, loss_fn: Callable | None, narrow: torch.dtype, exact: OneDevice
+) -> dict[str, float]:
+    """How far the graph's step on one device is from the model's own, both in the wider type; empty where the model does
+    not run in it, or draws random numbers."""
+    if has_random(captured):
+        return {}
+    try:
+        wide = copy.deepcopy(model).to(widened_value(torch.empty(0, dtype=narrow), narrow).dtype)
+        eager = eager_step(captured, wide, values, loss_fn, "fp32")
+        loss, gradients, _ = _errors(captured, eager, exact, "fp32")
+    except (RuntimeError, AutoparError, TypeError):
+        return {}
+    return {"loss": loss, **gradients}
 
 
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):

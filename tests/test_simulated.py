@@ -4,7 +4,7 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 from autopar import api, simulated
-from autopar.compare import verify_model
+from autopar.compare import verify_model, verify_plan
 from autopar.models import build
 from autopar.oracle import global_values
 from autopar.simulated import plan_and_capture, simulate_step
@@ -212,3 +212,17 @@ def test_rounding_is_no_mistake(mesh):
     torch.manual_seed(0)
     report = verify_model(BiasBeforeNorm(), (torch.randn(6, 8) * 1e-2,), mesh, strategy="ddp")
     assert report.match, str(report)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_wrong_capture_is_not_taken_for_rounding(precision):
+    """One device and several compute the same graph, which is not that of the model."""
+    module, inputs = build("mlp-tiny:layers=2", batch=4, seq=4, device="cpu")
+    plan, captured = plan_and_capture(module, "dp=2,tp=2", inputs, hardware="cpu-gloo", precision=precision)
+    assert verify_plan(captured, plan, module, inputs).match
+    node = next(n for n in captured.graph.nodes if n.name == "gelu")
+    node.target, node.kwargs = torch.ops.aten.relu.default, {}
+    report = verify_plan(captured, plan, module, inputs)
+    assert not report.match, str(report)
+    assert report.wide is None or report.wide.match
+    assert "the captured graph is not the model" in str(report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..compare import TOLERANCE, VerifyReport
+from ..compare import CAPTURED, TOLERANCE, VerifyReport
 from ..units import size, table
 
 
@@ -50,6 +50,13 @@ def _mixed_errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
 def _beyond(report: VerifyReport) -> str:
     if report.wide is not None and not report.wide.match:
         return f"in {report.wide.precision}, {_beyond(report.wide)}"
+    seen = report.capture_errors
+    if seen and not max(seen.values()) <= CAPTURED:
+        worst = max(seen, key=seen.get)
+        what = "loss" if worst == "loss" else f"gradient of {worst}"
+        return (
+            f"the captured graph is not the model: {what} is off by {seen[worst]:.1e} on one device, without rounding"
+        )
     return f"errors above {TOLERANCE[report.precision]:.0e}" + (
         " and what rounding explains" if report.rounding else ""
     )
