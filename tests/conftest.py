@@ -1,18 +1,21 @@
-"""`golden(text)` compares a text with tests/golden/FILE/TEST.txt; `pytest --update-golden` writes the files anew."""
+"""`golden(text)` compares a text with tests/golden/FILE/TEST.txt; `pytest --update-golden` writes the files anew.
+
+`@pytest.mark.sampled(n)`: of the test's cases n run by default, and the others with `pytest -m slow`.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
-gc.set_threshold(
-    20_000, 20, 20
-)  # graphs are many small objects that stay: looking for garbage in them took a tenth of the time
+# Graphs are many small objects that stay: looking for garbage in them took a tenth of the time.
+gc.set_threshold(20_000, 20, 20)
 FOLDER = Path(__file__).parent / "golden"
 
 
@@ -20,6 +23,21 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-golden", action="store_true", help="write the expected texts instead of comparing with them"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow all but n cases, evenly spaced, of every test that is marked `sampled(n)`."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.path, item.originalname].append(item)
+    for found in cases.values():
+        count = found[0].get_closest_marker("sampled").args[0]
+        kept = {i * len(found) // count for i in range(count)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def test_every_pair_is_met():
     assert len(CELLS) < 1.3 * len(FAMILIES) * len(STRATEGIES)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f in SLOW)) for f in FAMILIES])
 def test_cells(family):
     for cell in CELLS:  # in one test, since they share a graph
@@ -43,6 +44,7 @@ def test_cells(family):
                 assert found.kind == "right", (cell, found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "strategy", "mesh", "precision"), OTHERS)
 def test_other_precisions(family, strategy, mesh, precision):
     found = check(family, strategy, mesh, precision)

@@ -262,6 +262,7 @@ def test_command_line(capsys, tmp_path):
     assert main(["plan", *words[:2], "--mesh", "dp=2", *words[4:], "--schedule", "1f1b"]) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, mesh", [("gpt2-tiny", "tp=2,pp=2"), ("llama-tiny", "pp=2,dp=2"), ("t5", "tp=2,pp=2")])
 def test_a_simulated_step_is_that_of_one_device(name, mesh):
     plan = planned(trace_of(name), mesh, micro_batches=4, schedule="zbv" if mesh.startswith("pp") else "1f1b").plan

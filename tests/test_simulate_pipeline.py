@@ -38,6 +38,7 @@ def check(case: staged.Case, micro_batches: int, note: str, tolerance: float = s
     return step
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name, micro_batches, mesh, schedule, strategy", [
     ("gpt2", 4, "pp=2", "1f1b", "auto"),
     ("gpt2", 2, "pp=2,dp=2,tp=2", "zb_h1", "megatron_sp"),
@@ -61,6 +62,7 @@ def test_against_one_device(name, micro_batches, mesh, schedule, strategy):
     check(staged.family(name), micro_batches, name, mesh=mesh, schedule=schedule, strategy=strategy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_cuts(seed):
     """On a mesh with every kind of axis, wherever stages begin."""

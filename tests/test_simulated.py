@@ -24,6 +24,7 @@ EXPERTS = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model, mesh, strategy", AUTO + EXPERTS)
 def test_a_step_is_that_of_the_unsharded_model(model, mesh, strategy):
     module, inputs = build(model, batch=16, seq=16, device="cpu")

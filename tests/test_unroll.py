@@ -51,6 +51,7 @@ def build(name: str):
     return huggingface(name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [
     "gpt2", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
     f"gpt:hidden=32,layers={DEPTH},heads=4,vocab=64,seq=16", "mlp:hidden=16,layers=12",
@@ -117,6 +118,7 @@ class Tall(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["equal", "settings", "shared", "shape", "two lists", "parity", "counted", "all read"])
 def test_what_differs_is_traced_in_full(kind):
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", CASES)
 def test_gradients_are_those_of_peft_on_the_dequantized_base(kind):
     config, options, runs = CASES[kind]

@@ -121,7 +121,7 @@ LAYERS = {  # kind: (width, width that it gives, random) -> layer
     "checkpointed": lambda w, o, r: nn.Sequential(nn.Linear(w, 5), nn.Tanh(), nn.Linear(5, o)),
     "convolution": lambda w, o, r: nn.Conv1d(w, o, 3, padding=1),
     "layer_norm": lambda w, o, r: nn.LayerNorm(w),
-    "rms_norm": lambda w, o, r: nn.RMSNorm(w),
+    "rms_norm": lambda w, o, r: nn.RMSNorm(w, eps=1e-6),  # without it the type decides
     "attention": lambda w, o, r: nn.Linear(w, 3 * w),
     "custom": lambda w, o, r: nn.Linear(w, w, bias=False),
     "batch_norm": lambda w, o, r: nn.BatchNorm1d(w),

@@ -95,6 +95,7 @@ def test_layouts_follow_the_base():
         assert layouts[f"{down}.lora_A.weight"] == "tp:S(1)", layouts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_shapes_and_meshes(seed):
     """Random sizes, uneven too, ranks, meshes and strategies: as on one device."""

@@ -47,6 +47,7 @@ def test_families(name, micro_batches):
     check(staged.family(name), micro_batches, name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama", "vit"])
 def test_own_models(kind):
     for batch, counts in ((6, (2, 3, 6, 4)), (5, (5, 2, 3)), (7, (2, 4, 6))):

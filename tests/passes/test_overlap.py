@@ -59,6 +59,7 @@ def distances(graph) -> list[int]:
     return [place[wait_of(n)] - place[n] - 1 for n in graph.nodes if n.meta.get("collective")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "mesh", "strategy", "options"), CASES)
 def test_the_same_collectives_and_gradients(model, mesh, strategy, options):
     module, inputs, plan, captured = planned(model, mesh, strategy, **options)
@@ -117,6 +118,7 @@ def steps(rank: int, folder: str) -> list[tuple[float, list[torch.Tensor], int]]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("strategy", ["fsdp"])
 def test_on_processes(strategy, tmp_path):

@@ -39,6 +39,7 @@ def options(dual: Dual, e, remake: Remake, made: frozenset[int]) -> dict[int, in
     return {v: k + len(dual.allowed[v]) if v in again else k for v, k in e.choice.items()}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("byte_seconds", PRICE_SECONDS)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_a_set_is_charged_what_it_costs(model, mesh, strategy, byte_seconds):
@@ -63,6 +64,7 @@ def test_a_set_is_charged_what_it_costs(model, mesh, strategy, byte_seconds):
         assert tied.objective(options(dual, e, remake, best)) == pytest.approx(before + more(best), rel=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES[::2])
 def test_bounds_hold_for_plans_that_recompute(model, mesh, strategy):
     """The bound of the dual is below its own choices and below every plan with the best recomputation at the price."""

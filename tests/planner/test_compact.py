@@ -96,6 +96,7 @@ def test_classes_are_those_of_the_whole_graph():
     assert hubs[0] == hubs[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "limit"), [("a=2,b=2", None), ("a=4", 0.6)])
 def test_plans_are_those_of_the_whole_graph(mesh, limit):
     """The plan fits the whole graph, and a search on all of it finds nothing better but for the gaps."""

@@ -15,6 +15,7 @@ from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, counts, make,
 MLP = "mlp:hidden=16,ffn=32,layers=1"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh"), [(MLP, "a=2,b=2"), (TINY_GPT, "a=2")])
 def test_ascent_agrees_with_the_integer_program_on_the_unfolded_graph(model, mesh):
     for hardware in (toy(), toy(latency=2e-6), toy(link=1e7)):

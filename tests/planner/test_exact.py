@@ -73,6 +73,7 @@ def test_brute_force(seed):
     assert found.objective <= best * (1 + GAP)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "mesh", "folded"), [
     (MLP, "a=2", True), (MLP, "a=4", False), (MLP, "a=2,b=2", True), (TINY_GPT, "a=2", False), (TINY_GPT, "a=4", True),
 ])  # fmt: skip
@@ -102,6 +103,7 @@ def test_bound_and_judge_with_a_price_on_memory(price):
         assert 0 <= found.objective - found.bound <= widest * found.objective
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "mesh", "loss"), [
     ("mlp:hidden=8,layers=2", "a=2", 0.0), ("mlp:hidden=8,layers=3", "a=2,b=2", 5e-3),
     ("gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16", "a=4", 0.0),

@@ -39,6 +39,7 @@ def chain_of(found, stages: int = 2):
     return chain(*found.whole, found.pricer, stages, free)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", [
     {}, {"mesh": "pp=2,dp=2,tp=2", "strategy": "megatron_sp"}, {"strategy": "fsdp"},
     {"precision": "bf16", "strategy": "zero1"}, {"recompute": "full"}, {"recompute": "selective"},
@@ -150,6 +151,7 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
     assert sum(m["parameters"] for m in looped.memory) - sum(m["parameters"] for m in v.memory) == embedding
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, asked", [
     ("pp=2,dp=2", {}),
     ("pp=2,dp=2", {"recompute": "selective"}),

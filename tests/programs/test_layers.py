@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -192,6 +193,7 @@ PROGRAMS |= {
 }
 
 
+@pytest.mark.sampled(40)
 @everywhere(PROGRAMS)
 def test_layer(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

@@ -114,6 +114,7 @@ PROGRAMS |= {
 }
 
 
+@pytest.mark.sampled(16)
 @everywhere(PROGRAMS)
 def test_program(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

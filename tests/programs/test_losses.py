@@ -146,11 +146,13 @@ MICRO_BATCHED = [
 ]
 
 
+@pytest.mark.sampled(36)
 @everywhere(PROGRAMS)
 def test_loss(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "name, mesh",
     [

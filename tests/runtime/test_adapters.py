@@ -130,6 +130,7 @@ def test_experts(tmp_path):
 # in one process -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"use_rslora": True}, {"use_dora": True}])
 def test_merged_is_added(alone, options):
     base, batch = tiny.llama(num_hidden_layers=1)

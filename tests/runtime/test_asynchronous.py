@@ -109,6 +109,7 @@ def check(losses, found, oracle, tolerance: float = 1e-10) -> None:
             torch.testing.assert_close(w, history[version][n].detach(), rtol=tolerance, atol=tolerance, msg=note)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name, mesh, optimizer, strategy, group", [
     (STASHING, "pp=2", "sgd", "auto", None),
     (STASHING, "pp=4", "adamw", "auto", None),
@@ -309,6 +310,7 @@ def test_two_stages_on_gloo():
     assert gloo.run(2, _buffered_on_two, seconds=240) == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_four_stages_and_sharded_stages_on_gloo():
     found = gloo.run(4, _stashing_on_four, seconds=240)

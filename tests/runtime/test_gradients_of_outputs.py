@@ -211,6 +211,7 @@ def _distilled(rank, mesh, plan, seq):
     return mine
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
 def test_simulated(mesh, strategy):
@@ -224,6 +225,7 @@ def test_simulated(mesh, strategy):
     assert len(tangents) == 2 and report.match and "other.weight" in report.gradient_errors, str(report)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("tp=2", None)]

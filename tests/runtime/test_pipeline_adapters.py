@@ -151,6 +151,7 @@ def test_life(tmp_path):
     gloo.run(4, _life, "pp=2,tp=2", str(tmp_path), "megatron", seconds=240)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_cuts_at_an_adapter_and_packed_bases(tmp_path):
     gloo.run(2, _on_two, str(tmp_path), seconds=240)

@@ -84,6 +84,7 @@ def _state(rank: int, mesh: str, strategy: str | None) -> None:
     assert_same_gradients(model, reference, 1e-2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", None)])
 @pytest.mark.gloo
 def test_state_on_processes(mesh, strategy):

@@ -88,6 +88,7 @@ def written_of(size: int = 8):
 MODELS = {"momentum": (Momentum, pairs_of), "normed": (Normed, ids_of), "writing": (Writing, written_of)}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2", "dp=3"])
 @pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
@@ -145,6 +146,7 @@ def _distributed(rank, mesh, strategy):
         _check(device_mesh(mesh), name, strategy=strategy)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("tp=2", None), ("dp=2,tp=2", "megatron")])
 def test_on_processes(mesh, strategy):
