@@ -4,16 +4,16 @@ model = autopar.compile(model, mesh, example_inputs=batch)   # an ordinary modul
 plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alone, on a laptop
 """
 
-from . import ops  # noqa: F401  registers the canonical ops
 from .adapt import FakeQuant, LoRA, QLoRA
-from .api import compile, explain, plan
-from .asynchronous import AsynchronousPipeline
-from .convert import convert
+from .api.asynchronous_pipeline import AsynchronousPipeline
+from .api.entry import compile, explain, plan
+from .api.estimate import Estimate, estimate
+from .api.export_quantized import convert
 from .errors import AdaptError, AutoparError
-from .estimate import Estimate, estimate
-from .hardware import Hardware
-from .mesh import Mesh
-from .plan import Plan
+from .hardware.profile import Hardware
+from .ir.mesh import Mesh
+from .ops import canonical  # noqa: F401  registers the canonical ops
+from .plans.plan import Plan
 from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
 from .storage.quantized_folder import load_quantized
 

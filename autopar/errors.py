@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from .units import size
+from .utils.format import size
 
 
 class AutoparError(Exception):
@@ -81,7 +81,7 @@ class AdaptError(AutoparError):
 
 class MemoryInfeasibleError(AutoparError):
     """No plan fits the memory limit. Carries `missing_bytes`, a `breakdown` of the smallest need (bytes of a device by
-    kind), and `fixes`: what was planned instead, cheapest first (autopar/planner/fixes.py)."""
+    kind), and `fixes`: what was planned instead, cheapest first (autopar/planner/remedies.py)."""
 
     def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None,
                  fixes: Iterable = (), **fields):  # fmt: skip

@@ -18,13 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar import FakeQuant, Mesh, api
+from autopar import FakeQuant, Mesh
 from autopar.adapt import order
-from autopar.fake_state import forms_of
-from autopar.hardware import load
-from autopar.oracle import global_values
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import simulate_step
+from autopar.api import entry as api
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import simulate_step
 from tests.adapt.against_peft import CASES, case_of
 from tests.families import FAMILIES
 from tests.passes.eager_quant import eager_quantized

@@ -10,8 +10,8 @@ idle    8 processes run the schedules through the real engine with graphs that s
         Where the machine is busy with other work a process that wakes up waits for a core, some milliseconds a message,
         so that a rank has to be idle for seconds: F, I and W take as long as that needs, the same for all three.
 memory  4 processes train a model; the storages that the ops of a stage save for its backward are followed from op to op
-        (autopar/allocations.py). In flight is the most bytes of them alive at once over those of one micro-batch. What
-        a stage received is not counted: the next one comes while a micro-batch is computed.
+        (autopar/utils/allocation_tracker.py). In flight is the most bytes of them alive at once over those of one
+        micro-batch. What a stage received is not counted: the next one comes while a micro-batch is computed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from autopar import models
 from autopar._torch import storage_key
-from autopar.allocations import Allocations
-from autopar.graph import OutputRole, Role
+from autopar.ir.graph import OutputRole, Role
 from autopar.models.output import Output
 from autopar.runtime.pipeline_engine import Batch, Engine, EngineStage, Passing
 from autopar.schedule import KINDS, Played, Schedule, formulas, make, play
-from tests import gloo
+from autopar.utils.allocation_tracker import Allocations
+from tests.helpers import gloo
 
 AT_MOST = ("v_half", "v_min")  # of which the papers give bounds, reached for some p and m
 SLEEPING = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zbv")

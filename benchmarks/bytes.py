@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar import api, models
-from autopar.lower import lower
-from tests import gloo
+from autopar import models
+from autopar.api import entry as api
+from autopar.codegen.lower import lower
+from tests.helpers import gloo
 
 HIDDEN, LAYERS, VOCAB, BATCH, SEQ = 256, 4, 512, 16, 128
 MODEL = f"llama:hidden={HIDDEN},layers={LAYERS},heads=8,kv_heads=8,ffn=1024,vocab={VOCAB}"

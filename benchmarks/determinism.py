@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.units import table
+from autopar.utils.format import table
 
 ROOT = Path(__file__).parent.parent
 CASES = {

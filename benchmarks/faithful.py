@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from tests.faithful.catalogue import PROGRAMS, chosen
 from tests.faithful.processes import judge_named, run_all
 from tests.faithful.random_programs import KINDS, judge_random, kind_of

@@ -20,12 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar import AutoparError, Mesh, api, rules
-from autopar.capture import Captured
-from autopar.compare import TOLERANCE, VerifyReport, verify_plan
-from autopar.graph import is_op
-from autopar.hardware import load
-from autopar.planner.make import PlanOptions, make_plan
+from autopar import AutoparError, Mesh, rules
+from autopar.api import entry as api
+from autopar.frontend.export import Captured
+from autopar.hardware.profile import load
+from autopar.ir.graph import is_op
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.simulate.compare import TOLERANCE, VerifyReport, verify_plan
 from tests.families import FAMILIES
 from tests.families.build import as_shipped
 

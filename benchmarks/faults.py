@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from tests import faults
+from tests.helpers import faults
 
 MESHES = {2: ("dp=2", "fsdp"), 4: ("dp=2,tp=2", "megatron_sp"), 8: ("dp=4,tp=2", "megatron_sp")}
 

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import models
-from autopar.oracle import global_values
-from autopar.simulated import plan_and_capture
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import plan_and_capture
 from tests.fuzz import bad_inputs, plan_files
 
 PLANS = (

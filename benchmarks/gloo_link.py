@@ -1,4 +1,4 @@
-"""Measures this machine as a group of gloo processes: the numbers of autopar/hardware_profiles/cpu-gloo.toml.
+"""Measures this machine as a group of gloo processes: the numbers of autopar/hardware/profiles/cpu-gloo.toml.
 
     OMP_NUM_THREADS=1 python benchmarks/gloo_link.py --world 2
 

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
 from autopar import models
-from autopar.layout import local_part
-from autopar.mesh import Mesh
+from autopar.ir.layout import local_part
+from autopar.ir.mesh import Mesh
 from autopar.storage.tensor_file import Form, TensorFileWriter, in_order
-from tests import gloo
+from tests.helpers import gloo
 
 RANKS, LAYERS, BATCH, SEQ = 4, 4, 4, 16
 CASES = [  # mesh, strategy, dtype of the file

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar.mesh import Mesh
-from tests import gloo
+from autopar.ir.mesh import Mesh
 from tests.families import FAMILIES as ZOO
-from tests.matrix import FAMILIES, GLOO_MESHES, SIMULATED_MESHES, STRATEGIES, Cell, check
+from tests.helpers import gloo
+from tests.helpers.matrix import FAMILIES, GLOO_MESHES, SIMULATED_MESHES, STRATEGIES, Cell, check
 
 KEPT, TABLE = (Path(__file__).parent / "results" / f"matrix.{end}" for end in ("json", "md"))
 TOLERANCE = 1e-5

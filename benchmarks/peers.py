@@ -34,7 +34,7 @@ import autopar
 from autopar import models
 from autopar.adapt import order
 from benchmarks.bytes import sent_on_loopback
-from tests import gloo
+from tests.helpers import gloo
 
 HIDDEN, LAYERS, VOCAB, BATCH, SEQ, LR = 256, 4, 2048, 8, 128, 1e-3
 MODEL = f"llama:hidden={HIDDEN},layers={LAYERS},heads=8,kv_heads=8,ffn=1024,vocab={VOCAB}"

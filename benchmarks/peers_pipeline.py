@@ -7,8 +7,8 @@ micro-batches and schedules, in the same gloo processes, the two taking turns st
 torch's stages are written by hand, as its documentation shows it: slices of the model's layers in a PipelineStage, a
 loss function and a schedule. autopar's stages are cut at the same layers. A row is CPU time of forward and backward,
 summed over the processes, as a median of the steps (wall time says little on cores that are shared), the most bytes of
-live tensors on any rank and on all together (autopar/allocations.py), and bytes sent from rank to rank. Losses and
-gradients are compared; --profile prints where the CPU time of both sides goes on rank 0.
+live tensors on any rank and on all together (autopar/utils/allocation_tracker.py), and bytes sent from rank to rank.
+Losses and gradients are compared; --profile prints where the CPU time of both sides goes on rank 0.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar import api
-from autopar.allocations import Allocations
-from autopar.mesh import Mesh
-from autopar.passes.micro_batch import micro_batch
-from autopar.pipeline_plan import Pipeline
+from autopar.api import entry as api
+from autopar.ir.mesh import Mesh
+from autopar.passes.pipeline.micro_batch import micro_batch
+from autopar.plans.pipeline import Pipeline
 from autopar.schedule import make
-from tests import gloo
+from autopar.utils.allocation_tracker import Allocations
+from tests.helpers import gloo
 
 HIDDEN, LAYERS, FFN, VOCAB, BATCH, SEQ, MICRO_BATCHES = 256, 8, 704, 1024, 16, 64, 8
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B",

@@ -18,11 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar.errors import AutoparError
-from autopar.mesh import Mesh
-from autopar.passes.micro_batch import micro_batch
+from autopar.ir.mesh import Mesh
+from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.schedule import KINDS
-from autopar.simulate_pipeline import Lowered, simulate_lowered
-from tests import staged
+from autopar.simulate.pipeline import Lowered, simulate_lowered
+from tests.helpers import staged
 
 TABLE = Path(__file__).parent / "results" / "pipeline_matrix.txt"
 MODELS = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet")

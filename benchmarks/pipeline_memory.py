@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline_memory.py [--only "gpt fsdp"] > benchmarks/results/pipeline_memory.txt
 
-Predicted is what the plan says of a rank (autopar/planner/stage_judge.py), tracked the bytes of all live tensors of a
-step with its AdamW update (autopar/allocations.py): of the steps after the first that one in which the rank held most.
-The batch is the caller's and does not count. What is alive at both peaks is listed where they differ by more than 10 %.
+Predicted is what the plan says of a rank (autopar/planner/pipeline/evaluate.py), tracked the bytes of all live tensors
+of a step with its AdamW update (autopar/utils/allocation_tracker.py): of the steps after the first that one in which
+the rank held most. The batch is the caller's and does not count. What is alive at both peaks is listed where they
+differ by more than 10 %.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar import api, models
-from autopar.mesh import Mesh
-from tests import gloo
-from tests.allocations import training_step
+from autopar import models
+from autopar.api import entry as api
+from autopar.ir.mesh import Mesh
+from tests.helpers import gloo
+from tests.helpers.allocations import training_step
 
 BATCH, SEQ, MICRO_BATCHES = 16, 64, 8
 MODELS = {

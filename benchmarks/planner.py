@@ -98,8 +98,9 @@ def plan_here(case: Case) -> Measured:
     import resource
 
     start = time.perf_counter()
-    from autopar import api, models
-    from autopar.commands.common import quiet
+    from autopar import models
+    from autopar.api import entry as api
+    from autopar.cli.common import quiet
 
     imported = time.perf_counter()
     quiet()

@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.units import table
+from autopar.utils.format import table
 
 
 @dataclass(frozen=True)

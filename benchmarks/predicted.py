@@ -10,10 +10,10 @@ what else the machine does falls on all alike; of the rounds, in each the slower
 beside it the CPU time of a process, which says more where other work shares the cores. A step is forward and backward,
 as in a plan's `step_seconds`. "by curves" is the plan's compute with each collective that its graphs run priced alone
 (autopar/cost/collectives.py). Memory is predicted `peak_bytes`, measured as in benchmarks/peers.py, and tracked: bytes
-of all live tensors of a step with its AdamW update (autopar/allocations.py), of the rank that holds most. Kendall's tau
-compares the order of pairs of plans whose measured times differ by more than 5 %, within a model and over both; the
-mean error is also that after one factor for all plans, which a machine whose speed drifts between calibration and
-measurement changes.
+of all live tensors of a step with its AdamW update (autopar/utils/allocation_tracker.py), of the rank that holds most.
+Kendall's tau compares the order of pairs of plans whose measured times differ by more than 5 %, within a model and over
+both; the mean error is also that after one factor for all plans, which a machine whose speed drifts between calibration
+and measurement changes.
 
 With --memory-only there are more plans, and tracked memory alone; what is alive at both peaks is listed where they
 differ by more than 10 %, or where more is alive than was predicted. Predictions are for the profile cpu-gloo then.
@@ -42,14 +42,16 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar import api, calibrate, hardware, models
+from autopar import calibrate, models
+from autopar.api import entry as api
+from autopar.codegen.lower import lower
 from autopar.cost.collectives import CollectiveCost
 from autopar.cost.measured import SENT
-from autopar.lower import lower
-from autopar.mesh import Mesh
+from autopar.hardware import profile as hardware
+from autopar.ir.mesh import Mesh
 from benchmarks.peers import _local_bytes, _status_bytes
-from tests import gloo
-from tests.allocations import training_step
+from tests.helpers import gloo
+from tests.helpers.allocations import training_step
 
 BATCH, SEQ = 8, 64
 NOISE = 0.05

@@ -29,8 +29,8 @@ import published_megatron
 
 import autopar
 from autopar import models
-from autopar.commands.common import quiet
-from autopar.units import table
+from autopar.cli.common import quiet
+from autopar.utils.format import table
 
 GIB = 2**30
 

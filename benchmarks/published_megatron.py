@@ -33,9 +33,9 @@ import megatron_gpt
 
 import autopar
 from autopar.cost.collectives import CollectiveCost
-from autopar.hardware import load
-from autopar.pipeline_plan import Pipeline
-from autopar.units import table
+from autopar.hardware.profile import load
+from autopar.plans.pipeline import Pipeline
+from autopar.utils.format import table
 
 SEQ, VOCAB, BYTES = 2048, 51200, 2  # of a number of an activation
 FITTED = ("1.7B", "39.1B", "1008B")

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
 from autopar.models.corpus import batches
-from tests import gloo
+from tests.helpers import gloo
 
 BATCH, SEQ, SEEN = 8, 64, 20
 LEARNING_RATE, WARMUP = 3e-3, 20  # then half a cosine down to 0

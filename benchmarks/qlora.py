@@ -20,13 +20,13 @@ import torch
 import autopar
 from autopar import models
 from autopar.adapt import order
-from autopar.api import trace
-from autopar.fake_state import forms_of
-from autopar.hardware import load
-from autopar.ops_nf4 import dequantize, quantize
-from autopar.oracle import global_values
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import simulate_step
+from autopar.api.entry import trace
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.ops.nf4 import dequantize, quantize
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import simulate_step
 
 SMALL = "llama:hidden=512,layers=2,heads=8,kv_heads=4,ffn=1024,vocab=512,seq=64"
 LORA = autopar.LoRA(r=16, target_modules="all-linear")

@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from autopar import models
 from autopar.errors import CheckpointCorrupt
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.models.corpus import batches
 from autopar.storage.gather import gather_everywhere
 from autopar.storage.manifest import Manifest
 from autopar.storage.model_folder import local
-from tests import gloo
+from tests.helpers import gloo
 from tests.storage import damage
 
 MODEL = "gpt:hidden=32,layers=2,heads=4,vocab=256,seq=16"

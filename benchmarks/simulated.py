@@ -17,8 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import AutoparError
-from autopar.compare import verify_model
 from autopar.models import build
+from autopar.simulate.compare import verify_model
 from tests.families import FAMILIES
 
 OWN = {"mlp": "mlp-tiny", "gpt": "gpt2-tiny", "own-llama": "llama-tiny"}

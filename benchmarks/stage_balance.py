@@ -6,7 +6,7 @@ One micro-batch on one device a stage, bf16 on H100s and fp32 on CPUs, memory ne
 stage.
 
 chosen   what autopar's cut gives, its stages costed as the plan costs them, without what they send
-pieces   the smallest ratio of any cut at the places where autopar cuts (planner/pieces.py)
+pieces   the smallest ratio of any cut at the places where autopar cuts (planner/pipeline/segments.py)
 any op   the smallest ratio of any cut at any forward op. A backward op goes with the piece that it belongs to when every op is a
          piece, and what a cut would make to be computed twice is left out: a bound of what the model allows
 worse    how much longer the slowest stage is, with what it sends, than that of the best cut at any op, sends included too
@@ -30,18 +30,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 
-from autopar import api, models
+from autopar import models
+from autopar.api import entry as api
 from autopar.cost.collectives import CollectiveCost
 from autopar.errors import StageError
-from autopar.hardware import load
-from autopar.mesh import Mesh
-from autopar.pipeline_plan import inside
-from autopar.planner.make import Planned, PlanOptions, search
-from autopar.planner.pieces import chain
-from autopar.planner.places import Places
-from autopar.planner.stage_cut import cut_stages
-from autopar.planner.stage_judge import timing_of
-from autopar.planner.stage_parts import Parts, crossing_bytes
+from autopar.hardware.profile import load
+from autopar.ir.mesh import Mesh
+from autopar.ir.stage_placement import Places
+from autopar.planner.pipeline.cut import cut_stages
+from autopar.planner.pipeline.evaluate import timing_of
+from autopar.planner.pipeline.segments import chain
+from autopar.planner.pipeline.stage_costs import Parts, crossing_bytes
+from autopar.planner.plan import Planned, PlanOptions, search
+from autopar.plans.pipeline import inside
 
 STAGES = (2, 4, 8)
 TARGET, SAME = 1.10, 0.02

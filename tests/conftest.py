@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items):
 def golden(request):
     """A function that fails with a diff if a text is not the one on file."""
     name = re.sub(r"[^\w.-]+", "_", request.node.name).strip("_")
-    file = FOLDER / Path(request.node.fspath).stem / f"{name}.txt"
+    file = FOLDER / request.path.relative_to(FOLDER.parent).with_suffix("") / f"{name}.txt"
 
     def check(text: str) -> None:
         if request.config.getoption("--update-golden"):

@@ -1,5 +1,4 @@
-"""Imports go down the layers: a file imports from its own layer or a lower one, and torch's private modules live in one
-folder."""
+"""Imports go down one order of folders, and torch's private modules live in one of them."""
 
 from __future__ import annotations
 
@@ -7,101 +6,13 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LAYERS = [  # lowest first; the longest prefix of a module's name decides
-    {
-        "autopar.collector",
-        "autopar.errors",
-        "autopar.mesh",
-        "autopar.layout",
-        "autopar.hardware",
-        "autopar.hardware_model",
-        "autopar.hardware_profiles",
-        "autopar.schedule",
-        "autopar.units",
-    },
-    {
-        "autopar._torch",
-        "autopar.allocations",
-        "autopar.autocast",
-        "autopar.idioms",
-        "autopar.zero_tangents",
-        "autopar.ops",
-        "autopar.ops_matmul",
-        "autopar.ops_batch_norm",
-        "autopar.ops_nf4",
-        "autopar.ops_quant",
-        "autopar.ops_random",
-        "autopar.graph",
-        "autopar.calls",
-        "autopar.capture",
-        "autopar.experts",
-        "autopar.fake_state",
-        "autopar.frontend",
-        "autopar.quiet",
-        "autopar.refusals",
-        "autopar.dtypes",
-        "autopar.constants",
-        "autopar.traced_forms",
-        "autopar.value_checks",
-        "autopar.attention_forms",
-        "autopar.cross_entropy",
-        "autopar.ops_ctc",
-        "autopar.functions",
-        "autopar.precision",
-        "autopar.compact",
-        "autopar.unroll",
-        "autopar.quantized",
-        "autopar.rules",
-        "autopar.adapt",
-    },
-    {
-        "autopar.cost",
-        "autopar.pipeline_plan",
-        "autopar.sharding",
-        "autopar.plan",
-        "autopar.plan_check",
-        "autopar.plan_file",
-        "autopar.planner",
-        "autopar.axes",
-    },
-    {"autopar.passes"},
-    {
-        "autopar.debug",
-        "autopar.codegen",
-        "autopar.micro_batches",
-        "autopar.pipeline",
-        "autopar.verify",
-        "autopar.simulate",
-        "autopar.lower",
-        "autopar.runtime",
-        "autopar.storage",
-    },
-    {
-        "autopar.api",
-        "autopar.tracing",
-        "autopar.accumulate",
-        "autopar.pipeline_search",
-        "autopar.pipeline_experts",
-        "autopar.pipeline_meshes",
-        "autopar.same_stages",
-        "autopar.plan_arguments",
-        "autopar.plan_pipeline",
-        "autopar.asynchronous",
-        "autopar.simulate_asynchronous",
-        "autopar.estimate",
-        "autopar.view",
-        "autopar.simulated",
-        "autopar.simulate_pipeline",
-        "autopar.oracle",
-        "autopar.explain_pipeline",
-        "autopar.calibrate",
-        "autopar.compare",
-        "autopar.cli",
-        "autopar.commands",
-        "autopar",
-    },
-]
-MODELS = "autopar.models"  # stands aside: used by the surface, uses only the vocabulary
+# Lowest first. A folder imports from itself and from those before it, inside of functions as well.
+ORDER = (
+    "_torch utils errors models ir schedule hardware ops frontend rules adapt cost plans passes planner codegen "
+    "processes storage runtime compiler calibrate api simulate view cli"
+).split()
+TOP = ("__init__", "compiler", "errors")  # the files beside the folders
+FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def module_of(file: Path) -> str:
@@ -111,55 +22,53 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer_of(module: str) -> int | None:
-    found = [(len(name), i) for i, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
-    return max(found)[1] if found else None
+def place(module: str) -> int:
+    """Of a module's folder in the order; the package itself stands above all."""
+    parts = module.split(".")
+    return ORDER.index(parts[1]) if len(parts) > 1 else len(ORDER)
 
 
 def imports_of(file: Path) -> list[tuple[int, str]]:
-    """(line, module) of every import outside of functions; imports inside functions are made late on purpose."""
+    """(line, module of autopar) of every import."""
     module = module_of(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    found = []
-    for node in ast.parse(file.read_text()).body:
+    modules, found = {module_of(f) for f in FILES}, []
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{name}.{alias.name}" for alias in node.names]
-            found += [
-                (node.lineno, n if layer_of(n) is not None and layer_of(n) != layer_of(name) else name) for n in names
-            ]
-    return found
+            names = (f"{name}.{alias.name}" for alias in node.names)
+            found += [(node.lineno, n if n in modules else name) for n in names]
+    return [(line, name) for line, name in found if name.partition(".")[0] == "autopar"]
 
 
-FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def test_every_file_has_a_layer():
-    missing = [module_of(f) for f in FILES if layer_of(module_of(f)) is None and not module_of(f).startswith(MODELS)]
-    assert not missing
+def test_every_folder_has_a_place():
+    folders = {f.relative_to(ROOT / "autopar").parts[0].removesuffix(".py") for f in (ROOT / "autopar").rglob("*.py")}
+    assert folders - set(TOP) == set(ORDER) - {"models", "passes"} - set(TOP)
 
 
 def test_imports_go_down():
-    wrong = []
-    for file in FILES:
-        module = module_of(file)
-        for line, name in imports_of(file):
-            if not name.startswith("autopar"):
-                continue
-            if module.startswith(MODELS):
-                allowed = name.startswith(MODELS) or layer_of(name) == 0
-            else:
-                allowed = (
-                    name.startswith(MODELS)
-                    and layer_of(module) == len(LAYERS) - 1
-                    or (layer_of(name) is not None and layer_of(name) <= layer_of(module))
-                )
-            if not allowed:
-                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in FILES
+        for line, name in imports_of(file)
+        if place(name) > place(module_of(file))
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_few_files_lie_at_the_top():
+    files = sorted(f.stem for f in (ROOT / "autopar").glob("*.py"))
+    assert files == sorted(TOP)
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    import autopar
+
+    folders = {f.stem for f in (ROOT / "autopar").iterdir() if f.suffix in ("", ".py")}
+    assert not folders & {name for name in autopar.__all__ if callable(getattr(autopar, name))}
 
 
 def test_private_torch_stays_in_one_folder():

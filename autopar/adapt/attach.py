@@ -1,7 +1,7 @@
 """What adaptations add to a model before it is traced, and how it is taken away again.
 
 The user's model file stays as it is: its forward neither knows nor reads what is added here. Passes over the traced
-graph read it (see passes/lora.py), and `autopar.compile` takes it over with the rest of the parameters.
+graph read it (see passes/adapt/lora.py), and `autopar.compile` takes it over with the rest of the parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """QLoRA: LoRA on a frozen base whose linear layers are kept in 4 or 8 bits (arXiv 2305.14314).
 
 In the model that is compiled a quantized weight M.weight does not exist: it has M.weight_packed, M.weight_absmax and,
-if its scales are quantized too, M.weight_absmax_scale and M.weight_absmax_offset, as autopar/ops_nf4.py says. They are
+if its scales are quantized too, M.weight_absmax_scale and M.weight_absmax_offset, as autopar/ops/nf4.py says. They are
 frozen parameters like any other: planned, sharded, gathered and saved in their few bits; where a layer computes, its
 weight is dequantized."""
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AdaptError
-from ..ops_nf4 import QUANT_TYPES, forms_of_parts, quantize, tile_of
+from ..ops.nf4 import QUANT_TYPES, forms_of_parts, quantize, tile_of
 from .attach import Attachment
 from .lora import LoRA
 from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, listed, matches

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..hardware import Hardware
+from ..hardware.profile import Hardware
 
 
 def fingerprint(backend: str) -> dict[str, str]:

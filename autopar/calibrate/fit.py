@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..cost.measured import SENT, interpolate
-from ..hardware import Curve
+from ..hardware.profile import Curve
 
 HALVES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 TOGETHER = ("all_reduce", "all_gather", "all_to_all")  # what one latency and one speed are fitted to

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import ops  # noqa: F401  torch.ops.autopar
-from ..hardware import KINDS
+from ..hardware.profile import KINDS
+from ..ops import canonical  # noqa: F401  torch.ops.autopar
 
 Call = Callable[[], object]
 TIMEOUT_SECONDS = 60

@@ -1,4 +1,4 @@
-"""A hardware profile from measurements, and profiles as TOML or JSON (the form is in autopar/hardware.py)."""
+"""A hardware profile from measurements, and profiles as TOML or JSON (the form is in autopar/hardware/profile.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from ..hardware import Curve, Hardware, Kernels, Tier
+from ..hardware.profile import Curve, Hardware, Kernels, Tier
 from . import fit
 from .measure import EXCHANGED
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ..errors import HardwareError
-from ..hardware import KINDS, Curve, Hardware
-from ..mesh import Mesh
+from ..hardware.profile import KINDS, Curve, Hardware
+from ..ir.mesh import Mesh
 from . import measured, nccl
 from .textbook import ALL_REDUCES
 

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from .._torch import op_name
-from ..graph import tensor_arguments, values_of
-from ..hardware import Hardware
-from ..layout import Layout
-from ..mesh import Mesh
-from ..ops_random import STREAM
+from ..hardware.profile import Hardware
+from ..ir.graph import tensor_arguments, values_of
+from ..ir.layout import Layout
+from ..ir.mesh import Mesh
+from ..ops.counter_rng import STREAM
 from ..rules import Strategy
 from .products import PRODUCTS, Product, Shares, shapes_of
 
@@ -58,8 +58,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp
 ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
 ATTENTION_BLOCK = 128  # queries that a multiprocessor works on at once, and keys: FlashAttention-2, section 3.3
 
-# integer operations of autopar/ops_random.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word a
-# number else
+# integer operations of autopar/ops/counter_rng.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word
+# a number else
 OPS_PER_NUMBER = {autopar.dropout.default: 8.0, autopar.uniform.default: 28.0, autopar.normal.default: 36.0}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..hardware import Host
+from ..hardware.profile import Host
 from .memory import StateBytes
 
 

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from ..hardware import Curve, Hardware
+from ..hardware.profile import Curve, Hardware
 
 # bytes that a device sends in a group of n for each byte that it holds before (autopar/cost/redistribute.py)
 SENT = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..layout import Layout
+from ..ir.layout import Layout
 
 
 class Move(NamedTuple):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..hardware import Nccl
+from ..hardware.profile import Nccl
 from .nccl_constants import (
     COPY_ENGINE_US,
     EXCHANGE_NET_LOSS,

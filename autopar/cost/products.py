@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..graph import tensor_arguments, values_of
-from ..hardware import Kernels
+from ..hardware.profile import Kernels
+from ..ir.graph import tensor_arguments, values_of
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 

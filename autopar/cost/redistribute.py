@@ -21,9 +21,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..hardware import Link
-from ..layout import Layout
-from ..mesh import Mesh
+from ..hardware.profile import Link
+from ..ir.layout import Layout
+from ..ir.mesh import Mesh
 from .moves import Core, Move, State
 
 REFERENCE_BYTES = 16 * 2**20  # global bytes at which the order of moves is chosen, for every tensor alike

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..layout import Layout
+from ..ir.layout import Layout
 from .collectives import CollectiveCost
 from .moves import Core
 from .redistribute import Redistributor

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._torch import tree_flatten, tree_map
-from ..calls import CallSignature, LossOutput, Returns
-from ..fake_state import Held, refreshed
-from ..idioms import traced_idioms
-from ..precision import computing_in, narrowed, widened
+from .call_signature import CallSignature, LossOutput, Returns
 from .eager_meaning import EagerMeaning
 from .effects import TensorTables, effects_of
+from .fake_parameters import Held, refreshed
+from .idioms import traced_idioms
+from .precision import computing_in, narrowed, widened
 from .watch import Watch
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
@@ -24,8 +24,8 @@ ROOT = "model"  # name of the user's module inside the traced wrapper
 
 class FlatCall(nn.Module):
     """The user's module as a function of flat tensors; without a cache, which training never reads. `dtype` is what it
-    computes in (see autopar/precision.py), None for its own types; `as_eager`: the module does not learn that it is
-    being traced; `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`:
+    computes in (see autopar/frontend/precision.py), None for its own types; `as_eager`: the module does not learn that
+    it is being traced; `loss_alone`: a loss that requires a gradient is the only output that has one; `with_gradients`:
     whether the call is made where gradients are recorded. `watch` sees what the forward reads and leaves in the
     module's attributes, which is a part of the call then; without one, the module just runs."""
 

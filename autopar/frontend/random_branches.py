@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CaptureError
-from ..refusals import line_of_user
+from .refusals import line_of_user
 
 DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal", "multinomial",
          "randperm", "poisson", "uniform_", "normal_", "bernoulli_", "random_", "exponential_"}  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
-from ..experts import SETTINGS
+from .moe_in_token_order import SETTINGS
 from .names import Place, Reach, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 

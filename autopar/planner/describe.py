@@ -8,19 +8,19 @@ from collections import Counter
 import torch
 from torch import fx
 
-from ..graph import PARTNERS, op_base_name, output_node
-from ..plan import Alternative, Collective, Plan, fingerprint
-from ..sharding import NodeSharding, Sharding
-from .blocks import recomputed_vertices
-from .evaluate import Evaluation, Pricer
-from .make import Planned
-from .micro_batches import of_step, samples_of
-from .offload import offloaded
-from .problem import Problem
-from .regions import regions_of
-from .remake import FULL
-from .search import Outcome
-from .vertices import STATE
+from ..ir.graph import PARTNERS, op_base_name, output_node
+from ..plans.plan import Alternative, Collective, Plan, fingerprint
+from ..plans.sharding import NodeSharding, Sharding
+from .accumulation import of_step, samples_of
+from .objective.checkpoint_blocks import recomputed_vertices
+from .objective.checkpoint_min_cut import FULL
+from .objective.evaluate import Evaluation, Pricer
+from .objective.module_table import regions_of
+from .plan import Planned
+from .problem.offload import offloaded
+from .problem.problem import Problem
+from .problem.vertices import STATE
+from .solver.search import Outcome
 
 
 def describe_plan(planned: Planned) -> Plan:

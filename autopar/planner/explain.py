@@ -20,13 +20,13 @@ import numpy as np
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
 from ..rules import Strategy
-from .dual import Dual
-from .evaluate import Evaluation
-from .make import Planned
-from .regions import module_of
-from .search import Outcome
-from .solve import BASELINE_GAP, Solver
-from .vertices import Vertex
+from .objective.evaluate import Evaluation
+from .objective.module_table import module_of
+from .plan import Planned
+from .problem.vertices import Vertex
+from .solver.dual import Dual
+from .solver.search import Outcome
+from .solver.solver import BASELINE_GAP, Solver
 
 SWEEPS = 16
 ROUNDS = 24  # of the search for each alternative, which starts from the chosen plan
@@ -80,7 +80,7 @@ class Explanation:
     left_out: int
 
     def __str__(self) -> str:
-        from ..view.explain_text import explain_text
+        from .explain_text import explain_text
 
         return explain_text(self)
 

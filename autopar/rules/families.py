@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from ..graph import tensor_arguments
+from ..ir.graph import tensor_arguments
 from .reading import aligned, bound, dims_of, input_shapes, named, output_shapes
 from .rule import Rule, rule
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph import is_tensor
+from ..ir.graph import is_tensor
 from .families import sets
 from .reading import aligned, bound, dims_of, input_shapes, is_zero, named, output_shapes, shape_of
 from .rule import Dim, Inner, Rule

@@ -6,7 +6,7 @@ import math
 
 from torch import fx
 
-from ..graph import is_tensor
+from ..ir.graph import is_tensor
 from .families import sets
 from .reading import bound, input_shapes, named, output_shapes, shape_of, tensors_by_name
 from .rule import Dim, Rule, rule
@@ -164,7 +164,7 @@ def per_channel(node: fx.Node) -> Rule:
 
 
 def dequantize(node: fx.Node) -> Rule:
-    """Blocks of a row share a scale, and tiles of scales a step (autopar/ops_nf4.py): both dims are cut in whole tiles.
+    """Blocks of a row share a scale, and tiles of scales a step (autopar/ops/nf4.py): both dims are cut in whole tiles.
     Matrices of a stack are independent."""
     packed, absmax, *tiles = input_shapes(node)
     names = (*(f"b{i}" for i in range(len(packed) - 2)), "o", "i")

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from ..layout import local_offset, local_shape
-from ..mesh import Mesh
+from ..ir.layout import local_offset, local_shape
+from ..ir.mesh import Mesh
 from .indexing import slice_start
 from .reading import bound, dims_of, input_shapes, output_shapes
 from .rule import Strategy

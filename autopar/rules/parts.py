@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from ..graph import tensor_arguments, tensor_of, values_of
+from ..ir.graph import tensor_arguments, tensor_of, values_of
 from .reading import input_shapes, output_indices, output_shapes
 from .rule import Inner, Rule, entries_of
 from .table import rule_of

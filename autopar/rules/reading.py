@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import is_tensor, tensor_arguments, values_of
+from ..ir.graph import is_tensor, tensor_arguments, values_of
 
 Shape = tuple[int, ...]
 

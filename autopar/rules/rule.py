@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..layout import Layout, is_legal
-from ..mesh import Mesh
+from ..ir.layout import Layout, is_legal
+from ..ir.mesh import Mesh
 
 
 @dataclass(frozen=True)

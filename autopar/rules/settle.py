@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..graph import tensor_arguments, values_of
+from ..ir.graph import tensor_arguments, values_of
 from .reading import is_zero
 from .rule import Dim, Inner, Rule, entries_of, name_of, names_in
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..layout import Layout, local_part
-from ..mesh import Mesh
+from ..ir.layout import Layout, local_part
+from ..ir.mesh import Mesh
 
 
 def is_unreduced(gradient: torch.Tensor | None) -> bool:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ..adapt.lora import LoRA
 from ..adapt.lora_site import MAGNITUDE, LoraSite, sites_of
 from ..errors import AdaptError, nearest
-from ..layout import local_ranges
+from ..ir.layout import local_ranges
+from ..processes import agree
 from ..storage.adapter_folder import file_names, load_adapter, save_adapter
 from ..storage.gather import gather_everywhere
 from ..storage.model_folder import local, whole
 from ..storage.tensor_file import cut
-from . import agree
 
 FIRST = "default"
 

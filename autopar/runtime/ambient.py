@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import autocast
+from ..frontend import autocast
 
 
 class Ambient(NamedTuple):

@@ -1,7 +1,7 @@
 """One stage of an asynchronous pipeline: its forwards, backwards and updates, each with the version of the weights that
 is due.
 
-The stage is on one rank, or on all of its ranks in lock step (autopar/simulate_asynchronous.py): what follows from the
+The stage is on one rank, or on all of its ranks in lock step (autopar/simulate/asynchronous.py): what follows from the
 schedule is the same, so values come as lists here, with one item a rank.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..codegen.lower_pipeline import StageProgram
 from ..errors import StageError
-from ..graph import output_node
-from ..layout import local_part
-from ..mesh import Mesh
-from ..pipeline import StageProgram
+from ..ir.graph import output_node
+from ..ir.layout import local_part
+from ..ir.mesh import Mesh
 from ..schedule.asynchronous import Asynchronous
 from .weight_versions import WeightVersions
 

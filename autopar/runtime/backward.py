@@ -11,16 +11,16 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..capture import Captured
+from ..codegen.lower import DeferredProgram
 from ..errors import InputError
-from ..graph import output_node
-from ..layout import local_part, local_shape
-from ..lower import DeferredProgram
-from ..plan import Plan
+from ..frontend.export import Captured
+from ..ir.graph import output_node
+from ..ir.layout import local_part, local_shape
+from ..plans.plan import Plan
+from ..processes.dtensors import redistributed, spec_of
+from ..processes.process_groups import ProcessGroups
 from .accumulation import Accumulation, is_unreduced
-from .dtensors import redistributed, spec_of
 from .loaded import LoadedGraph
-from .process_groups import ProcessGroups
 
 
 class Backward:

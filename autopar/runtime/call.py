@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .. import _torch
-from ..calls import Returns
 from ..errors import InputError
+from ..frontend.call_signature import Returns
 from .inputs import Inputs
 
 

@@ -23,19 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from ..calls import Returns, describe_call
-from ..capture import Captured
+from ..codegen.lower import RankProgram, lower, lower_deferred
+from ..codegen.lower_pipeline import PipelineProgram, lower_pipeline
 from ..errors import InputError
-from ..fake_state import Forms
+from ..frontend.call_signature import Returns, describe_call
+from ..frontend.export import Captured
+from ..frontend.fake_parameters import Forms
 from ..frontend.guards import Guards
 from ..frontend.hooks import Hooks, Structure
-from ..graph import output_node
-from ..layout import Layout, local_shape
-from ..lower import RankProgram, lower, lower_deferred
-from ..passes.defer import unreduced_layouts
-from ..pipeline import PipelineProgram, lower_pipeline
-from ..plan import Plan
-from . import agree
+from ..ir.graph import output_node
+from ..ir.layout import Layout, local_shape
+from ..passes.distribute.defer import unreduced_layouts
+from ..plans.plan import Plan
+from ..processes import agree
+from ..processes.process_groups import ProcessGroups
+from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
@@ -43,8 +45,6 @@ from .inputs import Inputs, WholeInputs
 from .modes import Modes
 from .parameters import table_of
 from .pipeline_step import PipelineStep
-from .process_groups import ProcessGroups
-from .stage_mesh import StageMesh
 from .step import Step
 
 LIMIT = 16  # captures of one module, if it is not told otherwise
@@ -77,7 +77,8 @@ def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
 
 
 class Compiler(Protocol):
-    """What compiles calls of one model: see autopar/api.py. Its methods are called, and raise, on all ranks together.
+    """What compiles calls of one model: see autopar/api/entry.py. Its methods are called, and raise, on all ranks
+    together.
     `forms`: of the model's tensors, before they were taken over."""
 
     forms: Forms

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..calls import Returns
 from ..errors import AdaptError
-from ..fake_state import Forms, Tables
+from ..frontend.call_signature import Returns
+from ..frontend.fake_parameters import Forms, Tables
 from ..storage.model_folder import whole
 from ..storage.state_dict import translate_states
 from . import captures

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..calls import CallSignature, describe_call, needs_gradient, split_example
 from ..errors import InputError
-from ..layout import Layout, local_part, local_shape
-from ..mesh import NOT_DATA, Mesh
-from ..pipeline_plan import axis_of
-from . import agree, watch
-from .dtensors import as_dtensor, layout_of, redistributed
+from ..frontend.call_signature import CallSignature, describe_call, needs_gradient, split_example
+from ..ir.layout import Layout, local_part, local_shape
+from ..ir.mesh import NOT_DATA, Mesh
+from ..plans.pipeline import axis_of
+from ..processes import agree, watch
+from ..processes.dtensors import as_dtensor, layout_of, redistributed
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..errors import InputError
-from ..graph import PARTNERS, Role, output_node
+from ..ir.graph import PARTNERS, Role, output_node
 
 
 class Kept:

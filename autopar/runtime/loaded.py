@@ -15,10 +15,10 @@ from torch import fx
 
 from .. import _torch
 from .._torch import c10d, no_autocast
-from ..codegen import bind_groups, boxed, group_names
+from ..codegen.python_code import bind_groups, boxed, group_names
 from ..errors import CompilerError
-from . import watch
-from .process_groups import ProcessGroups
+from ..processes import watch
+from ..processes.process_groups import ProcessGroups
 
 
 class LoadedGraph:

@@ -15,22 +15,23 @@ from .. import _torch
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
+from ..codegen.lower_pipeline import PipelineProgram
 from ..errors import AdaptError, StageError, StrategyError
-from ..mesh import Mesh
-from ..pipeline import PipelineProgram
-from ..plan import Plan
+from ..ir.mesh import Mesh
+from ..plans.plan import Plan
+from ..processes import agree, watch
+from ..processes.stage_mesh import StageMesh
 from ..schedule.played import Played
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights, persistent_buffers
-from . import agree, captures, copies, optimizers, watch
+from . import captures, copies, optimizers
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .modes import Modes
 from .parameters import parallel_already, take_over
 from .random_state import RandomState
 from .source_attributes import OfSource
-from .stage_mesh import StageMesh
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
 STATE_HOOKS = (

@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _torch
 from ..errors import OptimizerError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..ir.layout import Layout
+from ..ir.mesh import Mesh
 from ..storage.weights import shortened
 
 _modules: WeakSet[nn.Module] = WeakSet()

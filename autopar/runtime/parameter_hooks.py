@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..layout import Layout, local_part
+from ..ir.layout import Layout, local_part
+from ..processes.stage_mesh import StageMesh
 from .outputs import GlobalTensor, plain
-from .stage_mesh import StageMesh
 
 
 def give_whole_gradients(parameter: nn.Parameter, layout: Layout, stage: StageMesh) -> None:

@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..adapt.attach import Replaced
-from ..capture import Captured
 from ..errors import InputError, MovedParameterError, StrategyError
-from ..fake_state import CallRefusal, Forms
-from ..layout import Layout, local_part
-from ..plan import Plan
+from ..frontend.export import Captured
+from ..frontend.fake_parameters import CallRefusal, Forms
+from ..ir.layout import Layout, local_part
+from ..plans.plan import Plan
+from ..processes.dtensors import as_dtensor
+from ..processes.stage_mesh import StageMesh
 from ..storage.weights import Weights
-from .dtensors import as_dtensor
 from .parameter_hooks import give_whole_gradients
 from .source_attributes import OfSource
-from .stage_mesh import StageMesh
 
 # What may still be asked of an emptied parameter: enough to print, count, hash and delete the model that holds it.
 WRAPPERS = ("torch.distributed.fsdp.", "torch.nn.parallel.")  # modules of classes that make a model parallel

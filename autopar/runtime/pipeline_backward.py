@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import graph_module
-from ..graph import output_node
+from ..ir.graph import output_node
+from ..processes.process_groups import ProcessGroups
 from .loaded import LoadedGraph
-from .process_groups import ProcessGroups
 
 aten = torch.ops.aten
 

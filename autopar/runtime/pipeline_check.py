@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..codegen.lower_pipeline import StageProgram
 from ..errors import DesyncError
-from ..graph import output_node
-from ..pipeline import StageProgram
+from ..ir.graph import output_node
 from ..schedule.actions import Schedule
 from ..schedule.play import check
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ..graph import output_node
-from ..pipeline import StageProgram
+from ..codegen.lower_pipeline import StageProgram
+from ..ir.graph import output_node
+from ..processes.process_groups import ProcessGroups
 from ..schedule.actions import Action, Schedule
 from .loaded import LoadedGraph
 from .pipeline_backward import StageBackward
-from .process_groups import ProcessGroups
 
 _Base, _Runtime, _actions, _with_sends = _torch.pipelining()
 

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ..graph import output_node
-from ..layout import Layout, local_part, local_shape
-from ..pipeline import StageProgram
-from . import watch
+from ..codegen.lower_pipeline import StageProgram
+from ..ir.graph import output_node
+from ..ir.layout import Layout, local_part, local_shape
+from ..processes import watch
+from ..processes.dtensors import as_dtensor, spec_of
+from ..processes.process_groups import ProcessGroups
+from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation, is_unreduced
 from .backward import has_spec
-from .dtensors import as_dtensor, spec_of
 from .loaded import LoadedGraph
-from .process_groups import ProcessGroups
-from .stage_mesh import StageMesh
 
 Sums = dict[int, dict[str, Tensor]]  # by stage and parameter, local
 

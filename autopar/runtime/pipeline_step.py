@@ -17,28 +17,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _torch
-from ..capture import Captured
+from ..codegen.lower_pipeline import PipelineProgram, lower_pipeline
+from ..codegen.split_batch import join, parts_of
 from ..errors import InputError, StageError
 from ..frontend.effects import has_tensor
-from ..graph import output_node
-from ..layout import Layout, local_part, local_shape
-from ..micro_batches import join, parts_of
-from ..pipeline import PipelineProgram, lower_pipeline
-from ..plan import Plan
+from ..frontend.export import Captured
+from ..ir.graph import output_node
+from ..ir.layout import Layout, local_part, local_shape
+from ..plans.plan import Plan
+from ..processes import agree, watch
+from ..processes.dtensors import as_dtensor, redistributed, spec_of
+from ..processes.process_groups import ProcessGroups
+from ..processes.stage_mesh import StageMesh
 from ..schedule.actions import Action, Schedule
 from ..schedule.played import Played
-from . import agree, watch
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
-from .dtensors import as_dtensor, redistributed, spec_of
 from .outputs import output_of
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
 from .pipeline_gradients import StageGradients, Sums
-from .process_groups import ProcessGroups
-from .stage_mesh import StageMesh
 
 
 class PipelineStep:

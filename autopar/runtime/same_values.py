@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import DesyncError, InputError
-from . import agree, watch
+from ..processes import agree, watch
 
 WORDS = 1 << 16  # int64 numbers of a tensor that are multiplied at once: what fits into a core's cache
 STEP = 0x9E3779B97F4A7C15 - 2**64  # odd, so that no difference is lost when the sum of a chunk is multiplied by it

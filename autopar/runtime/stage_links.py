@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from .. import _torch
-from ..pipeline import StageProgram
-from ..plan import Plan
-from . import watch
-from .process_groups import FIRST_STEP, ProcessGroups, timeout_seconds
+from ..codegen.lower_pipeline import StageProgram
+from ..plans.plan import Plan
+from ..processes import watch
+from ..processes.process_groups import FIRST_STEP, ProcessGroups, timeout_seconds
 
 
 class StageLinks:

@@ -15,20 +15,20 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..capture import Captured
+from ..codegen.lower import RankProgram
 from ..errors import CaptureError, InputError
-from ..graph import output_node
-from ..lower import RankProgram
-from ..plan import Plan
+from ..frontend.export import Captured
+from ..ir.graph import output_node
+from ..plans.plan import Plan
+from ..processes.dtensors import spec_of
+from ..processes.process_groups import ProcessGroups
 from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
-from .dtensors import spec_of
 from .kept import Kept, read_by_backward, read_by_outputs, written_by
 from .loaded import LoadedGraph
 from .outputs import output_of
 from .parameters import table_of
-from .process_groups import ProcessGroups
 
 
 class Step:

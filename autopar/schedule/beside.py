@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..units import column, table
+from ..utils.format import column, table
 from .played import Played
 from .text import text
 

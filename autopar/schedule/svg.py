@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from ..units import ms
+from ..utils.format import ms
 from .actions import KINDS
 from .played import Played
 

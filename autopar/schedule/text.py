@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..units import ms
+from ..utils.format import ms
 from .actions import KINDS, Action
 from .played import Played
 

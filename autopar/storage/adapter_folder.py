@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..adapt.lora import LoRA
 from ..adapt.lora_site import SITES
 from ..errors import AdaptError
-from ..layout import local_ranges
-from ..runtime import agree
+from ..ir.layout import local_ranges
+from ..processes import agree
 from .durable import disk_errors, write_file
 from .model_folder import held_of, layout_of, make_folder
 from .shards import write_shards

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, InputError
-from ..runtime import agree
+from ..processes import agree
 from . import optimizer_state
 from .durable import Digest, disk_errors, sync_folder, write_file
 from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete, is_checkpoint, number_of

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layout import Layout, local_ranges, local_shape
-from ..mesh import Mesh
-from ..runtime import watch
-from ..runtime.stage_mesh import StageMesh
+from ..ir.layout import Layout, local_ranges, local_shape
+from ..ir.mesh import Mesh
+from ..processes import watch
+from ..processes.stage_mesh import StageMesh
 from .tensor_file import Form, Ranges
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..layout import Layout
-from ..runtime import agree, watch
+from ..ir.layout import Layout
+from ..processes import agree, watch
 from .durable import Digest, disk_errors, sync_folder, write_file
 from .gather import Held, gather_everywhere
 from .shards import write_shards

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import CheckpointError, CheckpointMismatch
-from ..layout import Layout, local_ranges
-from ..runtime.dtensors import as_dtensor
-from ..runtime.stage_mesh import StageMesh
+from ..ir.layout import Layout, local_ranges
+from ..processes.dtensors import as_dtensor
+from ..processes.stage_mesh import StageMesh
 from .gather import Held
 from .model_folder import local
 from .plain import decode, encode

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..adapt.grid import Grid
+from ..adapt.quantized_weight import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from ..errors import AdaptError
-from ..quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from .durable import disk_errors, sync_folder, write_file
 from .model_folder import make_folder
 from .tensor_file import Form, TensorFile, TensorFileWriter, in_order

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..errors import CheckpointError
-from ..runtime.stage_mesh import StageMesh
+from ..processes.stage_mesh import StageMesh
 from .durable import Digest, disk_errors, write_file
 from .gather import Held, gather_to, of_all_stages
 from .tensor_file import NAMES, Form, TensorFileWriter, in_order

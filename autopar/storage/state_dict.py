@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from .. import _torch
 from ..errors import InputError
-from ..layout import Layout, local_part
-from ..runtime.dtensors import as_dtensor, layout_of, placements_of
-from ..runtime.stage_mesh import StageMesh
+from ..ir.layout import Layout, local_part
+from ..processes.dtensors import as_dtensor, layout_of, placements_of
+from ..processes.stage_mesh import StageMesh
 from .gather import gather_everywhere, plain
 
 

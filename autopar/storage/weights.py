@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import WeightsError
-from ..layout import Layout, local_ranges
-from ..mesh import Mesh
+from ..ir.layout import Layout, local_ranges
+from ..ir.mesh import Mesh
 from . import huggingface
 from .tensor_file import Form, TensorFile, cut
 

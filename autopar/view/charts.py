@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan_file import MEMORY_KINDS
-from ..planner.live_bytes import ends_of
-from ..planner.make import Planned
-from ..planner.timeline import COMPUTE, Event, Timeline
-from ..units import byte_unit, ms, size
+from ..planner.objective.memory_timeline import ends_of
+from ..planner.objective.timeline import COMPUTE, Event, Timeline
+from ..planner.plan import Planned
+from ..plans.file import MEMORY_KINDS
+from ..utils.format import byte_unit, ms, size
 from .html import Html, joined, tag
 from .trace import profiler_name
 

@@ -3,18 +3,18 @@ possible, and how a stage is sharded inside."""
 
 from __future__ import annotations
 
-from ..explain_pipeline import PipelineExplanation
-from ..plan import Plan
-from ..plan_file import MEMORY_KINDS
-from ..plan_pipeline import PipelinePlanned
-from ..planner.stage_judge import Judged
+from ..planner.explain_pipeline import PipelineExplanation
+from ..planner.explain_pipeline_text import inside_lines, priced_table
+from ..planner.pipeline.evaluate import Judged
+from ..planner.pipeline.plan import PipelinePlanned
+from ..plans.file import MEMORY_KINDS
+from ..plans.pipeline_text import balance, pipeline_line
+from ..plans.plan import Plan
+from ..plans.text import in_order, waiting_seconds
 from ..schedule.svg import svg
-from ..units import byte_column, column, ms, percent, size
+from ..utils.format import byte_column, column, ms, percent, size
 from .charts import MEMORY_CLASSES, legend_of
-from .explain_pipeline_text import inside_lines, priced_table
 from .html import Html, bar, joined, rows_of, tag
-from .pipeline_text import balance, pipeline_line
-from .plan_text import in_order, waiting_seconds
 from .report import (
     alternatives_section,
     cards,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..plan_pipeline import PipelinePlanned
-from ..planner.live_bytes import SAVED
+from ..planner.objective.memory_timeline import SAVED
+from ..planner.pipeline.plan import PipelinePlanned
 from ..schedule.trace import ACTIONS, trace_of
 
 

@@ -6,14 +6,11 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from ..plan import Plan, Region
 from ..planner.explain import runners_up
-from ..planner.make import Planned
-from ..planner.timeline import Timeline
-from ..units import byte_column, column, ms, percent, size
-from .charts import legend_of, memory_chart, timeline_chart
-from .html import Html, bar, joined, rows_of, tag
-from .plan_text import (
+from ..planner.objective.timeline import Timeline
+from ..planner.plan import Planned
+from ..plans.plan import Plan, Region
+from ..plans.text import (
     alternatives_table,
     costed,
     hidden_seconds,
@@ -24,6 +21,9 @@ from .plan_text import (
     pass_lines,
     recomputed_lines,
 )
+from ..utils.format import byte_column, column, ms, percent, size
+from .charts import legend_of, memory_chart, timeline_chart
+from .html import Html, bar, joined, rows_of, tag
 
 FOLDER = Path(__file__).parent
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from ..graph import values_of
-from ..layout import Layout, local_shape
-from ..planner.live_bytes import ends_of
-from ..planner.make import Planned
-from ..planner.timeline import COMPUTE, Event, Timeline
+from ..ir.graph import values_of
+from ..ir.layout import Layout, local_shape
+from ..planner.objective.memory_timeline import ends_of
+from ..planner.objective.timeline import COMPUTE, Event, Timeline
+from ..planner.plan import Planned
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 EMITTED = {  # canonical ops as autopar/passes/lower_ops.py emits them

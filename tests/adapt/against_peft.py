@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autopar import LoRA, Mesh, api
+from autopar import LoRA, Mesh
 from autopar.adapt import order
-from autopar.capture import Captured
-from autopar.fake_state import forms_of
-from autopar.hardware import load
-from autopar.oracle import global_values
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import StepResult, simulate_step
+from autopar.api import entry as api
+from autopar.frontend.export import Captured
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import StepResult, simulate_step
 from tests.families import FAMILIES
 
 # family: what of LoRA is tried on it

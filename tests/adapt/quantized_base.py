@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import Mesh, QLoRA, api
+from autopar import Mesh, QLoRA
 from autopar.adapt import order
-from autopar.capture import Captured
-from autopar.fake_state import forms_of
-from autopar.hardware import load
-from autopar.ops_nf4 import dequantize
-from autopar.oracle import global_values
-from autopar.plan import Plan
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import StepResult, simulate_step
+from autopar.api import entry as api
+from autopar.frontend.export import Captured
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.ops.nf4 import dequantize
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.plans.plan import Plan
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import StepResult, simulate_step
 
 SIZES = dict(vocab_size=96)
 MODELS = {

@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import AdaptError, LoRA, QLoRA, api
+from autopar import AdaptError, LoRA, QLoRA
 from autopar.adapt import order
 from autopar.adapt.parse import parse
-from autopar.fake_state import forms_of
-from autopar.graph import bytes_of
-from autopar.lower import lower
+from autopar.api import entry as api
+from autopar.codegen.lower import lower
+from autopar.frontend.fake_parameters import forms_of
+from autopar.ir.graph import bytes_of
 from autopar.models import build
-from autopar.passes.localize import localize
-from autopar.plan import fingerprint
+from autopar.passes.distribute.localize import localize
+from autopar.plans.plan import fingerprint
 
 from .quantized_base import Adapted, adapted
 

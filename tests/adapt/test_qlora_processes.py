@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import autopar
 from autopar import AdaptError
 from autopar.models import build
-from tests import gloo
+from tests.helpers import gloo
 from tests.runtime.parity import device_mesh, train
 
 

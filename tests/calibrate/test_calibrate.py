@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from autopar import calibrate, hardware
+from autopar import calibrate
 from autopar.calibrate import fit, launch, measure
 from autopar.calibrate.measure import EXCHANGED, Effort
-from autopar.cli import main
-from autopar.commands.calibrate import summary
+from autopar.cli.calibrate import summary
+from autopar.cli.main import main
 from autopar.cost.collectives import CollectiveCost
 from autopar.errors import HardwareError
-from autopar.hardware import KINDS, Curve
-from autopar.mesh import Mesh
-from tests import gloo
+from autopar.hardware import profile as hardware
+from autopar.hardware.profile import KINDS, Curve
+from autopar.ir.mesh import Mesh
+from tests.helpers import gloo
 
 TINY = Effort((2**12, 2**16, 2**20), 5, ("fp32",))
 SIZES = (1e4, 1e6, 1e8)

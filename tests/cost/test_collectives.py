@@ -10,9 +10,9 @@ from autopar.cost.collectives import CollectiveCost
 from autopar.cost.redistribute import Redistributor
 from autopar.cost.textbook import ALL_REDUCES
 from autopar.errors import HardwareError
-from autopar.hardware import Curve, Hardware, Tier, load
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.hardware.profile import Curve, Hardware, Tier, load
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 
 TOY = Hardware("toy", "", "", {"fp32": 1e12}, 1.0, 1e11, 1.0, 10**9, 1e-6,
                (Tier("near", 4, 1e-6, 1e9, 64), Tier("far", None, 1e-5, 1e8, 16)), "native")  # fmt: skip

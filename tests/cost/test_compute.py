@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar import api, rules
+from autopar import rules
+from autopar.api import entry as api
 from autopar.cost.compute import FREE, ComputeCost, _local_shape, flops_of, fraction, fused_inputs, is_pointwise
 from autopar.cost.products import products_of, shapes_of
-from autopar.graph import is_op, tensor_arguments, values_of
-from autopar.hardware import Hardware, Tier, load
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.hardware.profile import Hardware, Tier, load
+from autopar.ir.graph import is_op, tensor_arguments, values_of
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.models import registry
 
 aten, autopar = torch.ops.aten, torch.ops.autopar

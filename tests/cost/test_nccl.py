@@ -5,8 +5,8 @@ import pytest
 
 from autopar.cost import nccl
 from autopar.cost.collectives import ERRORS, CollectiveCost
-from autopar.hardware import load, names
-from autopar.mesh import Mesh
+from autopar.hardware.profile import load, names
+from autopar.ir.mesh import Mesh
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 WITH_NCCL = [name for name in names() if load(name).nccl]

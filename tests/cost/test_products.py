@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from autopar.cost.products import HALF_TILE, LARGE, MISALIGNED, Shares
-from autopar.hardware import Kernels, load, names
+from autopar.hardware.profile import Kernels, load, names
 
 PLAIN = Kernels(multiprocessors=100, tile=(128, 128))  # no ramp
 

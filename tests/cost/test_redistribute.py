@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from autopar.cost.redistribute import Move, Redistribution, Redistributor
-from autopar.hardware import Link
-from autopar.layout import Layout, chunk, is_even, is_legal, local_part, local_shape
-from autopar.mesh import Mesh
+from autopar.hardware.profile import Link
+from autopar.ir.layout import Layout, chunk, is_even, is_legal, local_part, local_shape
+from autopar.ir.mesh import Mesh
 
-from ..random_layouts import random_layout, random_mesh, random_shape
+from ..helpers.random_layouts import random_layout, random_mesh, random_shape
 
 MEMORY_BYTES_PER_SECOND = 1e12
 

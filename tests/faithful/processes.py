@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-from tests import gloo
+from tests.helpers import gloo
 
 from .catalogue import PROGRAMS
 from .runner import BARE, HANG, SECONDS, Outcome, judge, merged

@@ -17,14 +17,14 @@ import autopar
 from autopar import Mesh, schedule
 from autopar.adapt import order
 from autopar.errors import AutoparError
-from autopar.fake_state import forms_of
-from autopar.pipeline_plan import axis_of
-from autopar.plan_arguments import options_of
-from autopar.plan_pipeline import plan_pipeline
-from autopar.planner.make import search
-from autopar.simulate_pipeline import simulate_pipeline
-from autopar.simulated import simulate_step
-from tests.staged import Case
+from autopar.frontend.fake_parameters import forms_of
+from autopar.planner.options import options_of
+from autopar.planner.pipeline.plan import plan_pipeline
+from autopar.planner.plan import search
+from autopar.plans.pipeline import axis_of
+from autopar.simulate.pipeline import simulate_pipeline
+from autopar.simulate.step import simulate_step
+from tests.helpers.staged import Case
 
 from .compare import difference
 from .program import Program, ids, randn

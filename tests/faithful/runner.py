@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 from .compare import COARSE, difference
 from .program import Program

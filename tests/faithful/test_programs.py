@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 from .catalogue import PROGRAMS
 from .not_yet import NOT_YET, NOT_YET_ON_SEVERAL

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 from .processes import judge_named, run_all
 from .runner import EQUAL, SECONDS

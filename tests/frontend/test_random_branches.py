@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import CaptureError
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import CaptureError
 from autopar.frontend.snapshot import Snapshot
 

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import hardware
-from autopar.cli import main
-from autopar.compare import verify_model
+from autopar.cli.main import main
 from autopar.errors import AutoparError, VerifyError
-from autopar.mesh import Mesh
+from autopar.hardware import profile as hardware
+from autopar.ir.mesh import Mesh
+from autopar.simulate.compare import verify_model
 
 from . import odd_models
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from autopar import Plan
-from autopar.capture import Captured
 from autopar.errors import PlanFormatError, PlanIncompatible, PlanTampered
-from autopar.mesh import Mesh
-from autopar.plan_file import content_hash
-from autopar.simulated import simulate_step
+from autopar.frontend.export import Captured
+from autopar.ir.mesh import Mesh
+from autopar.plans.file import content_hash
+from autopar.simulate.step import simulate_step
 
 ODD = [None, True, -1, 0, 3.5, 1e308, 10**17, "", "R", "tp:S(9)", "zz:S(0)", "dp=2", [], {}, [[]], [1, 2], {"a": 1},
        ["dp"] * 3, "../../etc/passwd", "__import__('os').system('false')", "\x00", "\ud800", "dp:P tp:P",

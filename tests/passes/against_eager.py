@@ -8,10 +8,10 @@ import copy
 import torch
 from torch import nn
 
-from autopar import api
 from autopar._torch.regions import grad_switch
-from autopar.capture import Captured
-from autopar.oracle import global_values, one_device_step
+from autopar.api import entry as api
+from autopar.frontend.export import Captured
+from autopar.simulate.oracle import global_values, one_device_step
 
 
 def assert_as_eager(model: nn.Module, *args, tolerance: float = 1e-6, **options) -> Captured:

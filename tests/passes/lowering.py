@@ -10,16 +10,16 @@ import torch
 from torch import fx
 
 from autopar._torch import fake_mode
-from autopar.capture import differentiate, export
-from autopar.codegen import program
+from autopar.codegen.python_code import program
+from autopar.codegen.verify_graph import check_global, check_local, check_ranks, check_sharding
 from autopar.cost.redistribute import Link
-from autopar.graph import OutputRole, Role, is_op, output_node, tensor_arguments, values_of
-from autopar.layout import Layout, is_legal, local_part
-from autopar.mesh import Mesh
-from autopar.passes.localize import localize
-from autopar.sharding import NodeSharding, Sharding
-from autopar.simulate import Simulator, assemble, local_inputs, simulate_step
-from autopar.verify import check_global, check_local, check_ranks, check_sharding
+from autopar.frontend.export import differentiate, export
+from autopar.ir.graph import OutputRole, Role, is_op, output_node, tensor_arguments, values_of
+from autopar.ir.layout import Layout, is_legal, local_part
+from autopar.ir.mesh import Mesh
+from autopar.passes.distribute.localize import localize
+from autopar.plans.sharding import NodeSharding, Sharding
+from autopar.simulate.collectives import Simulator, assemble, local_inputs, simulate_step
 
 
 def links(mesh: Mesh, seed: int = 0) -> dict[str, Link]:

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar import api, autocast
-from autopar.capture import export
-from autopar.oracle import global_values, one_device_step
-from autopar.passes.autocast_kernels import traced_as
-from autopar.passes.explicit_casts import explicit_casts
+from autopar.api import entry as api
+from autopar.frontend import autocast
+from autopar.frontend.export import export
+from autopar.passes.canonicalize.autocast_kernels import traced_as
+from autopar.passes.canonicalize.explicit_casts import explicit_casts
+from autopar.simulate.oracle import global_values, one_device_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AROUND = (("cuda", BF16),)

@@ -9,16 +9,18 @@ from random import Random
 import pytest
 import torch
 
-from autopar import Mesh, api, simulated
-from autopar.compare import verify_model
+from autopar import Mesh
+from autopar.api import entry as api
+from autopar.codegen.lower import lower
 from autopar.errors import StrategyError
-from autopar.graph import bytes_of
-from autopar.hardware import load
-from autopar.lower import lower
+from autopar.hardware.profile import load
+from autopar.ir.graph import bytes_of
 from autopar.models import build
-from autopar.oracle import global_values
-from autopar.plan import Plan
-from autopar.planner.make import PlanOptions, make_plan
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.plans.plan import Plan
+from autopar.simulate import step
+from autopar.simulate.compare import verify_model
+from autopar.simulate.oracle import global_values
 from tests.families import FAMILIES
 
 SMALL = "gpt:hidden=32,layers=1,heads=2,vocab=64,seq=16"
@@ -26,7 +28,7 @@ SMALL = "gpt:hidden=32,layers=1,heads=2,vocab=64,seq=16"
 
 def planned(model: str, mesh: str, strategy: str, batch: int = 4, **options) -> tuple:
     module, inputs = build(model, batch=batch, seq=16, device="cpu")
-    plan, captured = simulated.plan_and_capture(
+    plan, captured = step.plan_and_capture(
         module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False, **options
     )
     return module, inputs, plan, captured
@@ -51,7 +53,7 @@ def test_buckets_keep_bytes_and_gradients(mesh, strategy):
     assert count < count_single / 2
     assert bytes_ == pytest.approx(bytes_single, rel=1e-12)
     values = global_values(captured, module, inputs)
-    packed, alone = (simulated.simulate_step(captured, p, values) for p in (plan, single))
+    packed, alone = (step.simulate_step(captured, p, values) for p in (plan, single))
     for name, gradient in alone.gradients.items():
         assert torch.allclose(packed.gradients[name], gradient, rtol=1e-6, atol=1e-8), name
 
@@ -90,7 +92,7 @@ def test_every_rank_packs_alike():
 
 
 def test_passes_run_in_order():
-    from autopar.lower import passes_of
+    from autopar.codegen.lower import passes_of
 
     _, _, plan, _ = planned("mlp-tiny", "dp=2", "ddp")
     assert [name for name, _ in passes_of(plan, 0)] == ["localize", "recompute", "lower_ops", "bucket", "in_place"]
@@ -100,7 +102,7 @@ def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
     """The router's gradient is scattered over tp and then summed over dp: a bucket of sums over dp has to wait for the
     first."""
     module, inputs = FAMILIES["mixtral"](4, 16)
-    plan, captured = simulated.plan_and_capture(
+    plan, captured = step.plan_and_capture(
         module, "dp=2,tp=2", inputs, hardware="cpu-gloo", strategy="hsdp", baselines=False
     )
     found = [
@@ -128,10 +130,10 @@ def test_parameters_in_any_layout(seed):
     )
     values = global_values(captured, module, inputs)
     single = replace(plan, bucket_bytes=0.0)
-    wanted, bytes_ = simulated.simulate_step(captured, single, values), sent(single, captured)[1]
+    wanted, bytes_ = step.simulate_step(captured, single, values), sent(single, captured)[1]
     for packed in (plan, replace(plan, bucket_bytes=2000.0)):
         assert sent(packed, captured)[1] == pytest.approx(bytes_, rel=1e-12)
-        gradients = simulated.simulate_step(captured, packed, values).gradients
+        gradients = step.simulate_step(captured, packed, values).gradients
         assert all(torch.allclose(gradients[name], g, rtol=1e-6, atol=1e-8) for name, g in wanted.gradients.items())
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.compare import verify_model
-from autopar.simulated import plan_and_capture
+from autopar.simulate.compare import verify_model
+from autopar.simulate.step import plan_and_capture
 
 
 class Net(nn.Module):

@@ -7,11 +7,11 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.integrations.moe import _grouped_mm
 
-from autopar import simulated
-from autopar.compare import verify_model
 from autopar.cost.compute import flops_of
-from autopar.experts import in_order
-from autopar.graph import is_op
+from autopar.frontend.moe_in_token_order import in_order
+from autopar.ir.graph import is_op
+from autopar.simulate import step
+from autopar.simulate.compare import verify_model
 
 ENDS = {"even": [3, 6, 9], "an empty group": [5, 5, 9], "all in the last": [0, 0, 9]}
 
@@ -31,9 +31,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("dtype, own", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_one_op(dtype, own):
     x, ends = torch.randn(9, 8, dtype=dtype), torch.tensor(ENDS["even"], dtype=torch.int32)
-    _, captured = simulated.plan_and_capture(
-        Experts(dtype, own), "tp=2", (x, ends), hardware="cpu-gloo", baselines=False
-    )
+    _, captured = step.plan_and_capture(Experts(dtype, own), "tp=2", (x, ends), hardware="cpu-gloo", baselines=False)
     products = [n for n in captured.graph.nodes if is_op(n) and "grouped" in str(n.target)]
     assert [str(n.target) for n in products] == ["autopar.grouped_mm.default", "autopar.grouped_mm_dw.default"]
     assert [flops_of(n) for n in products] == [2 * 9 * 8 * 16] * 2
@@ -73,7 +71,7 @@ def test_a_matrix_for_each_row(turned):
     model, inputs = Picked(turned), (torch.randn(8, 8), torch.tensor([2, 0, 0, 2, 2, 0, 2, 2]))  # none in 1
     report = verify_model(model, inputs, "dp=2", strategy="ddp")
     assert report.match, str(report)
-    _, captured = simulated.plan_and_capture(model, "dp=2", inputs, hardware="cpu-gloo", baselines=False)
+    _, captured = step.plan_and_capture(model, "dp=2", inputs, hardware="cpu-gloo", baselines=False)
     targets = [str(n.target) for n in captured.graph.nodes if is_op(n)]
     assert "autopar.grouped_mm.default" in targets and not {"aten.bmm.default", "aten.index.Tensor"} & set(targets)
 
@@ -88,7 +86,7 @@ def test_a_stack_of_rows_stays_a_product_of_stacks():
             return torch.bmm(x, self.weight[which]).square().sum()  # (r, 2, 8)
 
     inputs = (torch.randn(4, 2, 8), torch.tensor([0, 2, 2, 1]))
-    _, captured = simulated.plan_and_capture(Stacked(), "dp=2", inputs, hardware="cpu-gloo", baselines=False)
+    _, captured = step.plan_and_capture(Stacked(), "dp=2", inputs, hardware="cpu-gloo", baselines=False)
     assert not any("grouped" in str(n.target) for n in captured.graph.nodes)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import UnsupportedOpError
-from autopar.ops_random import contiguous_strides
-from autopar.oracle import global_values, one_device_step
+from autopar.ops.counter_rng import contiguous_strides
+from autopar.simulate.oracle import global_values, one_device_step
 
 from ..runtime import tiny
 

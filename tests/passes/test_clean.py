@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import capture
-from autopar.oracle import global_values, one_device_step
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.clean import clean
+from autopar.frontend import export
+from autopar.passes.canonicalize.clean import clean
+from autopar.passes.canonicalize.rewrite import canonicalize
+from autopar.simulate.oracle import global_values, one_device_step
 
 aten = torch.ops.aten
 
@@ -30,9 +30,9 @@ def test_powers(power, dtype):
     model, x = Normed(power).to(dtype), torch.rand(3, 4, 5).to(dtype)
 
     def step(passes):
-        exported = capture.export(model, (x,))
+        exported = export.export(model, (x,))
         canonicalize(exported.graph_module)
-        captured = capture.differentiate(exported)
+        captured = export.differentiate(exported)
         for run in passes:
             run(captured.graph_module)
         captured.graph_module.recompile()

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from autopar.graph import output_node
-from autopar.lower import lower, lower_deferred
-from autopar.oracle import global_values
-from autopar.passes.defer import unreduced_layouts
-from autopar.simulate import Simulator, local_inputs
-from autopar.simulated import plan_and_capture
+from autopar.codegen.lower import lower, lower_deferred
+from autopar.ir.graph import output_node
+from autopar.passes.distribute.defer import unreduced_layouts
+from autopar.simulate.collectives import Simulator, local_inputs
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import plan_and_capture
 from tests.runtime import tiny
 
 CASES = [("dp=2", "ddp"), ("dp=3", "zero1"), ("dp=2,tp=2", "fsdp"), ("dp=2,tp=2", "megatron")]

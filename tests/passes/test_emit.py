@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
-from autopar.layout import Layout, is_even, is_legal, local_part
-from autopar.mesh import Mesh
-from autopar.passes.emit import Collective
-from autopar.passes.localize import localize
-from autopar.simulate import Simulator
+from autopar.ir.layout import Layout, is_even, is_legal, local_part
+from autopar.ir.mesh import Mesh
+from autopar.passes.distribute.emit import Collective
+from autopar.passes.distribute.localize import localize
+from autopar.simulate.collectives import Simulator
 
 from .lowering import local_graphs, partial_values, random_layout, redistribution
 

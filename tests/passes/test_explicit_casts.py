@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar import api, autocast
 from autopar._torch.regions import autocast_switch
-from autopar.capture import export
-from autopar.graph import is_tensor, output_node
-from autopar.passes.explicit_casts import explicit_casts
-from autopar.passes.grad_regions import grad_regions
+from autopar.api import entry as api
+from autopar.frontend import autocast
+from autopar.frontend.export import export
+from autopar.ir.graph import is_tensor, output_node
+from autopar.passes.canonicalize.explicit_casts import explicit_casts
+from autopar.passes.canonicalize.grad_regions import grad_regions
 
 from .against_eager import assert_as_eager
 from .test_grad_regions import Net

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import api
 from autopar.adapt import order
+from autopar.api import entry as api
 from autopar.errors import AdaptError
-from autopar.fake_state import forms_of
-from autopar.hardware import load
-from autopar.mesh import Mesh
-from autopar.oracle import global_values, one_device_step
-from autopar.passes.fake_quant import fake_quant
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import plan_and_capture, simulate_step
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.ir.mesh import Mesh
+from autopar.passes.adapt.fake_quant import fake_quant
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.simulate.oracle import global_values, one_device_step
+from autopar.simulate.step import plan_and_capture, simulate_step
 from tests.runtime import tiny
 
 from .eager_quant import eager_quantized, observed
@@ -126,8 +126,8 @@ def test_embeddings_mixed_precision_and_a_second_run():
     captured = _traced(model, batch, adapt, "bf16")
     quantized = [n for n in captured.graph.nodes if n.target is FAKE]
     assert [n.meta["val"].dtype for n in quantized] == [torch.float32] * 2  # before the cast
-    exported = autopar.capture.export(model, batch, None, forms_of(model))
-    autopar.passes.canonicalize.canonicalize(exported.graph_module)
+    exported = autopar.frontend.export.export(model, batch, None, forms_of(model))
+    autopar.passes.canonicalize.rewrite.canonicalize(exported.graph_module)
     texts = [str(fake_quant(exported, model).graph_module.graph) for _ in range(2)]
     assert texts[0] == texts[1] and texts[0].count("autopar.fake_quantize.default") == 2
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar import api
-from autopar.graph import output_node
+from autopar.api import entry as api
+from autopar.ir.graph import output_node
 
 from .against_eager import assert_as_eager
 

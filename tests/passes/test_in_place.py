@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from autopar._torch import c10d
-from autopar.compare import verify_model
-from autopar.lower import lower
-from autopar.passes.in_place import in_place
-from autopar.passes.localize import localize
+from autopar.codegen.lower import lower
+from autopar.passes.distribute.in_place import in_place
+from autopar.passes.distribute.localize import localize
+from autopar.simulate.compare import verify_model
 from tests.passes.test_bucket import SMALL, planned
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar._torch import fake_mode, storage_key
-from autopar.passes import local_values
-from autopar.passes.local_values import local_value
+from autopar.passes.distribute import local_values
+from autopar.passes.distribute.local_values import local_value
 
 aten = torch.ops.aten
 CALLS = {

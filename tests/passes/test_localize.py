@@ -6,16 +6,16 @@ from collections import Counter
 import pytest
 import torch
 
-from autopar.capture import differentiate, export
 from autopar.errors import VerifyError
-from autopar.graph import is_op, output_node, tensor_arguments, tensor_of, values_of
-from autopar.layout import Layout, is_legal
-from autopar.mesh import Mesh
+from autopar.frontend.export import differentiate, export
+from autopar.ir.graph import is_op, output_node, tensor_arguments, tensor_of, values_of
+from autopar.ir.layout import Layout, is_legal
+from autopar.ir.mesh import Mesh
 from autopar.models import gpt, llama
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.localize import localize
+from autopar.passes.canonicalize.rewrite import canonicalize
+from autopar.passes.distribute.localize import localize
+from autopar.plans.sharding import NodeSharding, Sharding
 from autopar.rules import rule_of, strategies
-from autopar.sharding import NodeSharding, Sharding
 
 from .lowering import MLP, capture, compare_with_autograd, global_values, links, random_layout, run_step, written
 

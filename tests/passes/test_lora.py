@@ -9,19 +9,21 @@ import pytest
 import torch
 
 import autopar
-from autopar import LoRA, Mesh, api, capture
+from autopar import LoRA, Mesh
 from autopar.adapt import order
-from autopar.fake_state import forms_of
-from autopar.hardware import load
+from autopar.api import entry as api
+from autopar.codegen.graph_text import graph_text
+from autopar.frontend import export
+from autopar.frontend.fake_parameters import forms_of
+from autopar.frontend.unroll import tower_of
+from autopar.hardware.profile import load
 from autopar.models import build
-from autopar.oracle import global_values, one_device_step
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.lora import lora
-from autopar.plan import fingerprint
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.simulated import plan_and_capture, simulate_step
-from autopar.unroll import tower_of
-from autopar.view.graph_text import graph_text
+from autopar.passes.adapt.lora import lora
+from autopar.passes.canonicalize.rewrite import canonicalize
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.plans.plan import fingerprint
+from autopar.simulate.oracle import global_values, one_device_step
+from autopar.simulate.step import plan_and_capture, simulate_step
 
 LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=96"
 
@@ -61,7 +63,7 @@ def planned(captured, mesh: str, strategy: str | None = None, **options):
 def test_once_is_enough():
     model, inputs = build(LLAMA, batch=4, seq=8, device="cpu")
     order.attach(model, [LoRA(target_modules="all-linear", r=2)])
-    exported = capture.export(model, inputs)
+    exported = export.export(model, inputs)
     canonicalize(exported.graph_module)
     before = graph_text(exported.graph_module)
     once = graph_text(lora(exported, model).graph_module)

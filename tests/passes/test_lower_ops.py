@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.passes.localize import localize
-from autopar.passes.lower_ops import lower_ops
-from autopar.sharding import NodeSharding, Sharding
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.passes.distribute.localize import localize
+from autopar.passes.distribute.lower_ops import lower_ops
+from autopar.plans.sharding import NodeSharding, Sharding
 
 from .lowering import capture, links
 

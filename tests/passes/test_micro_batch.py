@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
+from autopar.api import entry as api
+from autopar.codegen.split_batch import parts_of
 from autopar.errors import MicroBatchError
-from autopar.micro_batches import parts_of
 from autopar.models.output import Output
-from autopar.ops_random import stream_of
-from autopar.oracle import one_device_step
-from autopar.passes.micro_batch import SAME, SUM, micro_batch
-from autopar.passes.stages import cut
-from tests import staged
+from autopar.ops.counter_rng import stream_of
+from autopar.passes.pipeline.micro_batch import SAME, SUM, micro_batch
+from autopar.passes.pipeline.stages import cut
+from autopar.simulate.oracle import one_device_step
+from tests.helpers import staged
 from tests.runtime import tiny
-from tests.test_dropout import convnext
+from tests.simulate.test_dropout import convnext
 
 functional = nn.functional
 TINY = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import MicroBatchError
-from autopar.passes.micro_batch import micro_batch
-from tests import staged
+from autopar.passes.pipeline.micro_batch import micro_batch
 from tests.families import FAMILIES
+from tests.helpers import staged
 
 from .test_micro_batch import check
 

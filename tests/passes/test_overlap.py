@@ -10,17 +10,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import simulated
 from autopar._torch import c10d
-from autopar.graph import bytes_of
-from autopar.hardware import load
-from autopar.lower import lower, passes_of
+from autopar.codegen.lower import lower, passes_of
+from autopar.hardware.profile import load
+from autopar.ir.graph import bytes_of
 from autopar.models import build
-from autopar.oracle import global_values
-from autopar.passes.overlap import REDUCTIONS, wait_of
-from autopar.passes.partition import phase_of
-from tests import gloo
-from tests.allocations import training_step
+from autopar.passes.distribute.overlap import REDUCTIONS, wait_of
+from autopar.passes.distribute.partition import phase_of
+from autopar.simulate import step
+from autopar.simulate.oracle import global_values
+from tests.helpers import gloo
+from tests.helpers.allocations import training_step
 
 GPT = "gpt:hidden=32,layers=3,heads=2,vocab=64,seq=16"
 LLAMA = "llama:hidden=32,layers=3,heads=4,kv_heads=2,ffn=48,vocab=60"
@@ -34,7 +34,7 @@ BUCKET_BYTES = 8192.0
 
 def planned(model: str, mesh: str, strategy: str | None, **options):
     module, inputs = build(model, batch=12, seq=16, device="cpu")
-    plan, captured = simulated.plan_and_capture(
+    plan, captured = step.plan_and_capture(
         module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False, **options
     )
     return module, inputs, replace(plan, bucket_bytes=BUCKET_BYTES), captured
@@ -75,7 +75,7 @@ def test_the_same_collectives_and_gradients(model, mesh, strategy, options):
     texts = [[(group, what) for group, what, _ in p.collectives()] for p in programs[1]]
     assert all(text == texts[0] for text in texts)
     values = global_values(captured, module, inputs)
-    wanted, got = (simulated.simulate_step(captured, p, values).gradients for p in (plan, behind))
+    wanted, got = (step.simulate_step(captured, p, values).gradients for p in (plan, behind))
     for name, gradient in wanted.items():
         assert torch.equal(got[name], gradient), name
 
@@ -96,7 +96,7 @@ def test_only_where_something_is_gained():
     """Two processes of a CPU share the cores with what carries their bytes; GPUs have streams."""
     module, inputs = build(GPT, batch=4, seq=16, device="meta")
     for hardware, is_last in (("cpu-gloo", False), ("h100", True)):
-        plan, _ = simulated.plan_and_capture(module, "dp=2", inputs, hardware=hardware, baselines=False)
+        plan, _ = step.plan_and_capture(module, "dp=2", inputs, hardware=hardware, baselines=False)
         assert plan.overlaps == is_last == (load(hardware).overlap_gain > 0)
         assert ([name for name, _ in passes_of(plan, 0)][-1] == "overlap") == is_last
 

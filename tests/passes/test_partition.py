@@ -5,11 +5,11 @@ import torch
 from torch import fx
 
 from autopar.errors import VerifyError
-from autopar.graph import OutputRole, Role
-from autopar.mesh import Mesh
-from autopar.passes.localize import localize
-from autopar.passes.partition import partition
-from autopar.sharding import Sharding
+from autopar.ir.graph import OutputRole, Role
+from autopar.ir.mesh import Mesh
+from autopar.passes.distribute.localize import localize
+from autopar.passes.distribute.partition import partition
+from autopar.plans.sharding import Sharding
 
 from .lowering import MLP, capture, links
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar import simulated
-from autopar.compare import verify_plan
-from autopar.lower import lower
+from autopar.codegen.lower import lower
 from autopar.models import build
-from autopar.oracle import global_values
+from autopar.simulate import step
+from autopar.simulate.compare import verify_plan
+from autopar.simulate.oracle import global_values
 
 
 def saved_bytes(parts) -> int:
@@ -25,13 +25,13 @@ def saved_bytes(parts) -> int:
 def test_gradients_are_equal_and_less_is_saved(model, mesh, strategy):
     module, inputs = build(model, batch=4, seq=16, device="cpu")
     options = {"hardware": "cpu-gloo", "strategy": strategy, "baselines": False}
-    plan, captured = simulated.plan_and_capture(module, mesh, inputs, **options)
-    again, captured = simulated.plan_and_capture(module, mesh, inputs, **options, recompute="full")
+    plan, captured = step.plan_and_capture(module, mesh, inputs, **options)
+    again, captured = step.plan_and_capture(module, mesh, inputs, **options, recompute="full")
     assert not plan.sharding.again and len(again.recomputed) >= 2 and again.layouts == plan.layouts
     before, after = (lower(captured, p, 0, check=True).parts for p in (plan, again))
     assert saved_bytes(after) < 0.6 * saved_bytes(before)
     values = global_values(captured, module, inputs)
-    want, got = (simulated.simulate_step(captured, p, values).gradients for p in (plan, again))
+    want, got = (step.simulate_step(captured, p, values).gradients for p in (plan, again))
     module(**inputs).loss.backward()
     for name, parameter in module.named_parameters():
         assert torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-7), name
@@ -41,12 +41,10 @@ def test_gradients_are_equal_and_less_is_saved(model, mesh, strategy):
 
 def test_a_small_limit_makes_the_planner_recompute():
     module, inputs = build("gpt:hidden=64,layers=4,heads=4,vocab=256,seq=64", batch=32, seq=64, device="cpu")
-    free, captured = simulated.plan_and_capture(
-        module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", baselines=False
-    )
+    free, captured = step.plan_and_capture(module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", baselines=False)
     assert not free.recomputed
     limit = 0.5 * free.peak_bytes
-    plan, captured = simulated.plan_and_capture(
+    plan, captured = step.plan_and_capture(
         module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", memory=limit, baselines=False
     )
     assert plan.recomputed and plan.peak_bytes <= limit
@@ -64,7 +62,7 @@ def test_levels_save_what_is_predicted_and_give_the_same_gradients(model, mesh, 
     module, inputs = build(model, batch=4, seq=16, device="cpu")
     saved = {}
     for level in ("none", "selective", "full"):
-        plan, captured = simulated.plan_and_capture(
+        plan, captured = step.plan_and_capture(
             module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False, recompute=level
         )
         parts = lower(captured, plan, 0, check=True).parts

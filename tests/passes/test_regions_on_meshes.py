@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.compare import verify_model
+from autopar.simulate.compare import verify_model
 
 from ..runtime import tiny
 from . import test_explicit_casts as casts

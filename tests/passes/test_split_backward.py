@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.codegen import is_collective
-from autopar.graph import output_node
-from autopar.micro_batches import parts_of
-from autopar.passes.micro_batch import micro_batch
-from autopar.passes.partition import partition
-from autopar.passes.split_backward import split_backward
-from autopar.passes.stages import cut
-from autopar.pipeline import lower_pipeline
-from tests import staged
+from autopar.codegen.lower_pipeline import lower_pipeline
+from autopar.codegen.python_code import is_collective
+from autopar.codegen.split_batch import parts_of
+from autopar.ir.graph import output_node
+from autopar.passes.distribute.partition import partition
+from autopar.passes.pipeline.micro_batch import micro_batch
+from autopar.passes.pipeline.split_backward import split_backward
+from autopar.passes.pipeline.stages import cut
+from tests.helpers import staged
 
 
 def backwards(name: str, stages: int, seed: int):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.graph import is_op, output_node
-from autopar.passes.micro_batch import micro_batch
-from autopar.passes.stages import cut
-from autopar.planner.places import Places
-from tests import staged
+from autopar.ir.graph import is_op, output_node
+from autopar.ir.stage_placement import Places
+from autopar.passes.pipeline.micro_batch import micro_batch
+from autopar.passes.pipeline.stages import cut
+from tests.helpers import staged
 
 MICRO_BATCHES = {"mixtral": 1, "resnet": 1}  # of the others: each number that divides the batch
 MODELS = {"gpt2": 4, "llama": 2, "t5": 4, "bert": 2, "vit": 2, "mixtral": 3, "resnet": 3}  # cuts of each

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
-from autopar.compare import verify_model
+from autopar.api import entry as api
 from autopar.errors import UnsupportedOpError
+from autopar.simulate.compare import verify_model
 
 
 class Pooled(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.planner.stages import Level, Piece, Shared
+from autopar.planner.pipeline.model import Level, Piece, Shared
 
 
 def chain(rng: np.random.Generator, length: int, most_levels: int = 3, integer: bool = False) -> list[Piece]:

@@ -7,23 +7,23 @@ from collections import Counter
 
 import numpy as np
 
-from autopar import api
-from autopar.capture import Captured
+from autopar.api import entry as api
 from autopar.cost.redistribute import Redistributor
-from autopar.hardware import Hardware, Tier
-from autopar.mesh import Mesh
+from autopar.frontend.export import Captured
+from autopar.hardware.profile import Hardware, Tier
+from autopar.ir.mesh import Mesh
 from autopar.models import registry
-from autopar.plan import Plan
-from autopar.planner import fold as folding
-from autopar.planner.ascend import Search, minimize
-from autopar.planner.dual import Dual
-from autopar.planner.evaluate import Evaluation, Pricer, evaluate
-from autopar.planner.hubs import HubPrices, hubs_of
-from autopar.planner.make import PlanOptions, make_plan
-from autopar.planner.prices import Prices
-from autopar.planner.problem import Problem, build
-from autopar.planner.program import Program, Solution
-from autopar.planner.restrict import Restriction, allowed_strategies
+from autopar.planner.objective.evaluate import Evaluation, Pricer, evaluate
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.problem import symmetry as folding
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.problem.problem import Problem, build
+from autopar.planner.problem.recipes import Restriction, allowed_strategies
+from autopar.planner.solver.dual import Dual
+from autopar.planner.solver.hyperedges import HubPrices, hubs_of
+from autopar.planner.solver.ilp import Program, Solution
+from autopar.planner.solver.minimize import Search, minimize
+from autopar.plans.plan import Plan
 
 TINY_GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 TINY_LLAMA = "llama:hidden=32,layers=1,heads=4,kv_heads=4,ffn=64,vocab=64,seq=16"

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from autopar.capture import Captured
-from autopar.graph import OutputRole, Role
-from autopar.planner.ascend import Search
-from autopar.planner.dual import Dual, own_cost
-from autopar.planner.hubs import HubPrices, served
-from autopar.planner.prices import Prices
-from autopar.planner.program import Program
+from autopar.frontend.export import Captured
+from autopar.ir.graph import OutputRole, Role
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.solver.dual import Dual, own_cost
+from autopar.planner.solver.hyperedges import HubPrices, served
+from autopar.planner.solver.ilp import Program
+from autopar.planner.solver.minimize import Search
 
 from .planning import Instance, toy
 

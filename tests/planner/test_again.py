@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from autopar.planner.blocks import Blocks
-from autopar.planner.dual import Dual
-from autopar.planner.prices import Prices
-from autopar.planner.remake import FULL, Moves, Remake
-from autopar.planner.tied import Tied
+from autopar.planner.objective.checkpoint_blocks import Blocks
+from autopar.planner.objective.checkpoint_min_cut import FULL, Moves, Remake
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.solver.dual import Dual
+from autopar.planner.solver.local_search import Tied
 
 from .planning import Instance
 from .test_remake import CASES, MACHINE

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autopar import simulated
-from autopar.lower import lower
+from autopar.codegen.lower import lower
 from autopar.models import registry
-from autopar.oracle import global_values
-from autopar.plan import Plan
-from autopar.planner.restrict import RECIPES
+from autopar.planner.problem.recipes import RECIPES
+from autopar.plans.plan import Plan
+from autopar.simulate import step as simulated
+from autopar.simulate.oracle import global_values
 
 from .planning import captured, make, toy
 

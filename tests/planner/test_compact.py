@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from autopar import api
-from autopar.capture import Captured
-from autopar.compact import FIRST, LAST
-from autopar.fake_state import forms_of
-from autopar.mesh import Mesh
+from autopar.api import entry as api
+from autopar.frontend.export import Captured
+from autopar.frontend.fake_parameters import forms_of
+from autopar.frontend.repeated_blocks import FIRST, LAST
+from autopar.ir.mesh import Mesh
 from autopar.models import registry
-from autopar.planner.evaluate import evaluate
-from autopar.planner.live_bytes import live_bytes
-from autopar.planner.make import PlanOptions, search
-from autopar.planner.prices import Prices
+from autopar.planner.objective.evaluate import evaluate
+from autopar.planner.objective.memory_timeline import live_bytes
+from autopar.planner.plan import PlanOptions, search
+from autopar.planner.problem.multipliers import Prices
 
 from .planning import Instance, toy
 

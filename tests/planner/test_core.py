@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import StrategyError
-from autopar.planner.ascend import Search
-from autopar.planner.prices import Prices
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.solver.minimize import Search
 from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, counts, make, toy
 
 MLP = "mlp:hidden=16,ffn=32,layers=1"

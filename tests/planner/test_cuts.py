@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.math_opt.python import mathopt
 
-from autopar.planner.cuts import SAME, Cuts
+from autopar.planner.solver.cutting_planes import SAME, Cuts
 
 LOW, HIGH = np.zeros(3), np.array([1.0, 1.0, 4.0])
 ENOUGH = 1e-3  # of doubt

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from autopar.planner.ascend import Search
-from autopar.planner.prices import Prices
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.solver.minimize import Search
 
 from .planning import TINY_GPT, Instance, toy
 from .random_graphs import MESHES, PRICES, WAITING, check, read_often

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import api
-from autopar.cli import main
+from autopar.api import entry as api
+from autopar.cli.main import main
 from autopar.errors import StrategyError
 from autopar.planner.explain import explain_plan, runners_up
 

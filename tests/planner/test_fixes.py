@@ -7,14 +7,14 @@ import re
 import pytest
 
 import autopar
-from autopar import api
-from autopar.cli import main
+from autopar.api import entry as api
+from autopar.cli.main import main
 from autopar.errors import CaptureError, MemoryInfeasibleError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.models import registry
-from autopar.planner import fixes
-from autopar.planner.make import PlanOptions
-from autopar.planner.make import search as plan_search
+from autopar.planner import remedies
+from autopar.planner.plan import PlanOptions
+from autopar.planner.plan import search as plan_search
 
 from .planning import captured, toy
 
@@ -72,7 +72,7 @@ def test_what_is_said_to_fit_does_at_that_price(error, ddp):
             continue
         passes = int(changed.pop("micro_batches", 1))
         plan = planned(batch=BATCH // passes, micro_batches=passes, **asked | changed)
-        assert plan.step_seconds == pytest.approx(fix.step_seconds, rel=fixes.SEARCH.gap)
+        assert plan.step_seconds == pytest.approx(fix.step_seconds, rel=remedies.SEARCH.gap)
         assert plan.peak_bytes <= limit and fix.peak_bytes <= limit and plan.mesh.devices == fix.devices
         checked += 1
     assert checked >= 3
@@ -85,13 +85,15 @@ def test_adapters_are_offered_where_optimizer_state_does_not_fit():
     assert [fix.option for fix in found if fix.fits] == ["--lora r=16", "--mesh dp=2"]
     lora = autopar.LoRA(r=16, target_modules="all-linear")
     plan = planned(mesh="dp=1", batch=1, memory=0.6 * whole.peak_bytes, adapt=[lora])
-    assert plan.step_seconds == pytest.approx(found[0].step_seconds, rel=fixes.SEARCH.gap)
+    assert plan.step_seconds == pytest.approx(found[0].step_seconds, rel=remedies.SEARCH.gap)
 
 
 def test_next_stages_of_zero():
     def stages(strategy):
-        request = fixes.Request(None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), 1, True, None)
-        return [change.options.strategy for change in fixes._higher_stages(request)]
+        request = remedies.Request(
+            None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), 1, True, None
+        )
+        return [change.options.strategy for change in remedies._higher_stages(request)]
 
     assert stages("zero1") == ["zero2", "fsdp"] and stages("zero3") == stages(None) == []
     assert stages("hsdp") == ["fsdp"] and stages("tp") == [f"megatron+{stage}" for stage in ("zero1", "zero2", "fsdp")]
@@ -106,7 +108,7 @@ def test_a_change_that_cannot_be_planned_is_left_out():
     options = PlanOptions(MACHINE, memory_bytes=1e6, strategy="ddp", baselines=False)
     with pytest.raises(MemoryInfeasibleError) as caught:
         plan_search(graph, mesh, options)
-    found = fixes.with_fixes(caught.value, fixes.Request(graph, mesh, options, BATCH, False, fails))
+    found = remedies.with_fixes(caught.value, remedies.Request(graph, mesh, options, BATCH, False, fails))
     assert found.message == caught.value.message and found.fixes
     assert not [fix for fix in found.fixes if "LoRA" in fix.argument or "micro" in fix.argument]
 

@@ -10,14 +10,24 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar import api
-from autopar.hardware import load
+from autopar.api import entry as api
+from autopar.hardware.profile import load
 from autopar.models import registry
-from autopar.planner.blocks import Blocks
-from autopar.planner.live_bytes import AGAIN, GATHERED, GRADIENTS, KEPT, PASSING, SAVED, STAYING, ends_of, live_bytes
+from autopar.planner.objective.checkpoint_blocks import Blocks
+from autopar.planner.objective.memory_timeline import (
+    AGAIN,
+    GATHERED,
+    GRADIENTS,
+    KEPT,
+    PASSING,
+    SAVED,
+    STAYING,
+    ends_of,
+    live_bytes,
+)
 
-from .. import gloo
-from ..allocations import training_step
+from ..helpers import gloo
+from ..helpers.allocations import training_step
 from .test_timeline import TWO_BLOCKS, planned
 
 TRACKED_GPT = "gpt:hidden=64,layers=2,heads=2,vocab=128,seq=32"

@@ -13,9 +13,9 @@ from collections import Counter
 import pytest
 import torch
 
-from autopar import api
-from autopar.lower import lower
-from autopar.planner.blocks import block_of
+from autopar.api import entry as api
+from autopar.codegen.lower import lower
+from autopar.planner.objective.checkpoint_blocks import block_of
 
 from .planning import captured, counts, make, toy
 

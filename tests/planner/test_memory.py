@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import MemoryInfeasibleError
-from autopar.planner.evaluate import evaluate
-from autopar.planner.mix import keep_copies, mix
-from autopar.planner.prices import Prices
+from autopar.planner.objective.evaluate import evaluate
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.solver.interpolate import keep_copies, mix
 
 from .planning import Instance, make, toy
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import InputError, MemoryInfeasibleError, StrategyError
-from autopar.hardware import Tier
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.planner.make import PlanOptions
-from autopar.planner.meshes import candidates, refines, search
+from autopar.hardware.profile import Tier
+from autopar.ir.mesh import Mesh
+from autopar.planner.mesh_search import candidates, refines, search
+from autopar.planner.plan import PlanOptions
+from autopar.plans.plan import Plan
 
 from .planning import captured, make, toy
 

@@ -6,7 +6,7 @@ import pytest
 
 from autopar import Plan
 from autopar.errors import MemoryInfeasibleError, StrategyError
-from autopar.passes.defer import unreduced_layouts
+from autopar.passes.distribute.defer import unreduced_layouts
 
 from .planning import captured, counts, make, toy
 

@@ -9,16 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import api, capture, simulated
-from autopar.compare import verify_plan
+from autopar.api import entry as api
+from autopar.codegen.lower import lower, lower_deferred
 from autopar.errors import MemoryInfeasibleError, StrategyError
-from autopar.graph import values_of
-from autopar.hardware import Host
-from autopar.layout import Layout, largest_local_numel
-from autopar.lower import lower, lower_deferred
-from autopar.mesh import Mesh
+from autopar.frontend import export
+from autopar.hardware.profile import Host
+from autopar.ir.graph import values_of
+from autopar.ir.layout import Layout, largest_local_numel
+from autopar.ir.mesh import Mesh
 from autopar.models import build, registry
-from autopar.plan import Offloaded, Plan
+from autopar.plans.plan import Offloaded, Plan
+from autopar.simulate import step
+from autopar.simulate.compare import verify_plan
 
 from .planning import make, toy
 
@@ -95,7 +97,7 @@ def test_gradients_are_those_of_one_device(model, mesh, strategy, precision, rec
     """The emitted graphs copy every parameter once to the device, in the type that computes, and every gradient to the
     host."""
     module, inputs = build(model, batch=4, seq=16, device="cpu")
-    plan, captured = simulated.plan_and_capture(
+    plan, captured = step.plan_and_capture(
         module, mesh, inputs, hardware=MACHINE, strategy=strategy, precision=precision, recompute=recompute,
         baselines=False, offload="optimizer",
     )  # fmt: skip
@@ -119,7 +121,7 @@ def test_graphs_for_gpus_compute_on_them(precision):
     """Lowered for a mesh of GPUs, only parameters, their casts and the gradients that leave are in the host's
     memory."""
     module, inputs = build("mlp-tiny", batch=4, seq=16, device="cpu")
-    plan, captured = simulated.plan_and_capture(
+    plan, captured = step.plan_and_capture(
         module,
         "dp=2",
         inputs,
@@ -129,7 +131,7 @@ def test_graphs_for_gpus_compute_on_them(precision):
         baselines=False,
         offload="optimizer",
     )
-    capture.move(captured, torch.device("cuda"))
+    export.move(captured, torch.device("cuda"))
     program = lower(captured, plan, 0, check=True)
     deferred = lower_deferred(captured, plan, 0, program.parts.saved)
     for graph in (

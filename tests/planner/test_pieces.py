@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import api
-from autopar.fake_state import forms_of
-from autopar.hardware import load
-from autopar.mesh import Mesh
+from autopar.api import entry as api
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.ir.mesh import Mesh
+from autopar.ir.stage_placement import Places
 from autopar.models import registry
-from autopar.passes.micro_batch import micro_batch
-from autopar.pipeline_plan import Pipeline, inside
-from autopar.planner import pieces as places_and_pieces
-from autopar.planner.make import PlanOptions, search, solvers_of
-from autopar.planner.pieces import chain
-from autopar.planner.places import Places
-from autopar.planner.stage_judge import besides, judge
-from autopar.planner.stage_parts import INPUT, WEIGHT, Part, Parts
+from autopar.passes.pipeline.micro_batch import micro_batch
+from autopar.planner.pipeline import segments as places_and_pieces
+from autopar.planner.pipeline.evaluate import besides, judge
+from autopar.planner.pipeline.segments import chain
+from autopar.planner.pipeline.stage_costs import INPUT, WEIGHT, Part, Parts
+from autopar.planner.plan import PlanOptions, search, solvers_of
+from autopar.plans.pipeline import Pipeline, inside
 from tests.planner.planning import captured, toy
 
 GPT = "gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16"

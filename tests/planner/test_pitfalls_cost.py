@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from autopar.codegen.lower import lower
 from autopar.cost.compute import ComputeCost, flops_of
 from autopar.cost.redistribute import Redistributor
-from autopar.graph import bytes_of, tensor_of
-from autopar.hardware import Link
-from autopar.layout import Layout
-from autopar.lower import lower
-from autopar.mesh import Mesh
-from autopar.planner import fold as folding
-from autopar.planner.prices import Prices
-from autopar.planner.vertices import STATE
+from autopar.hardware.profile import Link
+from autopar.ir.graph import bytes_of, tensor_of
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.planner.problem import symmetry as folding
+from autopar.planner.problem.multipliers import Prices
+from autopar.planner.problem.vertices import STATE
 from autopar.rules import Strategy
 
 from .planning import Instance, captured, counts, make, toy
@@ -201,7 +201,7 @@ def weights_of_blocks(instance: Instance) -> dict[str, list]:
 
 def test_every_use_of_a_tensor_is_known_to_its_hub():
     """Fold (b): hubs count real tensors: copies times members is every tensor with a use, once."""
-    from autopar.planner.hubs import hubs_of
+    from autopar.planner.solver.hyperedges import hubs_of
 
     instance = Instance(LLAMA, "a=2", batch=4, seq=32)
     used = {(u.producer, u.output) for u in instance.problem.uses}

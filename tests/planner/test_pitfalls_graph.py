@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import fx
 
-from autopar import api, rules
+from autopar import rules
+from autopar.api import entry as api
 from autopar.cost.compute import flops_of
-from autopar.graph import is_op, tensor_arguments, values_of
-from autopar.mesh import Mesh
+from autopar.ir.graph import is_op, tensor_arguments, values_of
+from autopar.ir.mesh import Mesh
 
 from .planning import captured, counts, make, toy
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import StageError
-from autopar.graph import is_op, tensor_of
-from autopar.passes.micro_batch import micro_batch
-from autopar.planner.places import Places, first_of, is_sum
-from tests import staged
+from autopar.ir.graph import is_op, tensor_of
+from autopar.ir.stage_placement import Places, first_of, is_sum
+from autopar.passes.pipeline.micro_batch import micro_batch
+from tests.helpers import staged
 
 CASES = ["gpt2", "t5", "llama", "vit"]
 SEEDS = range(8)

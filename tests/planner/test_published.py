@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.cost.compute import flops_of
 from autopar.models import registry
-from autopar.planner.blocks import Blocks, block_of
-from autopar.planner.prices import Prices
-from autopar.planner.remake import FULL, SELECTIVE
+from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
+from autopar.planner.objective.checkpoint_min_cut import FULL, SELECTIVE
+from autopar.planner.problem.multipliers import Prices
 
 from .planning import Instance, make, toy
 
@@ -116,7 +116,8 @@ def test_activation_bytes_of_a_layer(narrow_gpt, strategy, mesh, price, shared, 
 # Megatron-LM on GPUs, SC 2021
 # ----------------------------------------------------------------------------------------------
 
-# Billions of parameters, layers, hidden, devices, batch, TFLOP/s a device, aggregate PFLOP/s: arXiv 2104.04473, table 1.
+# Billions of parameters, layers, hidden, devices, batch, TFLOP/s a device, aggregate PFLOP/s: arXiv 2104.04473, table
+# 1.
 SC21 = {
     "gpt-1.7b": (1.7, 24, 2304, 32, 512, 137, 4.4), "gpt-3.6b": (3.6, 30, 3072, 64, 512, 138, 8.8),
     "gpt-7.5b": (7.5, 36, 4096, 128, 512, 142, 18.2), "gpt-18.4b": (18.4, 40, 6144, 256, 1024, 135, 34.6),

@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from autopar.planner.blocks import Blocks, block_of
-from autopar.planner.prices import Prices
-from autopar.planner.remake import FULL, SELECTIVE, Moves, Remake
+from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
+from autopar.planner.objective.checkpoint_min_cut import FULL, SELECTIVE, Moves, Remake
+from autopar.planner.problem.multipliers import Prices
 
 from .planning import Instance, toy
 

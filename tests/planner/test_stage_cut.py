@@ -12,8 +12,8 @@ import pytest
 from ortools.sat.python import cp_model
 
 from autopar.errors import MemoryInfeasibleError, StrategyError
-from autopar.planner.stage_cut import cut_stages
-from autopar.planner.stages import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Level, Piece, Shared, Timing
+from autopar.planner.pipeline.cut import cut_stages
+from autopar.planner.pipeline.model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Level, Piece, Shared, Timing
 from autopar.schedule.catalogue import make
 from autopar.schedule.play import play
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import MemoryInfeasibleError, StrategyError
-from autopar.planner.stage_cut import cut_stages
-from autopar.planner.stage_loops import cut_looped
-from autopar.planner.stages import ONE_F_ONE_B, Shared, interleaved
+from autopar.planner.pipeline.cut import cut_stages
+from autopar.planner.pipeline.cut_interleaved import cut_looped
+from autopar.planner.pipeline.model import ONE_F_ONE_B, Shared, interleaved
 from autopar.schedule.catalogue import make
 from autopar.schedule.play import play
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import MeshError, StrategyError
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.models import registry
-from autopar.plan import Plan
-from autopar.planner.restrict import RECIPES, Restriction
+from autopar.planner.problem.recipes import RECIPES, Restriction
+from autopar.plans.plan import Plan
 
 from .planning import captured, counts, make, toy
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import api
+from autopar.api import entry as api
 from autopar.errors import StrategyError
-from autopar.plan import Plan
 from autopar.planner.describe import describe_plan
-from autopar.planner.restrict import allowed_strategies
-from autopar.planner.tensor_plan import STYLES, TensorPlan, styles_of
+from autopar.planner.problem.hf_tp_plan import STYLES, TensorPlan, styles_of
+from autopar.planner.problem.recipes import allowed_strategies
+from autopar.plans.plan import Plan
 
 from ..families import FAMILIES
 from ..runtime import tiny
@@ -141,7 +141,7 @@ def test_a_comparison_that_fails_never_costs_the_plan(mesh, monkeypatch):
             raise ValueError("a mistake in a row")
         return allowed_strategies(problem, restriction, pins)
 
-    monkeypatch.setattr("autopar.planner.solve.allowed_strategies", allowed)
+    monkeypatch.setattr("autopar.planner.solver.solver.allowed_strategies", allowed)
     plan = _mlp_plan(mesh)
     notes = {a.name: a.note for a in plan.alternatives if a.step_seconds is None}
     assert {*notes} == {"megatron", "zero1"} and all(

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from autopar.mesh import Mesh
-from autopar.planner.blocks import Blocks, block_of
-from autopar.planner.evaluate import Evaluation
-from autopar.planner.make import Planned, PlanOptions, search
-from autopar.planner.problem import Problem
-from autopar.planner.timeline import COMPUTE, Timeline, _Busy, simulate
+from autopar.ir.mesh import Mesh
+from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
+from autopar.planner.objective.evaluate import Evaluation
+from autopar.planner.objective.timeline import COMPUTE, Timeline, _Busy, simulate
+from autopar.planner.plan import Planned, PlanOptions, search
+from autopar.planner.problem.problem import Problem
 
 from .planning import TINY_GPT, TINY_LLAMA, Instance, captured, toy
 

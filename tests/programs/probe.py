@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compare import verify_model
 from autopar.errors import AutoparError
+from autopar.simulate.compare import verify_model
 
 MESHES = ("dp=2", "tp=2", "dp=2,tp=2", "dp=4")  # a batch of 6 is uneven over 4
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import linalg
 from torch.nn import functional as F
 
-from autopar import traced_forms
 from autopar.errors import CaptureError
+from autopar.frontend import traced_forms
 
-from .. import gloo
+from ..helpers import gloo
 from ..runtime import parity
 from .probe import Program, as_loss, everywhere
 

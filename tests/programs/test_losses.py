@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from autopar import api
-from autopar.graph import is_op, tensor_arguments
+from autopar.api import entry as api
+from autopar.ir.graph import is_op, tensor_arguments
 from autopar.rules import rule_of
 
-from .. import gloo
+from ..helpers import gloo
 from ..runtime import parity
 from .probe import Program, everywhere
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ops_nf4 import quantize
+from autopar.ops.nf4 import quantize
 
 from .instances import between, op, real, whole
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from autopar.capture import differentiate, export
-from autopar.cross_entropy import cross_entropy
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.clean import clean
+from autopar.frontend.export import differentiate, export
+from autopar.ops.cross_entropy import cross_entropy
+from autopar.passes.canonicalize.clean import clean
+from autopar.passes.canonicalize.rewrite import canonicalize
 
 ops = torch.ops.autopar
 

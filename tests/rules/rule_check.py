@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_map
 
-from autopar.graph import tensor_arguments, values_of
-from autopar.layout import Layout, dim_ranges, local_part, local_shape
-from autopar.mesh import Mesh
+from autopar.ir.graph import tensor_arguments, values_of
+from autopar.ir.layout import Layout, dim_ranges, local_part, local_shape
+from autopar.ir.mesh import Mesh
 from autopar.rules import Rule, Strategy, local_call, rule_of, strategies
 
 NOISE = torch.Generator().manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.graph import is_op, tensor_arguments
+from autopar.ir.graph import is_op, tensor_arguments
 from autopar.rules import factor_parts, propagate_parts, rule_of
 
 from .joint_graphs import joint_graph

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.graph import tensor_arguments, values_of
-from autopar.mesh import Mesh
+from autopar.ir.graph import tensor_arguments, values_of
+from autopar.ir.mesh import Mesh
 from autopar.rules import factor_parts, propagate_parts, rule_of, strategies
 
 from .instances import real, whole

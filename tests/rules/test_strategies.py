@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.rules import local_call, rule_of, strategies
 from autopar.rules.rule import rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.graph import tensor_arguments, tensor_of
+from autopar.ir.graph import tensor_arguments, tensor_of
 from autopar.rules import factor_parts
 from autopar.rules.reading import output_indices
 from autopar.rules.table import TABLE, rule_of

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 
 def device_mesh(text: str):

@@ -10,8 +10,8 @@ import torch
 
 import autopar
 from autopar import AdaptError, LoRA
-from tests import gloo
 from tests.families import FAMILIES
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, device_mesh, full, planned, train

@@ -18,12 +18,12 @@ from torch.func import functional_call
 import autopar
 from autopar.errors import InputError, MeshError, StageError, StrategyError
 from autopar.models.output import Output
-from autopar.passes.micro_batch import micro_batch
+from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.runtime.asynchronous_stage import AsynchronousStage
 from autopar.runtime.weight_versions import WeightVersions
 from autopar.schedule.asynchronous import BUFFERED, NAMES, STASHING, VERTICAL, Asynchronous
-from autopar.simulate_asynchronous import SimulatedAsynchronous
-from tests import gloo, staged
+from autopar.simulate.asynchronous import SimulatedAsynchronous
+from tests.helpers import gloo, staged
 
 from . import tiny
 from .parity import device_mesh, full

@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar.errors import DesyncError, InputError
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from tests import gloo
+from tests.helpers import gloo
 from tests.runtime import tiny
 
 pytestmark = pytest.mark.gloo
@@ -57,7 +57,7 @@ def test_uneven_shards():
 
 def inputs_and_errors(rank: int) -> None:
     import autopar
-    from autopar.errors import (
+    from autopar.errors import (  # fmt: skip
         CaptureError,
         InputError,
         MemoryInfeasibleError,
@@ -66,7 +66,7 @@ def inputs_and_errors(rank: int) -> None:
         PlanIncompatible,
         StrategyError,
         UnsupportedOpError,
-    )  # fmt: skip
+    )
 
     mesh = device_mesh("dp=2")
 

@@ -9,9 +9,10 @@ import torch
 
 import autopar
 from autopar.errors import AdaptError, CaptureError, InputError, StrategyError
-from autopar.mesh import Mesh
-from autopar.runtime import agree, captures
-from tests import gloo
+from autopar.ir.mesh import Mesh
+from autopar.processes import agree
+from autopar.runtime import captures
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import autopar
+from autopar.adapt.quantized_weight import pack, unpack
 from autopar.errors import AdaptError
-from autopar.quantized import pack, unpack
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import device_mesh, full, planned, train

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar import api
-from autopar.compare import verify_plan
+from autopar.api import entry as api
 from autopar.errors import InputError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.models.output import Output
-from autopar.plan_arguments import options_of
-from autopar.planner.make import make_plan
+from autopar.planner.options import options_of
+from autopar.planner.plan import make_plan
 from autopar.runtime.captures import Captures
-from tests import gloo
+from autopar.simulate.compare import verify_plan
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned

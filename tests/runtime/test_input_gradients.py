@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import autopar
-from autopar.compare import verify_model
 from autopar.errors import StageError
-from tests import gloo
+from autopar.simulate.compare import verify_model
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned

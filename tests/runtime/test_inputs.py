@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import autopar
 from autopar.errors import InputError
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned
@@ -95,7 +95,7 @@ def test_global_local_and_dtensor_inputs():
 def test_examples(alone, example):
     x, _ = tiny.Regressor.batch()
     parallel, reference = pair(tiny.Regressor(), alone, example(x))
-    args, kwargs = autopar.calls.split_example(example(x))
+    args, kwargs = autopar.frontend.call_signature.split_example(example(x))
     assert_close(parallel(*args, **kwargs), reference(x))
 
 

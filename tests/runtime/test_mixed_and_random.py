@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import autopar
-from autopar import api
-from autopar.oracle import global_values, one_device_step
-from tests import gloo
+from autopar.api import entry as api
+from autopar.simulate.oracle import global_values, one_device_step
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, device_mesh, planned

@@ -12,19 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import hardware
-from autopar.hardware import Host
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.runtime.dtensors import as_dtensor
-from tests import gloo
+from autopar.hardware import profile
+from autopar.hardware.profile import Host
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.processes.dtensors import as_dtensor
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_same_gradients, assert_same_values, device_mesh, pair, train
 
 X, Y = tiny.Regressor.batch()
 CALL = dict(x=X, target=Y)
-MACHINE = replace(hardware.load("cpu-gloo"), host=Host(1e9, 4e9, 10**9))
+MACHINE = replace(profile.load("cpu-gloo"), host=Host(1e9, 4e9, 10**9))
 
 
 def _training(rank):

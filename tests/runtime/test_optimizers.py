@@ -12,7 +12,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAda
 
 import autopar
 from autopar.errors import OptimizerError
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_values, device_mesh, full, pair, planned

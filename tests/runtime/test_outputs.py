@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar.errors import CaptureError
 from autopar.models.output import Output
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned

@@ -11,9 +11,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import InputError, MemoryInfeasibleError, MovedParameterError, StrategyError
-from autopar.layout import Layout, local_part
-from autopar.mesh import Mesh
-from tests import gloo
+from autopar.ir.layout import Layout, local_part
+from autopar.ir.mesh import Mesh
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, full, pair, planned

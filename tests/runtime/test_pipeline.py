@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import autopar
 from autopar.errors import InputError, MicroBatchError, StageError
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, device_mesh, full, pair
@@ -73,7 +73,7 @@ def test_a_stage_of_frozen_parameters():
     assert sorted(gloo.run(2, _frozen)) == [[], ["lm_head.weight"]]
 
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved_zero_bubble", "zbv"]  # all of them: tests/test_simulate_pipeline.py
+SCHEDULES = ["gpipe", "1f1b", "interleaved_zero_bubble", "zbv"]  # all of them: tests/simulate/test_pipeline.py
 
 
 @pytest.mark.gloo

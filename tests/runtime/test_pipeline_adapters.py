@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import autopar
 from autopar import AdaptError, FakeQuant, LoRA, QLoRA
 from autopar.models import build
-from autopar.same_stages import with_owners
-from tests import gloo
+from autopar.planner.pipeline.replan import with_owners
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import device_mesh, train

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import autopar
-from autopar import api
-from autopar.graph import output_node
-from autopar.pipeline import lower_pipeline
+from autopar.api import entry as api
+from autopar.codegen.lower_pipeline import lower_pipeline
+from autopar.ir.graph import output_node
 from autopar.runtime.pipeline_backward import adding
 from autopar.runtime.pipeline_engine import sent_before
 from autopar.schedule import KINDS, Action, make

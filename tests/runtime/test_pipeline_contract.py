@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
 from autopar.errors import InputError, StageError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.runtime.inputs import data_axes
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, device_mesh, full, pair

@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.errors import DesyncError, InputError
 from autopar.runtime.same_values import checksum, tensors_of
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, full

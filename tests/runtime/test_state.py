@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import autopar
 from autopar.errors import InputError, StageError
-from tests import gloo
+from tests.helpers import gloo
 
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, pair
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import gloo
+from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, pair, planned

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import autopar
-from tests import faults
+from tests.helpers import faults
 
 from .parity import planned
 

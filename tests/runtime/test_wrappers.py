@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import InputError, StrategyError
-from tests import gloo
+from tests.helpers import gloo
 
 from .parity import assert_close, device_mesh
 

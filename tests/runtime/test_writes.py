@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import autopar
-from autopar.compare import verify_model
 from autopar.errors import CaptureError, InputError, StageError
-from tests import gloo
+from autopar.simulate.compare import verify_model
+from tests.helpers import gloo
 
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, full, pair, planned
 

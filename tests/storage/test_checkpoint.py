@@ -13,13 +13,13 @@ import torch
 
 import autopar
 from autopar.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, InputError
-from autopar.layout import local_part
-from autopar.mesh import Mesh
-from autopar.runtime.stage_mesh import StageMesh
+from autopar.ir.layout import local_part
+from autopar.ir.mesh import Mesh
+from autopar.processes.stage_mesh import StageMesh
 from autopar.storage.gather import Held, gather_everywhere, gather_to
 from autopar.storage.tensor_file import Form
-from tests import gloo
-from tests.random_layouts import random_layout
+from tests.helpers import gloo
+from tests.helpers.random_layouts import random_layout
 from tests.runtime import tiny
 from tests.runtime.parity import device_mesh, full, planned
 

@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import CheckpointError, InputError
 from autopar.models.output import Output
 from autopar.storage import tensor_file
-from tests import gloo
+from tests.helpers import gloo
 from tests.runtime import tiny
 from tests.runtime.parity import assert_close, device_mesh
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import autopar
 from autopar.errors import CheckpointCorrupt, CheckpointError
-from tests import gloo
+from tests.helpers import gloo
 from tests.runtime.parity import device_mesh, full
 
 from .test_checkpoint import names_of, regressor

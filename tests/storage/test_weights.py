@@ -12,11 +12,11 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError, InputError, WeightsError
-from autopar.layout import Layout, local_part
-from autopar.mesh import Mesh
+from autopar.ir.layout import Layout, local_part
+from autopar.ir.mesh import Mesh
 from autopar.storage.weights import Weights, shapes_of
-from tests import gloo
-from tests.random_layouts import random_layout
+from tests.helpers import gloo
+from tests.helpers.random_layouts import random_layout
 from tests.runtime import tiny
 from tests.runtime.parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, planned
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from autopar import api
-from autopar.cli import main
+from autopar.api import entry as api
+from autopar.cli.main import main
 from autopar.errors import StrategyError
-from autopar.explain_pipeline import explain_pipeline
 from autopar.models import build
+from autopar.planner.explain_pipeline import explain_pipeline
+from autopar.plans.compare import side_by_side
+from autopar.plans.diff import diff_text
 from autopar.schedule import KINDS, beside, make, play, save
-from autopar.units import ms
-from autopar.view.diff_text import diff_text
+from autopar.utils.format import ms
 from autopar.view.pipeline_report import pipeline_page
 from autopar.view.pipeline_trace import pipeline_trace_of
-from autopar.view.side_by_side import side_by_side
 
 from .test_report import Page
 

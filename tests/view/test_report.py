@@ -9,16 +9,16 @@ from html.parser import HTMLParser
 
 import pytest
 
-from autopar import api
-from autopar.cli import main
+from autopar.api import entry as api
+from autopar.cli.main import main
 from autopar.models import build
-from autopar.plan_file import MEMORY_KINDS
 from autopar.planner.explain import runners_up
-from autopar.planner.timeline import simulate
-from autopar.units import byte_unit, ms, size
+from autopar.planner.objective.timeline import simulate
+from autopar.plans.file import MEMORY_KINDS
+from autopar.plans.text import alternatives_table, memory_table
+from autopar.utils.format import byte_unit, ms, size
 from autopar.view.charts import MEMORY_CLASSES
 from autopar.view.html import VOID, Html, joined, tag
-from autopar.view.plan_text import alternatives_table, memory_table
 from autopar.view.report import FOLDER, count_text, report_page
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from autopar import api
-from autopar.lower import lower
+from autopar.api import entry as api
+from autopar.codegen.lower import lower
 from autopar.models import build
 from autopar.view.trace import MOVES, profiler_name, trace_of
 

@@ -1,0 +1,250 @@
+"""Asynchronous pipelines: `autopar.AsynchronousPipeline`, which trains with weights that are some updates old.
+
+NOT equal to synchronous training. PipeDream and PipeDream-2BW never flush the pipeline, so a gradient is one of older
+weights than those that it updates (which ones: autopar/schedule/asynchronous.py); losses and weights differ from those
+of `autopar.compile`. Nothing uses this unless it is asked for. What holds is that a micro-batch's forward and backward
+read one version of the weights, and that a run gives the same numbers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from ..codegen.split_batch import join, parts_of
+from ..errors import InputError, MeshError, MicroBatchError, StageError
+from ..frontend.call_signature import CallSignature, describe_call, split_example
+from ..ir.mesh import Mesh
+from ..planner.batch import of_samples, samples_of
+from ..planner.pipeline.replan import cuts_of, with_owners
+from ..plans.pipeline import Pipeline, axis_of, inside
+from ..plans.plan import Plan, fingerprint
+from ..processes import agree, process_groups, watch
+from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
+from ..runtime.loaded import LoadedGraph
+from ..runtime.parameters import table_of
+from ..runtime.stage_links import StageLinks
+from ..schedule.asynchronous import BUFFERED, STASHING, Asynchronous
+from . import entry as api
+
+BALANCED = 4  # micro-batches a stage for which the stages of a pipeline without a flush are cut
+
+
+class AsynchronousPipeline:
+    """Trains a model on a mesh with an axis pp, without a flush and NOT as synchronous training does: see the module.
+
+    `schedule`: "pipedream" (weight stashing), "pipedream_vertical_sync", or "pipedream_2bw". A batch of the first two
+    is one micro-batch and one update; one of 2BW is cut into `micro_batches` (at least as many as stages, and as many
+    unless given), and its mean loss makes one update. `optimizer` makes the optimizer of the parameters of this rank's
+    stage; what looks at all parameters together, like clipping by their norm, sees those of the stage alone. Other
+    arguments as in `autopar.compile`, which takes the model over; a given `plan` must have one stage a rank. All ranks
+    call it together. Raises subclasses of AutoparError.
+
+        pipeline = autopar.AsynchronousPipeline(model, mesh, batch, "pipedream", optimizer=lambda p: torch.optim.SGD(p,
+        0.1)) losses = pipeline.run(batches)
+        pipeline.module.save_pretrained("trained")
+
+    `module` is what `autopar.compile` returns, with the newest weights, to evaluate and to save. The memory of its plan
+    is that of synchronous training: older versions (`schedule.versions_held(stage)` less one) are not in it."""
+
+    def __init__(self, model: nn.Module, mesh, example_inputs, schedule: str = STASHING, *,
+                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], micro_batches: int | None = None,
+                 plan: Plan | None = None, hardware=None, memory=None, precision: str = "fp32",
+                 strategy: str | None = None, pin: Mapping[str, str] | None = None, loss_fn: Callable | None = None,
+                 weights=None):  # fmt: skip
+        axis = axis_of(Mesh.of(mesh))
+        if axis is None or not hasattr(mesh, "get_group"):
+            raise MeshError(f"a pipeline needs a DeviceMesh with an axis pp of several devices, not {mesh}")
+        stages, name = Mesh.of(mesh).size(axis), str(schedule).lower().replace("-", "_")
+        self.schedule = Asynchronous(name, stages, micro_batches or (stages if name == BUFFERED else 1))
+        if plan is None:
+            process_groups.check_world(Mesh.of(mesh), mesh)
+            watch.start()
+            options = dict(
+                hardware=hardware, memory=memory, precision=precision, strategy=strategy, pin=pin, loss_fn=loss_fn
+            )
+            made = agree.from_rank_zero(
+                lambda: _planned(model, mesh, example_inputs, self.schedule, **options).to_json()
+            )
+            plan = Plan.from_json(made)
+        _check(plan, self.schedule)
+        options = dict(
+            hardware=hardware, memory=memory, precision=precision, strategy=strategy, loss_fn=loss_fn, weights=weights
+        )
+        self.module = api.compile(model, mesh, example_inputs, plan=plan, **options)
+        self.plan = self.module.plan
+        self._load(optimizer)
+
+    def _load(self, optimizer: Callable) -> None:
+        captures = self.module._captures
+        self._captured, step, self._on = captures.table[0].traced.captured, captures.table[0].step, captures.stage
+        program = step.program
+        agree.everywhere(lambda: check_apart(program.leaves, self._captured.graph))
+        self._micro, self.place = program.micro, self._on.place
+        (mine,) = program.stages.values()
+        self._device = torch.device(self._on.device_mesh.device_type)
+        (loaded,) = step.graphs  # the same as in synchronous training
+        forward = loaded.forward
+        if mine.copies is not None:
+            forward = LoadedGraph(mine.forward_alone, captures.groups, self._device, f"forward of stage {loaded.index}")
+        graphs = {"forward": forward, "reduce": step.gradients.reduce.get(self.place)}
+        graphs |= {"backward": loaded.backward.first} if loaded.has_backward else {}
+        self._buffers, parameters = {}, {}
+        for node in _placeholders(mine.forward_alone.graph):
+            name = node.meta["role"].name
+            if node.meta["role"].kind == "parameter":
+                table, leaf = table_of(self.module, name, "_parameters")
+                parameters[name] = table[leaf]
+            elif node.meta["role"].kind == "buffer":
+                table, leaf = table_of(self.module, name, "_buffers")
+                self._buffers[name] = table[leaf]
+        fixed = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        rank = agree.everywhere(lambda: rank_of(mine, self._on.coordinate, fixed, parameters, optimizer))
+        self.optimizer = rank.optimizer
+        self.stage = AsynchronousStage(
+            [rank], self._on.mesh, self.schedule, lambda what, i: [graphs[what].run(i[0])], self._device
+        )
+        self._links = StageLinks(self.plan, captures.groups, mine, self._device)
+
+    @property
+    def versions_alive(self) -> int:
+        """Versions of the weights of this rank's stage that are in memory, the newest included."""
+        return self.stage.ranks[0].versions.alive
+
+    @property
+    def most_versions(self) -> int:
+        """The most that there were at once in the last run."""
+        return self.stage.ranks[0].versions.most
+
+    def run(self, batches: Iterable, on_update: Callable[[int], None] = lambda version: None) -> list[float]:
+        """Train on batches, each given as to the model (a dict of keyword arguments, or a tuple), and return their
+        losses, on all ranks. Every rank passes the same ones, taken as they are needed. `on_update(version)` is called
+        on each rank after each update of its stage: the place to step a learning rate schedule. At the end the pipeline
+        runs empty, so the first batches of another run meet newer weights than in one long run."""
+        stream, stage, links, last = _Stream(self, iter(batches)), self.stage, self._links, self.schedule.stages - 1
+        losses: list[list[Tensor]] = []
+        stage.begin()
+        with torch.no_grad():
+            for action in self.schedule.walk(self.place, stream.has):
+                if action.kind == "U":
+                    stage.update(more=stream.has(stage.next_forward))
+                    on_update(action.version)
+                elif action.kind == "F":
+                    i = action.micro_batch
+                    sent, outputs = stage.forward(i, stream.take(i), links.from_before())
+                    links.to_next(sent)
+                    if self.place == last:
+                        losses += [[]] if i % self.schedule.group == 0 else []
+                        losses[-1] += outputs[str(self._captured.returns.loss)]
+                else:
+                    links.to_before(stage.backward(action.micro_batch, links.from_next()))
+            links.finish()
+            for name, buffer in self._buffers.items():
+                buffer.copy_(stage.ranks[0].fixed[name])
+            how = self._micro.joins[str(self._captured.returns.loss)]
+            return self._everywhere([join(parts, how) for parts in losses], stream.count)
+
+    def _everywhere(self, losses: list[Tensor], count: int) -> list[float]:
+        """What the last stage knows, on all ranks."""
+        if not count:
+            return []
+        found = torch.stack(losses).double() if losses else torch.empty(count, dtype=torch.float64, device=self._device)
+        with watch.meeting("the losses"):
+            dist.broadcast(found, group=self._links.forward, group_src=self.schedule.stages - 1)
+        return found.tolist()
+
+
+class _Stream:
+    """The micro-batches of a run, of which those that are needed are taken from the caller."""
+
+    def __init__(self, pipeline: AsynchronousPipeline, batches: Iterator):
+        self.pipeline, self.batches, self.group = pipeline, batches, pipeline.schedule.group
+        self.count = 0  # of batches
+        self.parts: dict[int, dict[str, Tensor]] = {}
+
+    def has(self, i: int) -> bool:
+        while i >= self.count * self.group:
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                return False
+            for k, part in enumerate(self._parts(batch)):
+                self.parts[self.count * self.group + k] = part
+            self.count += 1
+        return True
+
+    def take(self, i: int) -> dict[str, Tensor]:
+        """By placeholder."""
+        return self.parts.pop(i)
+
+    def _parts(self, batch) -> list[dict[str, Tensor]]:
+        captured, micro = self.pipeline._captured, self.pipeline._micro
+        args, kwargs = split_example(batch)
+        tensors = captured.signature.match(args, kwargs)
+        if tensors is None:
+            raise InputError(f"a batch {describe_call(args, kwargs)} is not of the form of example_inputs",
+                             fix="pass batches of one shape; drop or pad the last one")  # fmt: skip
+        if self.count == 0:
+            agree.check_batches(captured.signature.tensor_names, tensors)
+        named = dict(zip(captured.signature.tensor_names, tensors))
+        values, whole = {}, {}
+        for node in _placeholders(micro.captured.graph):
+            role = node.meta["role"]
+            if role.kind == "input":
+                values[node.name] = named[role.name].to(self.pipeline._device)
+            elif role.kind == "random":
+                values[node.name] = whole[node.name] = self.pipeline.module.random.next()
+        return [whole | part for part in parts_of(micro, values)]
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _check(plan: Plan, schedule: Asynchronous) -> None:
+    found = plan.pipeline
+    p, m = schedule.stages, schedule.group
+    if found is None or (found.ranks, found.stages_per_rank, found.micro_batches) != (p, 1, m):
+        raise StageError(f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given "
+                         f"one is not",
+                         fix=f'plan with schedule="1f1b" and micro_batches={m}, or leave plan= out')  # fmt: skip
+    if found.samples:
+        raise StageError(f"{schedule.name} runs equal micro-batches, and a batch of {found.samples} samples cannot be "
+                         f"cut into {m}",
+                         fix=f"pass batches of {found.samples - found.samples % m or m} samples")  # fmt: skip
+
+
+def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **options) -> Plan:
+    """The plan of a batch, with the stages that a long run of micro-batches is fastest with. Raises as `autopar.plan`
+    does."""
+    if options["hardware"] is None:
+        options["hardware"] = "cpu-gloo" if mesh.device_type == "cpu" else torch.cuda.get_device_name()
+    options |= dict(baselines=False, fixes=False)
+
+    def over_stages(inputs, micro_batches: int) -> Plan:
+        found = api.search(model, mesh, inputs, schedule="1f1b", micro_batches=micro_batches, **options)
+        return with_owners(found.captured, found.plan)
+
+    if schedule.group > 1:
+        return over_stages(example_inputs, schedule.group)
+    signature, _ = CallSignature.of(*split_example(example_inputs))
+    many = BALANCED * schedule.stages
+    try:
+        first = over_stages(of_samples(signature, many * samples_of(signature)), many)
+    except (
+        MicroBatchError
+    ):  # such a batch cannot be cut; of one alone, which meets the stages one by one, no cut is the fastest
+        return over_stages(example_inputs, 1)
+    found = api.search(model, inside(first.mesh, first.pipeline.axis), example_inputs, refuses=False, **options)
+    cuts = cuts_of(found.captured.graph, first.pipeline.owners)
+    pipeline = Pipeline(first.pipeline.axis, first.pipeline.ranks, "1f1b", 1, 1, cuts, first.pipeline.costs)
+    plan = replace(
+        found.plan, mesh=first.mesh, pipeline=pipeline, fingerprint=fingerprint(found.captured.graph),
+        peak_bytes=first.peak_bytes, memory=first.memory, at_peak=first.at_peak, step_seconds=first.step_seconds / many,
+        simulated_seconds=first.simulated_seconds / many, bound=first.bound / many, gap=first.gap, alternatives=(),
+    )  # fmt: skip
+    return with_owners(found.captured, plan)

@@ -1,0 +1,148 @@
+"""What a configuration that somebody else chose would cost: seconds, FLOPs per second and memory, whether it fits or
+not.
+
+Model FLOPs are those of the model's mathematics, whatever is computed again: three times the forward's products,
+attention counted without its causal mask and without the scores that its backward makes again. For a GPT of L layers,
+hidden size h and vocabulary V on B sequences of length s these are the terms of Narayanan et al., arXiv 2104.04473,
+section 5.1, without recomputation:
+
+    72 B s L h^2 (1 + s / (6 h) + V / (12 L h))
+
+Hardware FLOPs add the products that are computed again. With all blocks these are those of the paper's F,
+96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not
+read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from ..cost.compute import ATTENTION, DTYPE_NAMES, flops_of
+from ..ir.graph import is_op, tensor_arguments, values_of
+from ..planner.objective.evaluate import Evaluation
+from ..planner.pipeline.plan import PipelinePlanned
+from ..planner.plan import Planned
+from ..planner.problem.problem import Problem
+from ..plans.plan import Plan
+from . import entry as api
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are
+    those of `step_seconds`, the objective of the search; played through stream by stream a step takes
+    `simulated_seconds`. `dtype`: what most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
+
+    plan: Plan
+    recompute: str
+    model_flops: float
+    hardware_flops: float
+    dtype: str
+    peaks: Mapping[str, float]
+
+    @property
+    def utilization(self) -> float:
+        """Share of the devices' peak that the model's FLOPs make up (MFU)."""
+        return self.tflops_per_device(self.model_flops, self.plan.step_seconds) * 1e12 / self.peaks[self.dtype]
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0.0
+
+    @property
+    def missing_bytes(self) -> float:
+        return max(0.0, self.plan.peak_bytes - self.plan.memory_limit_bytes)
+
+    def tflops_per_device(self, flops: float, seconds: float) -> float:
+        return flops / (self.plan.mesh.devices * seconds * 1e12) if seconds else 0.0
+
+    def to_json(self) -> dict:
+        """Plain data: the numbers, without the plan's decisions."""
+        p = self.plan
+        kept = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
+        seconds = ("step_seconds", "simulated_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
+                   "exposed_seconds")  # fmt: skip
+        return {
+            **{name: getattr(p, name) for name in kept}, "mesh": str(p.mesh), "devices": p.mesh.devices,
+            "recompute": self.recompute, "pipeline": asdict(p.pipeline) if p.pipeline else None,
+            **{name: getattr(p, name) for name in seconds},
+            "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
+            "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
+            "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),
+            "simulated_tflops_per_device": self.tflops_per_device(self.model_flops, p.simulated_seconds),
+            "dtype": self.dtype, "peak_tflops_per_device": self.peaks[self.dtype] / 1e12,
+            "utilization": self.utilization, "peak_bytes": p.peak_bytes, "memory": dict(p.at_peak),
+            "memory_limit_bytes": p.memory_limit_bytes, "fits": self.fits, "missing_bytes": self.missing_bytes,
+            "parameter_elements": p.parameter_elements,
+            "collectives": [asdict(c) | {"axes": list(c.axes)} for c in p.collectives],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        from .estimate_text import estimate_text
+
+        return estimate_text(self)
+
+
+def estimate(
+    model: nn.Module, mesh, example_inputs, *, strategy: str | None = None, recompute: str = "auto",
+    micro_batches: int | None = None, schedule: str = "auto", stages_per_rank: int | None = None,
+    report: Callable[[str], None] = lambda text: None, **planning,
+) -> Estimate:  # fmt: skip
+    """The cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis pp, by a
+    schedule with so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is chosen as a
+    plan would be. Raises subclasses of AutoparError, but none for memory."""
+    found = api.search(
+        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches,
+        schedule=schedule, stages_per_rank=stages_per_rank, refuses=False, report=report,
+        **{"baselines": False} | planning,
+    )  # fmt: skip
+    return of_pipeline(found) if isinstance(found, PipelinePlanned) else of_search(found)
+
+
+def of_search(planned: Planned) -> Estimate:
+    """The estimate of a finished search."""
+    passes, options = planned.options.micro_batches, planned.options
+    by_dtype: Counter = Counter({"fp32": 0.0})
+    for node in filter(is_op, planned.problem.whole.nodes):
+        by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
+    once, again = by_dtype.total(), _again_flops(*planned.whole)
+    (dtype, _), *_ = by_dtype.most_common(1)
+    peaks = options.hardware.flops_per_second
+    return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again), dtype, peaks)
+
+
+def of_pipeline(found: PipelinePlanned) -> Estimate:
+    """The same of a pipeline."""
+    return replace(of_search(found.inner), plan=found.plan)
+
+
+def model_flops(node: fx.Node) -> float:
+    """FLOPs of one op by the model's mathematics, see above."""
+    if node.target not in ATTENTION:
+        return flops_of(node)
+    is_forward = node.target is torch.ops.autopar.attention.default
+    q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
+    forward = 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
+    return forward if is_forward else 2.0 * forward
+
+
+def _again_flops(problem: Problem, e: Evaluation) -> float:
+    """Of the ops that the backward runs again."""
+    return sum(
+        model_flops(problem.vertices[v].node) * count
+        for levels in e.recomputed.values()
+        for step, count in levels.values()
+        for v in _own(step, levels)
+    )
+
+
+def _own(step, levels: dict) -> frozenset[int]:
+    """Vertices that a step runs again and the step before it does not."""
+    before = [other.again for other, _ in levels.values() if other is not step and len(other.again) < len(step.again)]
+    return step.again.difference(*before)

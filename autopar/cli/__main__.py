@@ -1,0 +1,7 @@
+"""`python -m autopar.cli`."""
+
+import sys
+
+from .main import main
+
+sys.exit(main())

@@ -1,0 +1,322 @@
+"""What the commands share: arguments that name a model and how to plan it, checks before the long work, and
+progress."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import MemoryInfeasibleError, PipelineError, StrategyError
+
+if TYPE_CHECKING:
+    from ..planner.objective.timeline import Timeline
+    from ..planner.pipeline.plan import PipelinePlanned
+    from ..planner.plan import Planned
+
+Report = Callable[[str], None]
+
+
+def command(subparsers, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]):
+    """A subparser whose --help ends with an example."""
+    parser = subparsers.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool = False) -> None:
+    """--model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them
+    will do."""
+    model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, or file.py:function"
+    parser.add_argument("--model", required=True, metavar="M", help=model)
+    where = parser.add_mutually_exclusive_group(required=True) if devices else parser
+    where.add_argument("--mesh", required=not devices, help="axes and sizes, outermost first: dp=8,tp=8")
+    if devices:
+        where.add_argument("--devices", type=count, metavar="N", help="plan for the best mesh of N devices")
+    for name, default, what in (("--batch", batch, "global batch"), ("--seq", seq, "sequence length")):
+        after = "" if default is None else f" (default {default})"
+        parser.add_argument(name, type=count, default=default, required=default is None, metavar="N", help=what + after)
+
+
+def add_planning(parser, hardware: str) -> None:
+    """--hardware, --precision, --strategy, --memory, --offload and --pin."""
+    parser.add_argument("--hardware", default=hardware, help=f"profile or TOML file (default {hardware})")
+    precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
+    strategies = "ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp (default: whatever is fastest)"
+    parser.add_argument("--strategy", help=strategies)
+    parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
+    pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
+    offload = (
+        "parameters that train on the host, with their optimizer's state: where memory is short, or all (default none)"
+    )
+    parser.add_argument("--offload", choices=("none", "auto", "optimizer"), default="none", help=offload)
+    parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
+
+
+def add_search(parser, baselines: bool = False) -> None:
+    """All arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
+    add_model(parser, batch=None, seq=None, devices=True)
+    add_passes(parser)
+    add_planning(parser, hardware="h100")
+    add_adapting(parser)
+    forbid = "a layout that the parameters that GLOB matches may not take, such as '*.wte.weight=R'; may be repeated"
+    parser.add_argument("--forbid", action="append", default=[], metavar="GLOB=LAYOUT", help=forbid)
+    parser.add_argument("--optimizer", default="adamw", help="whose state to make room for (default adamw)")
+    parser.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule")
+    if baselines:
+        parser.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
+
+
+def add_passes(parser) -> None:
+    """--micro-batches, --micro-batch and --recompute."""
+    passes = (
+        "passes of a step, whose gradients are added up; auto: the fewest that fit without recomputation (default 1)"
+    )
+    parser.add_argument("--micro-batches", type=passes_or_auto, metavar="K", help=passes)
+    samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
+    parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
+    level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
+    parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
+
+
+def add_pipeline(parser) -> None:
+    """--schedule and --stages-per-rank."""
+    schedule = "order of the stages of a mesh with pp: gpipe, 1f1b, zb_h1, zbv, ... (default: the fastest of some)"
+    parser.add_argument("--schedule", metavar="NAME", help=schedule)
+    several = "of a schedule that may have several, such as interleaved_1f1b"
+    parser.add_argument("--stages-per-rank", type=count, metavar="V", help=several)
+
+
+def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
+    """The arguments of a search, --slowdown and --out: a plan that is played through and written to a file."""
+    add_search(parser, baselines)
+    slowdown = (
+        "how much longer compute takes beside a collective, 1 or more; from 2 on it waits (default: the hardware's)"
+    )
+    parser.add_argument("--slowdown", type=factor, metavar="X", help=slowdown)
+    parser.add_argument("--out", required=True, metavar="FILE", help=out)
+
+
+def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timeline | None]:
+    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a
+    pipeline, whose schedule was played in the search."""
+    check(args)
+    with progress() as report:
+        planned = search(args, report)
+    if not is_pipeline(planned):
+        return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
+    if args.slowdown is not None:
+        raise PipelineError("--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
+                            fix="leave it out, or change overlap_slowdown in a profile")  # fmt: skip
+    return planned, None
+
+
+def is_pipeline(planned: Planned | PipelinePlanned) -> bool:
+    """Whether a search found stages."""
+    from ..planner.pipeline.plan import PipelinePlanned
+
+    return isinstance(planned, PipelinePlanned)
+
+
+def search(args: argparse.Namespace, report: Report, **options) -> Planned | PipelinePlanned:
+    """The finished search that the arguments of `add_search` and `add_pipeline` ask for, of the model on the meta
+    device; `options` of `api.search` come on top."""
+    from .. import models
+    from ..api import entry as api
+    from ..ir.mesh import Mesh
+    from ..planner import batch as accumulate
+
+    quiet()
+    if has_pipeline(args):
+        return search_pipeline(args, report, **options)
+    mesh = Mesh.parse(args.mesh) if args.mesh else None
+
+    def planned(passes: int, **more) -> Planned:
+        report("building the model")
+        model, inputs = models.build(args.model, batch=args.batch // passes, seq=args.seq)
+        return api.search(
+            model, mesh or args.devices, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args),
+            report=report, adapt=adaptations(args), micro_batches=passes, recompute=args.recompute,
+            schedule=getattr(args, "schedule", None) or "auto", stages_per_rank=getattr(args, "stages_per_rank", None),
+            **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options | more,
+        )  # fmt: skip
+
+    tried = []
+
+    def without_fixes(passes: int) -> Planned:
+        tried.append(passes)
+        return planned(passes, fixes=False)
+
+    if args.micro_batches == accumulate.AUTO and args.micro_batch is None:
+        try:
+            return accumulate.fewest(
+                without_fixes, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1
+            )
+        except MemoryInfeasibleError:
+            return planned(tried[-1])
+    return planned(accumulate.passes_of(args.batch, mesh, args.strategy, args.micro_batches, args.micro_batch))
+
+
+def has_pipeline(args: argparse.Namespace) -> bool:
+    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none and
+    cannot get one."""
+    from ..ir.mesh import Mesh
+    from ..plans.pipeline import axis_of
+
+    if args.mesh is not None and axis_of(Mesh.parse(args.mesh)):
+        return True
+    for name in ("schedule", "stages_per_rank"):
+        if getattr(args, name, None) is not None and getattr(args, "devices", None) is None:
+            raise PipelineError(
+                f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4"
+            )
+    return False
+
+
+def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
+    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch
+    is that of one call, of which micro-batches are parts."""
+    from .. import models
+    from ..adapt import order
+    from ..api import entry as api
+    from ..frontend.fake_parameters import forms_of
+    from ..ir.mesh import Mesh
+    from ..planner import batch as accumulate
+    from ..planner.options import options_of
+    from ..planner.pipeline.plan import plan_pipeline
+    from ..plans.pipeline import inside
+
+    quiet()
+    mesh, many = Mesh.parse(args.mesh), None
+    if args.micro_batch is not None or args.micro_batches not in (None, accumulate.AUTO):
+        many = accumulate.passes_of(args.batch, inside(mesh), args.strategy, args.micro_batches, args.micro_batch)
+    report("building the model")
+    model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
+    adapt = adaptations(args)
+    found = planning(args)
+    name = found.pop("name")
+    found |= dict(optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={})
+    found |= dict(baselines=not getattr(args, "no_baselines", True))
+    options = replace(options_of(mesh, **found), recompute=args.recompute, refuses=refuses)
+    options.check(inside(mesh))
+    report("tracing the model")
+    with order.attached(model, adapt):
+        captured = api.trace_to_plan(model, inputs, None, forms_of(model), args.precision, adapt)
+    return plan_pipeline(captured, mesh, options, name, schedule=args.schedule or "auto", micro_batches=many,
+                         stages_per_rank=args.stages_per_rank, report=report)  # fmt: skip
+
+
+def add_adapting(parser) -> None:
+    """--lora, --qlora and --qat."""
+    lora = "adapters on linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
+    parser.add_argument("--lora", nargs="?", const="", metavar="KEY=VALUE,...", help=lora)
+    qlora = "the same on a base in 4 bits: r=16,quant_type=nf4,double_quant=true, ... (see autopar.QLoRA)"
+    parser.add_argument("--qlora", nargs="?", const="", metavar="KEY=VALUE,...", help=qlora)
+    qat = "fake-quantize linear layers: int8, or int4,group_size=32,activations=int8, ... (see autopar.FakeQuant)"
+    parser.add_argument("--qat", metavar="DTYPE,...", help=qat)
+
+
+def adaptations(args: argparse.Namespace) -> list:
+    """The arguments of `add_adapting` as `adapt=` takes them."""
+    from ..adapt import FakeQuant, LoRA, QLoRA
+    from ..adapt.order import checked
+    from ..adapt.parse import parse
+
+    found = [parse(LoRA, args.lora, target_modules="all-linear")] if args.lora is not None else []
+    found += [parse(QLoRA, args.qlora)] if args.qlora is not None else []
+    found += [FakeQuant.parse(args.qat)] if args.qat is not None else []
+    checked(found)
+    return found
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def passes_or_auto(text: str) -> int | str:
+    return text if text == "auto" else count(text)
+
+
+def factor(text: str) -> float:
+    value = float(text)
+    if not 1.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def pins(args: argparse.Namespace) -> dict[str, str]:
+    return dict(_layout_of(text, "a pin") for text in args.pin)
+
+
+def forbidden(args: argparse.Namespace) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for glob, layout in (_layout_of(text, "what is forbidden") for text in args.forbid):
+        found.setdefault(glob, []).append(layout)
+    return found
+
+
+def _layout_of(text: str, what: str) -> tuple[str, str]:
+    glob, equals, layout = text.partition("=")
+    if not (glob and equals and layout):
+        raise StrategyError(f"cannot read {text!r} as {what}", fix="write GLOB=LAYOUT, such as '*.c_fc.weight=tp:S(1)'")
+    return glob, layout
+
+
+def planning(args: argparse.Namespace) -> dict:
+    """The arguments of `add_planning` as those of `autopar.plan`."""
+    return dict(
+        name=args.model, hardware=args.hardware, precision=args.precision, strategy=args.strategy, memory=args.memory,
+        offload=args.offload, pin=pins(args),
+    )  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises the errors of a mesh, profile, strategy, pin or folder to write to before a model is built."""
+    from ..hardware import profile as hardware
+    from ..ir.mesh import Mesh
+    from ..planner.problem.recipes import Restriction
+    from ..plans.pipeline import axis_of, inside
+
+    if args.mesh is not None:
+        mesh = Mesh.parse(args.mesh)
+        Restriction.of(args.strategy, inside(mesh) if axis_of(mesh) else mesh)
+    hardware.load(args.hardware)
+    pins(args)
+    if hasattr(args, "forbid"):
+        forbidden(args)
+        adaptations(args)
+    for file in filter(None, (getattr(args, name, None) for name in ("json", "emit", "out", "trace"))):
+        if not (folder := Path(file).parent).is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+
+def quiet() -> None:
+    """Hide torch's warning that autopar's own ops differentiate through a fallback, which they mean to."""
+    warnings.filterwarnings("ignore", message="(?s).*an autograd kernel was not registered")
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """A function that shows what is being done on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update

@@ -1,0 +1,27 @@
+"""`autopar compare`: plans that were saved with `autopar plan --json`, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import common
+
+EXAMPLE = "autopar compare dp8.json tp8.json"
+
+
+def add(subparsers) -> None:
+    parser = common.command(subparsers, "compare", "put saved plans side by side", EXAMPLE, run)
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="files written by autopar plan --json")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..plans.compare import side_by_side
+    from ..plans.plan import Plan
+
+    names = [Path(path).stem for path in args.plans]
+    print(
+        side_by_side([Plan.load(path) for path in args.plans], names if len(set(names)) == len(names) else args.plans),
+        end="",
+    )
+    return 0

@@ -1,0 +1,47 @@
+"""`autopar explain`: why the planner chose a layout, a strategy or a pipeline, and what every alternative would
+cost."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..errors import AutoparError
+from . import common
+
+EXAMPLE = "autopar explain '*.c_fc.weight' --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128"
+
+
+def add(subparsers) -> None:
+    parser = common.command(subparsers, "explain", "say what a choice beat, and by how much", EXAMPLE, run)
+    pattern = (
+        "glob of names of parameters, ops (as in autopar graph) or modules; with pp, none explains the pipeline alone"
+    )
+    parser.add_argument("pattern", metavar="PATTERN", nargs="?", help=pattern)
+    common.add_search(parser)
+    common.add_pipeline(parser)
+    parser.add_argument(
+        "--alternatives", type=common.count, default=6, metavar="N", help="how many to try a choice (default 6)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check(args)
+    if args.pattern is None and args.mesh is not None and not common.has_pipeline(args):
+        raise _no_pattern()
+    from ..planner.explain import explain_plan
+    from ..planner.explain_pipeline import explain_pipeline
+
+    with common.progress() as report:
+        planned = common.search(args, report)
+        if common.is_pipeline(planned):
+            explanation = explain_pipeline(planned, args.pattern, args.alternatives, report)
+        elif args.pattern is None:
+            raise _no_pattern()
+        else:
+            explanation = explain_plan(planned, args.pattern, args.alternatives, report=report)
+    print(explanation, end="")
+    return 0
+
+
+def _no_pattern() -> AutoparError:
+    return AutoparError("PATTERN is missing, which only a pipeline can do without", fix="see autopar explain --help")

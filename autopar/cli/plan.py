@@ -1,0 +1,52 @@
+"""`autopar plan`: what the compiler would do with a model, without devices, weights or process groups."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from . import common
+
+EXAMPLE = "autopar plan --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --hardware h100"
+
+
+def add(subparsers) -> None:
+    parser = common.command(subparsers, "plan", "plan a model for a mesh, offline", EXAMPLE, run)
+    common.add_search(parser, baselines=True)
+    common.add_pipeline(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for stdout instead of the text")
+    parser.add_argument("--emit", metavar="FILE", help="write the code that rank 0 would run")
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check(args)
+    with common.progress() as report:
+        planned = common.search(args, report)
+    plan = planned.plan
+    if args.json == "-":
+        print(json.dumps(plan.to_json(), indent=1, sort_keys=True, allow_nan=False))
+    else:
+        print(plan, end="")
+        if args.json:
+            plan.save(args.json)
+    if args.emit:
+        Path(args.emit).write_text(rank_code(planned.captured, plan))
+    if sys.stderr.isatty():
+        print(f"planned in {plan.planning_seconds:.1f} s", file=sys.stderr)
+    return 0
+
+
+def rank_code(captured, plan, rank: int = 0) -> str:
+    """Forward and backward of one rank as Python, stage by stage."""
+    from ..codegen import pass_manager
+    from ..codegen.lower import lower
+    from ..codegen.lower_pipeline import lower_pipeline
+
+    if plan.pipeline:
+        stages = lower_pipeline(captured, plan, rank).stages
+        return "\n".join(
+            f"# stage {i}\n\n{pass_manager.stage_text(program.whole.parts)}" for i, program in stages.items()
+        )
+    return pass_manager.stage_text(lower(captured, plan, rank).parts)

@@ -1,0 +1,126 @@
+"""`autopar train`: a short training run on gloo processes of its own, or on those of torchrun, with what was predicted
+beside what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from ..errors import AdaptError, AutoparError, CheckpointError, MeshError, PipelineError
+from . import common
+
+EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
+GRACE_SECONDS = 4  # for processes to end by themselves when another one failed
+
+
+def add(subparsers) -> None:
+    parser = common.command(subparsers, "train", "train a model on processes of this machine", EXAMPLE, run)
+    common.add_model(parser)
+    common.add_planning(parser, hardware="cpu-gloo")
+    common.add_adapting(parser)
+    common.add_pipeline(parser)
+    trace = "how a pipeline's last step ran beside the prediction: picture (.svg, .html), Chrome trace (.json) or text (.txt)"
+    many = "parts of the batch in a pipeline (default: as many as are best)"
+    parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
+    parser.add_argument("--trace", metavar="FILE", help=trace)
+    parser.add_argument(
+        "--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format"
+    )
+    parser.add_argument("--steps", type=common.count, default=20, metavar="N", help="optimizer steps (default 20)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 1e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
+    parser.add_argument(
+        "--timeout", type=common.count, metavar="S", help="seconds a collective waits for others (default 120)"
+    )
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="save the run there at the end, and what --every says")
+    parser.add_argument("--every", type=common.count, metavar="N", help="save after every N steps too")
+    parser.add_argument(
+        "--keep", type=common.count, metavar="N", help="keep the last N checkpoints that this run saved"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
+
+
+def run(args: argparse.Namespace) -> int:
+    common.check(args)
+    from .. import models
+    from ..ir.mesh import Mesh
+
+    if args.checkpoint is None and (args.every or args.keep or args.resume):
+        raise CheckpointError(
+            "--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
+        )
+    _check_pipeline(args)
+    adapt = common.adaptations(args)
+    if args.save_adapter and args.lora is None and args.qlora is None:
+        raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora or --qlora")
+    models.build(args.model, batch=args.batch, seq=args.seq)  # on meta: raises here rather than in every process
+    settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
+    devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
+    if "RANK" not in os.environ or world is None:
+        return _spawn(settings, devices)
+    if int(world) != devices:
+        raise MeshError(f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
+                        fix=f"start it with --nproc-per-node {devices}")  # fmt: skip
+    from .train_rank import train
+
+    train(int(os.environ["RANK"]), devices, "env://", settings)
+    return 0
+
+
+def _check_pipeline(args: argparse.Namespace) -> None:
+    """Raises PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
+    written."""
+    from ..schedule import catalogue, files
+
+    has_pipeline = common.has_pipeline(args)
+    for name in ("micro_batches", "trace"):
+        if getattr(args, name) is not None and not has_pipeline:
+            raise PipelineError(
+                f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2"
+            )
+    if args.schedule is not None:
+        catalogue.canonical(args.schedule)
+    if args.trace is not None:
+        files.check_name(args.trace)
+
+
+def _spawn(settings: dict, devices: int) -> int:
+    """One process a device. All have ended when this returns or raises, however it does."""
+    import logging
+    import sys
+    import tempfile
+
+    import torch.multiprocessing as mp
+
+    from .train_rank import in_process
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of every process that it stops
+    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+        arguments = (devices, folder, settings)
+        processes = mp.start_processes(in_process, arguments, devices, join=False, daemon=True, start_method="spawn")
+        try:
+            # one that fails raises here, when the others had time to say what they saw, and are ended
+            while not processes.join(timeout=1, grace_period=GRACE_SECONDS):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            if reason := _reason(folder):
+                raise reason from None
+            print(f"autopar: {str(error).strip()}", file=sys.stderr)
+            return 1
+        finally:
+            for process in processes.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+    return 0
+
+
+def _reason(folder: str) -> AutoparError | None:
+    """The AutoparError that a process wrote down before it ended."""
+    import json
+    from pathlib import Path
+
+    for file in sorted(Path(folder).glob("error-*.json")):
+        message, fix = json.loads(file.read_text())
+        return AutoparError(message, fix=fix)
+    return None

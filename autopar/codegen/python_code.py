@@ -1,0 +1,132 @@
+"""The last step: graph modules that run, and the same programs as text that reads well.
+
+`program` lowers canonical ops and splits the phases; `bind_groups` puts process groups in place of axis names at load;
+`emit_text` prints a graph as Python with the layout of every value beside it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from .._torch import compile_code
+from ..errors import MeshError
+from ..ir.graph import values_of
+from ..ir.layout import Layout
+from ..passes.distribute.lower_ops import lower_ops
+from ..passes.distribute.partition import Parts, partition
+
+
+def program(local: fx.GraphModule) -> Parts:
+    """Forward and backward modules of one rank's joint graph, in ATen ops and collectives. Changes `local`."""
+    return partition(lower_ops(local))
+
+
+def group_names(module: fx.GraphModule) -> list[str]:
+    """Logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
+    return list(dict.fromkeys(n.args[-1] for n in module.graph.nodes if is_collective(n)))
+
+
+def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
+    """Replace logical groups by names of process groups, in place. Raises MeshError for a group that is not given."""
+    for node in module.graph.nodes:
+        if is_collective(node):
+            if node.args[-1] not in names:
+                raise MeshError(
+                    f"no process group is given for the axes {node.args[-1]}, which {node.name} needs",
+                    fix=f"make one for each of {', '.join(group_names(module))}",
+                )
+            node.args = (*node.args[:-1], names[node.args[-1]])
+    module.recompile()
+    return module
+
+
+class BoxedCodeGen(fx.graph.CodeGen):
+    """`forward(values)` takes the arguments as one list and empties it, so that a value is freed after its last use:
+    the caller of a function of many arguments keeps all of them alive until it returns."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars]
+        unpack = f"\n    {', '.join(names)}, = values" if names else ""
+        return f"def {self._func_name}(self, values){maybe_return_annotation}:{unpack}\n    values.clear()"
+
+
+def boxed(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph behind `forward(values)`, in place."""
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    compile_code(module)
+    return module
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node starts a collective; the wait that follows does not."""
+    target = node.target
+    return getattr(target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(target)
+
+
+def emit_text(module: fx.GraphModule, name: str = "forward") -> str:
+    """The graph as a Python function. Behind each line stands its local shape and dtype <- global shape and layout, or
+    what the collective does; values of one module of the user's model stand under a heading with its path."""
+    lines, body, heading = [], [], None
+    rank, mesh = module.meta.get("rank"), module.meta.get("mesh")
+    if mesh is not None:
+        lines.append(f"# rank {rank} of {mesh}; local shape <- global shape and layout")
+    lines.append(f"def {name}(")
+    if any(node.op == "get_attr" for node in module.graph.nodes):
+        lines.append("    self,")
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"    {node.name},{_comment(node)}")
+        elif node.op == "output":
+            body.append(f"    return {_literal(node.args[0])}")
+        else:
+            if node.meta.get("module", heading) != heading:
+                heading = node.meta["module"]
+                body.append(f"    # {heading or 'model'}")
+            body.append(f"    {node.name} = {_expression(node)}{_comment(node)}")
+    return "\n".join([*lines, "):", *body, ""])
+
+
+def _expression(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return f"self.{node.target}"
+    if node.target is operator.getitem:
+        return f"{node.args[0].name}[{node.args[1]!r}]"
+    arguments = [_literal(a) for a in node.args] + [f"{k}={_literal(v)}" for k, v in node.kwargs.items()]
+    return f"torch.ops.{node.target}({', '.join(arguments)})"
+
+
+def _literal(value: object) -> str:
+    """Python text of an argument."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (tuple, list)):
+        words = ", ".join(map(_literal, value))
+        return f"[{words}]" if isinstance(value, list) else f"({words},)" if len(value) == 1 else f"({words})"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, float) and value - value != 0:  # inf or nan
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _comment(node: fx.Node) -> str:
+    if "collective" in node.meta:
+        return f"  # {node.meta['collective']}"
+    local = " ".join(_shape(v) for v in values_of(node))
+    layouts, whole = node.meta.get("layout"), node.meta.get("global")
+    if layouts is None or whole is None:
+        return f"  # {local}" if local else ""
+    layouts = (layouts,) if isinstance(layouts, Layout) else layouts
+    values = [v for v in ((whole,) if isinstance(whole, torch.Tensor) else whole) if isinstance(v, torch.Tensor)]
+    if all(l.is_replicated for l in layouts):
+        return f"  # {local}"
+    return f"  # {local} <- " + " ".join(f"{tuple(v.shape)} {l}" for v, l in zip(values, layouts))
+
+
+def _shape(value: torch.Tensor) -> str:
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

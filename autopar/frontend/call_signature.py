@@ -1,0 +1,318 @@
+"""How a module is called and what it returns, as flat lists of tensors.
+
+A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and tells whether a
+later call has the same form; `Returns` puts outputs back into the object that the model returns (a dataclass, a
+transformers ModelOutput, nested containers), the loss first if there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from .._torch import tree_flatten, tree_unflatten
+from ..errors import CaptureError, InputError
+from .constants import text_of, value_of
+from .effects import Effect, Refill
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)  # constants of an output
+
+
+def split_example(example_inputs) -> tuple[tuple, dict]:
+    """`(args, kwargs)` of an example: a dict of keyword arguments, an (args, kwargs) pair, a tuple, or one tensor."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        pair = tuple(example_inputs)
+        if len(pair) == 2 and isinstance(pair[0], (tuple, list)) and isinstance(pair[1], Mapping):
+            return tuple(pair[0]), dict(pair[1])
+        return pair, {}
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    raise InputError(
+        f"example_inputs must be a dict, a tuple or an (args, kwargs) pair, got {type(example_inputs).__name__}",
+        fix="pass the batch as you pass it to the model, such as dict(input_ids=ids, labels=ids)",
+    )
+
+
+@dataclass
+class CallSignature:
+    """The structure of one call: tensors are inputs of the graph, everything else is a constant of it."""
+
+    spec: object
+    names: tuple[str, ...]  # one a leaf, for messages: "input_ids", "args[0]"
+    constants: tuple  # one a leaf; Ellipsis where a tensor goes
+    shapes: tuple[tuple[int, ...] | None, ...]  # global
+    dtypes: tuple[torch.dtype | None, ...]
+    differentiated: tuple[bool, ...]  # whether the call computes a gradient for the leaf
+    values: tuple = ()  # of the constants, as they were at that call (see constants.py)
+
+    @staticmethod
+    def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
+        """The signature of a call and its tensors. Raises InputError for a tensor that is empty or sparse."""
+        leaves, spec = tree_flatten((args, kwargs))
+        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        signature = CallSignature(
+            spec,
+            tuple(_leaf_names(args, kwargs)),
+            tuple(... if t else x for x, t in zip(leaves, is_tensor)),
+            tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
+            tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
+            tuple(t and needs_gradient(x) for x, t in zip(leaves, is_tensor)),
+            tuple(None if t else value_of(x, n) for x, t, n in zip(leaves, is_tensor, _leaf_names(args, kwargs))),
+        )
+        tensors = [x for x, t in zip(leaves, is_tensor) if t]
+        for name, x in zip(signature.tensor_names, tensors):
+            if not x.numel():
+                raise InputError(f"{name} is empty", shape=tuple(x.shape), fix="pass at least one sample")
+            if x.layout != torch.strided:
+                raise InputError(f"{name} is a sparse tensor ({x.layout})", fix=f"pass {name}.to_dense()")
+        return signature, tensors
+
+    @cached_property
+    def tensor_names(self) -> list[str]:
+        return [n for n, c in zip(self.names, self.constants) if c is ...]
+
+    @cached_property
+    def differentiated_names(self) -> list[str]:
+        return [name for name, wanted in zip(self.names, self.differentiated) if wanted]
+
+    @cached_property
+    def keywords(self) -> list[str]:
+        return list(self.rebuild([None] * len(self.tensor_names))[1])
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self.shapes[self.names.index(name)]
+
+    def rebuild(self, tensors) -> tuple[tuple, dict]:
+        """`(args, kwargs)` with the given tensors in place."""
+        it = iter(tensors)
+        return tree_unflatten([next(it) if c is ... else c for c in self.constants], self.spec)
+
+    def match(self, args: tuple, kwargs: dict, parts: tuple | None = None) -> list[torch.Tensor] | None:
+        """Tensors of another call if it has this form, None if not. `parts` are the shapes of tensors that are not
+        DTensors, if not the global ones (local inputs)."""
+        if list(kwargs) != self.keywords and kwargs.keys() == set(self.keywords):
+            kwargs = {name: kwargs[name] for name in self.keywords}  # in the order they were compiled in
+        leaves, spec = tree_flatten((args, kwargs))
+        if len(leaves) != len(self.constants) or spec != self.spec:
+            return None
+        tensors = []
+        for name, leaf, constant, value, whole, part, dtype, differentiated in zip(
+            self.names,
+            leaves,
+            self.constants,
+            self.values,
+            self.shapes,
+            parts or self.shapes,
+            self.dtypes,
+            self.differentiated,
+        ):
+            if constant is ...:
+                if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype or needs_gradient(leaf) != differentiated:
+                    return None
+                if leaf.shape != (whole if hasattr(leaf, "placements") else part):
+                    return None
+                tensors.append(leaf)
+            elif isinstance(leaf, torch.Tensor) or value_of(leaf, name) != value:
+                return None
+        return tensors
+
+    def check_dtypes(self, args: tuple, kwargs: dict) -> None:
+        """Raises InputError if a tensor of another call has another dtype than the one of that name has here: tracing
+        would take it, and the model's ops would not."""
+        other, _ = CallSignature.of(args, kwargs)
+        known = dict(zip(self.names, self.dtypes))
+        for name, dtype in zip(other.names, other.dtypes):
+            if dtype and known.get(name, dtype) not in (dtype, None):
+                raise InputError(
+                    f"{name} has dtype {dtype}, the model was compiled for {known[name]}",
+                    fix=f"cast it to {known[name]}",
+                )
+
+
+def describe_call(args: tuple, kwargs: dict) -> str:
+    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers,
+    and `with gradient` if the call computes one."""
+    words = []
+    for name, leaf in sorted(zip(_leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
+        if isinstance(leaf, torch.Tensor):
+            usual = leaf.dtype in (torch.float32, torch.int64)
+            dtype = "" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"
+            words.append(f"{name} {tuple(leaf.shape)}{dtype}" + (" with gradient" if needs_gradient(leaf) else ""))
+        else:
+            words.append(f"{name}={text_of(leaf)}")
+    return ", ".join(words) or "nothing"
+
+
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether autograd records a call that takes the tensor for the tensor's own sake."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
+    names = []
+    for prefix, tree in [(f"args[{i}]", a) for i, a in enumerate(args)] + list(kwargs.items()):
+        count = len(tree_flatten(tree)[0])
+        names += [prefix] if count == 1 else [f"{prefix}.{i}" for i in range(count)]
+    return names
+
+
+@dataclass
+class Returns:
+    """Form of a model's output. `position` of a tensor is its place among the flat outputs of the graph. `effects`:
+    what a call leaves in attributes of the model (see autopar/frontend/effects.py), from outputs behind those of the
+    model."""
+
+    template: object = None  # the output with _Slot(position) in place of tensors
+    count: int = 0
+    loss: int | None = None  # position of the scalar loss
+    loss_alone: bool = False  # whether the graph detaches the other outputs
+    names: list[str] = field(default_factory=list)
+    differentiable: list[bool] = field(default_factory=list)  # whether the output requires a gradient in eager torch
+    effects: list[Effect | Refill] = field(default_factory=list)
+    own_buffers: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)  # outputs that are buffers themselves
+    buffers: dict[int, str] = field(default_factory=dict)  # outputs behind the others that are new values of buffers
+
+    @property
+    def outputs(self) -> tuple[int, int | None, list[bool]]:
+        """Return what a program knows of its outputs: how many there are, which is the loss, which require a
+        gradient."""
+        return self.count, self.loss, self.differentiable
+
+    def take_apart(self, output) -> list[torch.Tensor]:
+        """Flatten an output while tracing; remembers how to rebuild it."""
+        tensors: list[torch.Tensor] = []
+        self.names = []
+
+        def walk(value, name):
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                self.names.append(name or "output")
+                return _Slot(len(tensors) - 1)
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+                return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in fields.items()})
+            if isinstance(value, Mapping):
+                items = {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
+                return (
+                    items if type(value) is dict or not hasattr(value, "clear") else _Refilled(_emptied(value), items)
+                )
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
+            if isinstance(value, (tuple, list)):
+                return type(value)(walk(v, f"{name}[{i}]") for i, v in enumerate(value))
+            if value is not None and not isinstance(value, _PLAIN):
+                raise CaptureError(
+                    f"the model returns a {type(value).__name__}{f' as {name}' if name else ''}, which may hold "
+                    f"tensors",
+                    fix="return tensors in a dict, tuple, list or dataclass",
+                )
+            return value
+
+        self.template = walk(output, "")
+        self.count = len(tensors)
+        if not tensors:
+            raise CaptureError("the model returns no tensor", fix="return the loss, or outputs to compute one from")
+        self.loss = self._find_loss(output, tensors)
+        return tensors
+
+    @staticmethod
+    def _find_loss(output, tensors) -> int | None:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(output, torch.Tensor):
+            loss = output
+        if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+            return next(i for i, t in enumerate(tensors) if t is loss)
+        return None
+
+    def rebuild(self, tensors):
+        """The model's output object with the given tensors; attributes get the values that the call leaves in them."""
+        for effect in self.effects:
+            effect.apply(tensors)
+        if self.own_buffers:
+            own = {
+                at: getattr(module, leaf) for at, (module, leaf) in self.own_buffers.items() if hasattr(module, leaf)
+            }
+            tensors = [own.get(at, tensor) for at, tensor in enumerate(tensors)]
+        return _filled(self.template, tensors)
+
+
+def _filled(value, tensors):
+    """A template with the tensors in its slots. A nested function that calls itself would keep them until garbage is
+    collected."""
+    if isinstance(value, _Slot):
+        return tensors[value.position]
+    if isinstance(value, _Built):
+        return value.make({k: _filled(v, tensors) for k, v in value.fields.items()})
+    if isinstance(value, _Refilled):
+        made = copy.copy(value.empty)
+        made.update({k: _filled(v, tensors) for k, v in value.items.items()})
+        return made
+    if isinstance(value, dict):
+        return {k: _filled(v, tensors) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(v, tensors) for v in value)
+    return value
+
+
+def _emptied(mapping: Mapping) -> Mapping:
+    """A mapping of the same kind without items."""
+    empty = copy.copy(mapping)
+    empty.clear()
+    return empty
+
+
+@dataclass(frozen=True)
+class _Refilled:
+    """A mapping of another class than dict (an OrderedDict, a defaultdict)."""
+
+    empty: Mapping
+    items: dict
+
+
+@dataclass(frozen=True)
+class _Slot:
+    position: int
+
+
+@dataclass(frozen=True)
+class _Built:
+    cls: type
+    fields: dict
+
+    @cached_property
+    def arguments(self) -> list[str]:
+        """Fields that the class is made from."""
+        taken = inspect.signature(self.cls).parameters
+        return [name for name in self.fields if name in taken]
+
+    def make(self, values: dict):
+        return self.cls(**{name: values[name] for name in self.arguments})
+
+
+@dataclass
+class LossOutput:
+    """What a model compiled with `loss_fn=` returns: the loss and the model's own output."""
+
+    loss: torch.Tensor
+    output: object

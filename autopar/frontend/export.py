@@ -1,0 +1,346 @@
+"""From a module and an example call to a joint graph: `export` the forward, then (after the passes that rewrite it)
+`differentiate`.
+
+The exported forward graph reads parameters and buffers by `get_attr` under their own qualified names and takes the
+tensors of the call as placeholders. The joint graph has one placeholder for each of them and is annotated as
+autopar/ir/graph.py says.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from .. import _torch
+from .._torch.regions import plain_regions
+from ..errors import AutoparError, CaptureError, InputError
+from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
+from . import refusals
+from .autograd_functions import inline, kept_backwards
+from .call_signature import CallSignature, Returns, split_example
+from .fake_parameters import DEVICE, Form, Forms, fake, fake_state, forms_of
+from .flat_call import ROOT, FlatCall
+from .guards import Guards
+from .hooks import refuse_backward_hooks
+from .moe_in_token_order import in_order
+from .quiet import quiet
+from .random_branches import no_random_branches
+from .repeated_blocks import Compact
+from .traced_forms import traced_forms
+from .value_checks import checks_pass
+from .watch import Watch
+from .zero_tangents import drop_tangents
+
+
+@dataclass
+class Exported:
+    """The forward graph of a call. `ties` maps every name of a shared parameter to its first name; `forms`: of all
+    parameters of the model under their first names, those that the call does not read included; `guards`: the Python
+    state that it holds for."""
+
+    graph_module: fx.GraphModule
+    signature: CallSignature
+    returns: Returns
+    inputs: list[torch.Tensor]
+    ties: dict[str, str] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    guards: Guards = field(default_factory=Guards)
+
+
+@dataclass
+class Captured:
+    """The joint graph of a call, annotated (see autopar/ir/graph.py), and how to call it. `guards`: the Python state
+    that it holds for; `compact`: the same with few of many equal blocks, if it was captured so."""
+
+    graph_module: fx.GraphModule
+    signature: CallSignature
+    returns: Returns
+    ties: dict[str, str]
+    guards: Guards = field(default_factory=Guards)
+    compact: Compact | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+
+def export(
+    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
+    dtype: torch.dtype | None = None, loss_alone: bool = True, with_gradients: bool = True,
+) -> Exported:  # fmt: skip
+    """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on
+    any device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in;
+    `loss_alone`: of the outputs, differentiate the loss if there is one (see FlatCall).
+
+    Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
+    rejects the example."""
+    signature, inputs = CallSignature.of(*split_example(example_inputs))
+    if not inputs:
+        raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
+    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_places(model, forms)
+    differentiated = {*signature.differentiated_names}
+    inputs = [  # one each, also for a tensor that is passed twice
+        fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated)
+        for name, x in zip(signature.tensor_names, inputs)
+    ]
+    returns = Returns()
+    refuse_backward_hooks(model)
+    watch = Watch(model, loss_fn, [held.container for held in forms.held])
+    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
+    wrapper.with_gradients = with_gradients
+    draws = no_random_branches()
+    try:
+        with (
+            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(draws.refuse),
+            traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
+        ):  # fmt: skip
+            program = _program(wrapper, inputs)
+            ties = tie_map(model)
+    except AutoparError as error:
+        raise refusals.explained(error, entered) or error from None
+    except Exception as error:
+        source = _source_of_exception(error)
+        raise refusals.explained(error, entered, of_user=source) or CaptureError(
+            f"{type(model).__name__} could not be traced: {_first_line(error)}",
+            source=source,
+            shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
+            fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
+        ) from error
+    constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
+    with quiet():
+        graph_module = program.module(check_guards=False)
+    refusals.refuse(graph_module.graph, entered, source_line)
+    graph_module.meta["entered"] = entered
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and node.target.startswith(ROOT + "."):
+            name = node.target[len(ROOT) + 1 :]
+            if name in with_gradient and node.users:
+                raise CaptureError(
+                    f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get "
+                    f"none",
+                    source=source_line(next(iter(node.users))) or None,
+                    fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
+                )
+            node.target = f"{ROOT}.{ties.get(name, name)}"
+    return Exported(graph_module, signature, returns, inputs, ties, forms, Guards.of(watch, constants))
+
+
+def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
+    """The forms of a model's parameters, or others for them, with the places of its tensors."""
+    found = forms_of(model)
+    return found if forms is None else Forms(forms, found.buffers, found.tables, found.held)
+
+
+FIX_VALUES = (
+    "this line reads the values of a tensor, which are known only when the model runs: compute with torch.where, a "
+    "mask or torch.topk, whose shapes do not depend on values"
+)
+
+
+def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
+    """The exported program. Some models take another way when they are compiled than in eager mode (they leave out
+    masks, or loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
+    try:
+        return torch.export.export(wrapper, tuple(inputs), strict=False)
+    except AutoparError:
+        raise
+    except Exception as error:
+        wrapper.as_eager = True
+        try:
+            return torch.export.export(wrapper, tuple(inputs), strict=False)
+        except Exception:
+            raise error from None
+
+
+def tie_map(model: nn.Module) -> dict[str, str]:
+    """Every qualified name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    ties = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            ties[name] = first.setdefault(id(tensor), name)
+    return ties
+
+
+def differentiate(exported: Exported) -> Captured:
+    """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without
+    one."""
+    _refuse_sizes_from_values(exported.graph_module.graph)
+    try:
+        with quiet():
+            graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
+    except Exception as error:
+        forward = exported.graph_module
+        raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph, source_line) or CaptureError(
+            f"the forward could not be differentiated: {_first_line(error)}",
+            source=_source_of_exception(error),
+            fix="write to the tensor before it is read, or to a clone of it" if "inplace operation" in str(error)
+            else "write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
+        ) from error  # fmt: skip
+    graph = graph_module.graph
+    graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results
+    names = exported.signature.tensor_names
+    leaves = list(zip([n for n in graph.nodes if n.op == "placeholder"], placeholders))
+    for node, (kind, name) in leaves:
+        if kind in ("parameter", "buffer"):
+            name = exported.ties.get(_strip(name), _strip(name))
+            node.meta["role"] = Role(kind, name, name in exported.forms and exported.forms[name].trainable)
+            if name == RANDOM_STATE:
+                node.meta["role"] = Role("random", "state")
+        elif kind == "input":
+            node.meta["role"] = Role("input", names[name])
+        else:
+            node.meta["role"] = Role("tangent", str(name))
+        _torch.rename(node, leaf_name(node.meta["role"]))
+    tangents = [(node, kind) for node, (kind, _) in leaves if kind in ("tangent", "zero")]
+    drop_tangents(graph, [node for node, kind in tangents if kind == "zero"], [node for node, _ in tangents])
+    output = output_node(graph)
+    kept, roles = [], []
+    for node, described in zip(output.args[0], outputs):
+        if node is None or described is None:  # a frozen parameter, or a later name of a shared one
+            continue
+        kind, name = described
+        if kind == "output" and name in exported.returns.buffers:
+            kind, name = "mutation", exported.returns.buffers[name]
+        elif kind == "mutation" and _strip(name) in exported.returns.buffers.values():
+            continue  # written to, and then replaced
+        if kind in ("gradient", "mutation"):
+            name = exported.ties.get(_strip(name), _strip(name))
+        elif kind in ("input_gradient", "input_mutation"):
+            name = names[name]
+        else:
+            name = str(name)
+        kept.append(node)
+        roles.append(OutputRole(kind, name))
+    output.args = (tuple(kept),)
+    output.meta["roles"] = roles
+    _merge_shared_placeholders(graph)
+    registered = getattr(exported.forms, "buffers", {})
+    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users]:
+        if (
+            node.meta["role"].kind == "buffer" and node.meta["role"].name not in registered
+        ):  # an attribute that nobody reads
+            graph.erase_node(node)
+    _refuse_fake_constants(graph_module)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["role"] = Role("constant", str(node.target))
+            node.meta.setdefault("val", getattr(graph_module, node.target, None))
+        node.meta["module"] = module_path(node)
+        node.meta["source"] = source_line(node)
+    mark_phases(graph)
+    graph_module.recompile()
+    return Captured(graph_module, exported.signature, exported.returns, exported.ties, exported.guards)
+
+
+def _refuse_sizes_from_values(graph: fx.Graph) -> None:
+    """Raises CaptureError for numbers and shapes that a forward graph computes from the values of tensors."""
+    found = [n for n in graph.nodes if _torch.has_unknown_number(n.meta.get("val"))]
+    if found:
+        lines = list(dict.fromkeys(filter(None, map(source_line, found))))
+        raise CaptureError(
+            f"the shapes or numbers of {len(found)} ops depend on the values of tensors: {found[0].target}"
+            + (f", at {', '.join(lines[:8])}" if lines else ""),
+            node=found[0].name, source=lines[0] if lines else None, fix=FIX_VALUES,
+        )  # fmt: skip
+
+
+def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
+    """Raises CaptureError for a tensor of the tracing itself among the constants: its values, and the gradient through
+    it, are lost."""
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and _torch.is_fake(getattr(graph_module, node.target, None)):
+            user = next(iter(node.users), node)
+            raise CaptureError(
+                f"{user.name} reads a tensor that is there only while the model is traced, as the forward does which "
+                "torch.autograd.grad goes back through",
+                node=user.name, source=source_line(user) or None,
+                fix="compute derivatives outside of the model, or write them as ops of the forward",
+            )  # fmt: skip
+
+
+def move(captured: Captured, device: torch.device) -> None:
+    """Rewrite a joint graph for tensors on `device`, in place. Graphs are traced and planned on the CPU."""
+    if device == DEVICE:
+        return
+    mode = next(n for n in captured.graph.nodes if n.op == "placeholder").meta["val"].fake_mode
+
+    def moved(value):
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(moved, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        with mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    for node in captured.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+        node.meta["val"] = moved(node.meta.get("val"))
+    captured.graph_module.recompile()
+
+
+def _merge_shared_placeholders(graph: fx.Graph) -> None:
+    """One placeholder for each shared parameter or buffer, under its first name."""
+    first: dict[Role, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        if node.meta["role"].kind in ("parameter", "buffer"):
+            keeper = first.setdefault(node.meta["role"], node)
+            if keeper is not node:
+                node.replace_all_uses_with(keeper)
+                graph.erase_node(node)
+
+
+def _strip(name: str) -> str:
+    return name[len(ROOT) + 1 :] if name.startswith(ROOT + ".") else name
+
+
+def module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple) and isinstance(entry[0], str)]
+    return _strip(paths[-1]) if paths and paths[-1] != ROOT else ""
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's innermost "file.py:line" that made the node: the last frame outside torch and autopar."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [(path, line) for path, line in _FRAME.findall(trace) if not _is_internal(path)]
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+
+
+_INTERNAL = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
+
+
+def _is_internal(path: str) -> bool:
+    return path.startswith(_INTERNAL) or path.startswith("<")
+
+
+def _source_of_exception(error: BaseException) -> str | None:
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if not _is_internal(path):
+            frames.append((path, trace.tb_lineno))
+        trace = trace.tb_next
+    if not frames:
+        return None
+    path, line = frames[-1]
+    return f"{path}:{line}: {linecache.getline(path, line).strip()}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

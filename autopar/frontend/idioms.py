@@ -1,0 +1,69 @@
+"""What Python code of a forward does to tensors past torch's tracing, said so that it is traced.
+
+`p.data` is `p.detach()`, `p.data = value` a write into `p`, and `torch.inference_mode` a stretch without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._torch.regions import switches_grad
+from ..errors import CaptureError
+
+
+@contextmanager
+def traced_idioms() -> Iterator[None]:
+    """Inside, these are seen by torch's tracing, if it began outside."""
+    inference, idioms = torch.inference_mode, _Idioms()
+    before = inference.__enter__, inference.__exit__
+    inference.__enter__ = lambda region: idioms.enter(region.mode)
+    inference.__exit__ = lambda region, *error: idioms.leave()
+    try:
+        with idioms:
+            yield
+    finally:
+        inference.__enter__, inference.__exit__ = before
+
+
+class _Idioms(TorchFunctionMode):
+    """Reads and writes of the attribute `data`, and gradients that are switched on inside of an inference mode, which
+    stay off."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer: list[tuple[bool, bool]] = []  # (inference, gradients) around every region that is open
+        self.inference = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function == Tensor.data.__get__:
+            return args[0].detach()
+        if function == Tensor.data.__set__:
+            return _write(*args)
+        if self.inference and switches_grad(function) and args[0]:
+            return None
+        return function(*args, **(kwargs or {}))
+
+    def enter(self, inference: bool) -> None:
+        """An inference mode begins, or one that is `inference_mode(False)`."""
+        self.outer.append((self.inference, torch.is_grad_enabled()))
+        self.inference = inference
+        torch.set_grad_enabled(not inference)
+
+    def leave(self) -> None:
+        self.inference, gradients = self.outer.pop()
+        torch.set_grad_enabled(gradients)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        raise CaptureError(
+            f"a tensor {tuple(tensor.shape)} of {tensor.dtype} gets data {tuple(value.shape)} of {value.dtype}",
+            fix="keep shape and type of a parameter or buffer during a call",
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(value)

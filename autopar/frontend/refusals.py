@@ -1,0 +1,134 @@
+"""What a model may do that no joint graph can hold: why, at which of the user's lines, and what to write instead.
+
+Some of it can be seen in the forward graph, as control flow over values and gradients that are sparse; the transforms
+of torch.func are noted when the model enters one, since what torch says when it cannot trace them names neither them
+nor the line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+
+from .. import _torch
+from ..errors import CaptureError
+
+aten = torch.ops.aten
+BRANCHES = (
+    "cond",
+    "while_loop",
+    "scan",
+    "associative_scan",
+    "map_impl",
+    "map",
+)  # higher-order ops with graphs of their own
+SPARSE = {
+    aten.embedding.default: "sparse",
+    aten.embedding_bag.default: "sparse",
+    aten.embedding_bag.padding_idx: "sparse",
+}
+DERIVATIVES = ("torch.func.grad", "torch.func.jvp")
+
+Noted = dict[str, str]  # the user's line by the name of a transform
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """Inside, transforms of torch.func that the model enters are noted."""
+    found: Noted = {}
+    with _torch.transforms(lambda name: found.setdefault(name, line_of_user())):
+        yield found
+
+
+def refuse(graph: fx.Graph, entered: Noted, source_line) -> None:
+    """Raises CaptureError for a forward graph that runs, but not as the model does. `source_line`: of a node."""
+    if name := next((name for name in DERIVATIVES if name in entered), None):
+        raise of_transform(name, entered[name])
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.__name__ in BRANCHES:
+            raise _of_branches(node.target.__name__, node.name, source_line(node) or None)
+        if node.target in SPARSE and _argument(node, SPARSE[node.target]):
+            raise CaptureError(
+                "an embedding with sparse=True has a sparse gradient, and parameters of a compiled model have dense "
+                "ones",
+                node=node.name, source=source_line(node) or None,
+                fix="leave out sparse=True, and train with an optimizer of dense gradients (AdamW for SparseAdam)",
+            )  # fmt: skip
+
+
+def _of_branches(name: str, node: str | None = None, source: str | None = None) -> CaptureError:
+    return CaptureError(
+        f"torch.{name} runs one of several graphs, as the values of a tensor say: they are not planned",
+        node=node, source=source,
+        fix="compute both branches and choose with torch.where; write a loop with a number of steps that is known",
+    )  # fmt: skip
+
+
+def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, source_line=None,
+              of_user: str | None = None) -> CaptureError | None:  # fmt: skip
+    """The reason behind an error of torch's own tracing, if it is known; `graph`: the forward's, if there is one
+    already; `of_user`: the user's line that it came from."""
+    if entered:
+        name = min(entered, key=lambda name: name not in DERIVATIVES)
+        return of_transform(name, entered[name])
+    if _torch.is_of_higher_order_op(error):
+        return _of_branches("cond", source=of_user)
+    masked = (
+        [n for n in graph.nodes if _writes_by_mask(n)] if graph is not None and _torch.is_data_dependent(error) else []
+    )
+    if not masked:
+        return None
+    return CaptureError(
+        "tensors are written where a mask is True, one value for each such place: how many there are depends on the "
+        "mask's values",
+        node=masked[0].name, source=source_line(masked[0]) or None,
+        fix="torch.where(mask, value, x), with a value for every place",
+    )  # fmt: skip
+
+
+def of_transform(name: str, source: str | None) -> CaptureError:
+    """The refusal of a transform of torch.func."""
+    if name in DERIVATIVES:
+        reason, fix = (
+            "takes a derivative inside of the forward",
+            "compute derivatives outside of the model, or write them as ops",
+        )
+    else:
+        reason, fix = (
+            "hides a dim of the batch from the ops inside",
+            "write the batch as a dim that the ops broadcast over",
+        )
+    return CaptureError(f"{name} {reason}, and cannot be traced with gradients", source=source, fix=fix)
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    names = [argument.name for argument in node.target._schema.arguments]
+    at = names.index(name)
+    return node.kwargs.get(name, node.args[at] if at < len(node.args) else False)
+
+
+def _writes_by_mask(node: fx.Node) -> bool:
+    if node.target not in (aten.index_put.default, aten.index_put_.default):
+        return False
+    indices = [i.meta["val"].dtype for i in node.args[1] if isinstance(i, fx.Node)]
+    return torch.bool in indices or torch.uint8 in indices
+
+
+_INTERNAL = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    "<",
+)
+
+
+def line_of_user() -> str | None:
+    """The innermost line outside of torch and autopar that runs now."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else None

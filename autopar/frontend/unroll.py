@@ -1,0 +1,320 @@
+"""Deep models traced fast, for planning: five of the equal blocks are traced, and the graph is unrolled to all of them.
+
+    tower = tower_of(model)
+    with tower.shortened():
+        captured = ...            # the joint graph of a model with blocks 0, 1, 2 and the last two
+    whole = unroll(captured, tower, ties)
+
+The blocks of the short graph are zones: 0 is everything up to the first block's end, 4 all from the last block's start,
+1 to 3 the ones between. Zones 1 to 3 must be the same but for a shift, forward and backward; copies of zone 2 then
+stand for the blocks that were not traced. The result is node for node the graph of the whole model, so a plan of the
+one fits the other. What does not look like this (blocks that differ, or that read more than their neighbours) is left
+to a full trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import fx, nn
+
+from .._torch import graph_module
+from ..errors import CaptureError
+from ..ir.graph import leaf_name, mark_phases, op_base_name, values_of
+from ..ops.counter_rng import STREAM, stream_of
+from .export import Captured
+from .repeated_blocks import BLOCKS, Compact
+
+TRACED = 5
+FEWEST = 8  # below, unrolling saves too little
+HEAD, TEMPLATE, TAIL = 0, 2, 4
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A list of equal blocks: the module that holds it, its qualified name, the number of blocks."""
+
+    blocks: nn.Module
+    name: str
+    count: int
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Inside, the list has blocks 0, 1, 2 and the last two."""
+        whole = dict(self.blocks._modules)
+        kept = [*list(whole.values())[:3], *list(whole.values())[-2:]]
+        try:
+            self.blocks._modules.clear()
+            self.blocks._modules.update({str(i): block for i, block in enumerate(kept)})
+            yield
+        finally:
+            self.blocks._modules.clear()
+            self.blocks._modules.update(whole)
+
+
+def tower_of(model: nn.Module) -> Tower | None:
+    """The model's list of equal blocks, None if it has none of at least FEWEST or several. Lists inside of a list are
+    its own."""
+    found = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
+    lists = [(n, m) for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
+    others = [m for m in model.modules() if isinstance(m, (nn.ParameterList, nn.ParameterDict, nn.ModuleDict))]
+    if len(lists) != 1 or others or any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return None
+    name, blocks = lists[0]
+    if list(blocks._modules) != [str(i) for i in range(len(blocks))]:
+        return None
+    first, *rest = blocks
+    if not all(_alike(first, block, i) for i, block in enumerate(rest, 1)):
+        return None
+    tensors = [id(t) for block in blocks for t in (*block.parameters(), *block.buffers())]
+    return Tower(blocks, name, len(blocks)) if len(set(tensors)) == len(tensors) else None
+
+
+def _alike(first: nn.Module, other: nn.Module, distance: int) -> bool:
+    """Whether two blocks have the same structure and settings; an integer may count the blocks."""
+    pairs = list(itertools.zip_longest(first.named_modules(), other.named_modules()))
+    for left, right in pairs:
+        if left is None or right is None or left[0] != right[0] or type(left[1]) is not type(right[1]):
+            return False
+        a, b = left[1], right[1]
+        for table in ("_parameters", "_buffers"):
+            if _forms(getattr(a, table)) != _forms(getattr(b, table)):
+                return False
+        if {k for k in vars(a)} != {k for k in vars(b)}:
+            return False
+        for key, value in vars(a).items():
+            if not key.startswith("_") and not _equal(value, vars(b)[key], distance):
+                return False
+    return True
+
+
+def _forms(tensors: dict[str, torch.Tensor | None]) -> dict:
+    return {name: t if t is None else (t.shape, t.dtype, t.requires_grad) for name, t in tensors.items()}
+
+
+def _equal(a: object, b: object, distance: int) -> bool:
+    if a is b:
+        return True
+    if type(a) is int and type(b) is int:
+        return b - a in (0, distance)
+    if isinstance(a, (bool, float, str, tuple, list, dict, torch.dtype, torch.Size, type(None))):
+        return type(a) is type(b) and a == b
+    return type(a) is type(b) and callable(a)  # activations and the like
+
+
+def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured:
+    """The joint graph of the whole model from that of the shortened one. `ties` are those of the whole model.
+
+    Raises CaptureError if the blocks are not alike but for a shift."""
+    zones = _Zones.of(captured.graph, tower.name)
+    if zones is None or not zones.are_shifted():
+        raise CaptureError(f"the blocks of {tower.name} are not alike", fix="trace all of them")
+    whole, few = (_Unrolled(captured.graph, zones, more) for more in (tower.count - TRACED, BLOCKS - TRACED))
+    modules = [graph_module(captured.graph_module, unrolled.build()) for unrolled in (whole, few)]
+    for module in modules:
+        mark_phases(module.graph)
+        module.graph.lint()
+    compact = Compact(modules[1], tower.name, tower.count, {node: key for key, node in few.made.items()}, whole.made)
+    return replace(captured, graph_module=modules[0], ties=ties, compact=compact)
+
+
+def _number(list_name: str, name: str) -> int | None:
+    match = re.match(rf"{re.escape(list_name)}\.(\d+)(?=\.|$)", name)
+    return int(match.group(1)) if match else None
+
+
+class _Zones:
+    """The nodes of a short graph by zone. `place[node]`: (zone, position) of the nodes of zones 1 to 3."""
+
+    def __init__(self, list_name: str, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node]):
+        self.list_name, self.members, self.tail, self.backward = list_name, members, tail, backward
+        self.place = {node: (z, i) for z, nodes in members.items() for i, node in enumerate(nodes)}
+        self.streams = 0  # random streams of a block: what numbers of one block and of the next differ by
+
+    def zone(self, node: fx.Node) -> int:
+        return self.place[node][0] if node in self.place else TAIL if node in self.tail else HEAD
+
+    def number(self, name: str) -> int | None:
+        """Number of the block that a qualified name lies in, in the short model."""
+        return _number(self.list_name, name)
+
+    @staticmethod
+    def of(graph: fx.Graph, list_name: str) -> _Zones | None:
+        number = partial(_number, list_name)
+        nodes = list(graph.nodes)
+        leaves = {n: number(n.meta["role"].name) for n in nodes if n.op in ("placeholder", "get_attr")}
+        operations = [n for n in nodes if n.op == "call_function"]
+        of_tangents = {n for n in leaves if n.meta["role"].kind == "tangent"}
+        start = next((i for i, n in enumerate(operations) if of_tangents & set(n.all_input_nodes)), None)
+        if start is None:
+            return None
+        forward, backward = operations[:start], operations[start:]
+        block = {n: number(n.meta.get("module", "")) for n in forward} | leaves
+        first = [next((i for i, n in enumerate(forward) if block[n] == z), None) for z in range(TRACED)]
+        reads = [{block.get(a) for a in n.all_input_nodes} | {number(n.meta.get("module", ""))} for n in backward]
+        last = [next((i for i, read in enumerate(reads) if z in read), None) for z in range(TRACED)]
+        if None in first or None in last[1:]:
+            return None
+        last[0] = 2 * last[1] - last[2]  # what all blocks read in common may be made in the first
+        if first != sorted(first) or last != sorted(last, reverse=True) or last[0] > len(backward):
+            return None
+        members = {
+            z: [n for n in leaves if leaves[n] == z]
+            + forward[first[z] : first[z + 1]]
+            + backward[last[z] : last[z - 1]]
+            for z in (1, 2, 3)
+        }
+        tail = {n for n in leaves if leaves[n] == TAIL} | {*forward[first[TAIL] :], *backward[: last[3]]}
+        return _Zones(list_name, members, tail, set(backward))
+
+    def are_shifted(self) -> bool:
+        """Whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and what
+        all read."""
+        if len({len(nodes) for nodes in self.members.values()}) != 1:
+            return False
+        likes = list(zip(*(self.members[z] for z in (1, 2, 3))))
+        self.streams = next((stream_of(b) - stream_of(a) for a, b, _ in likes if stream_of(a) is not None), 0)
+        return all(self._agree(*nodes) for nodes in likes) and self._edges_read_neighbours()
+
+    def _agree(self, one: fx.Node, two: fx.Node, three: fx.Node) -> bool:
+        """Whether a node of the template has its like on both sides."""
+        if (
+            two.op == "get_attr"
+            or len({(n.op, n.target if n.op == "call_function" else "") for n in (one, two, three)}) > 1
+        ):
+            return False
+        if len({str([(tuple(v.shape), v.dtype, v.stride()) for v in values_of(n)]) for n in (one, two, three)}) > 1:
+            return False
+        if len({self._constants(node) for node in (one, two, three)}) > 1:
+            return False
+        return all(
+            self._shifted(before, here, 1) and self._shifted(here, after, 2)
+            for before, here, after in zip(_arguments(one), _arguments(two), _arguments(three), strict=True)
+        )
+
+    def _constants(self, node: fx.Node) -> str:
+        """Arguments that are not tensors, a stream as it would be in zone 0."""
+        args = list(node.args)
+        if stream_of(node) is not None:
+            args[STREAM[node.target]] -= self.place[node][0] * self.streams
+        return str(fx.node.map_arg((args, node.kwargs), lambda a: "node"))
+
+    def _shifted(self, left: fx.Node, right: fx.Node, zone: int) -> bool:
+        """Whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift
+        apart."""
+        a, b = self.place.get(left), self.place.get(right)
+        if a and b:
+            return b == (a[0] + 1, a[1])
+        if a:  # the next zone's neighbour is the tail
+            return a[0] == 3 and zone == 2 and right in self.tail
+        if b:  # this zone's neighbour is the head
+            return b[0] == 1 and zone == 1 and left not in self.tail
+        return left is right
+
+    def _edges_read_neighbours(self) -> bool:
+        """Head and tail may read the zone next to them alone; the output may read all."""
+        for node in {user for n in self.place for user in n.users} - self.place.keys():
+            near = 3 if node in self.tail else 1
+            if node.op != "output" and any(self.place[a][0] != near for a in node.all_input_nodes if a in self.place):
+                return False
+        return True
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+class _Unrolled:
+    """A graph with `more` copies of zone 2. Blocks of it: 1 and 2, the copies, and zone 3 as the last."""
+
+    def __init__(self, short: fx.Graph, zones: _Zones, more: int):
+        self.short, self.zones, self.more = short, zones, more
+        self.graph = fx.Graph()
+        self.made: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def build(self) -> fx.Graph:
+        # a list: torch's iterator over a graph's nodes starts anew when another node is made meanwhile
+        for is_template, run in itertools.groupby(list(self.short.nodes), lambda n: self.zones.zone(n) == TEMPLATE):
+            nodes = list(run)
+            if not is_template:
+                for node in nodes:
+                    if node.op == "output":
+                        self._output(node)
+                    else:
+                        self._emit(node, self._block(self.zones.zone(node)))
+                continue
+            for in_backward, part in itertools.groupby(nodes, lambda n: n in self.zones.backward):
+                part = list(part)
+                blocks = range(TEMPLATE, TEMPLATE + self.more + 1)
+                for block in reversed(blocks) if in_backward else blocks:
+                    for node in part:
+                        self._emit(node, block)
+        return self.graph
+
+    def _block(self, zone: int) -> int:
+        """Number of the block that stands where the zone does; the tail's is the last."""
+        return zone + self.more if zone > TEMPLATE else zone
+
+    def _zone(self, block: int) -> int:
+        """Zone that the block is a copy of."""
+        return max(min(block, TEMPLATE), block - self.more)
+
+    def _read(self, argument: fx.Node, zone: int, block: int) -> fx.Node:
+        """What a node of `zone`, emitted for `block`, reads in place of `argument`."""
+        if argument not in self.zones.place:
+            return self.made[argument, self._block(self.zones.zone(argument))]
+        near, position = self.zones.place[argument]
+        there = block + near - zone
+        return self.made[self.zones.members[self._zone(there)][position], there]
+
+    def _emit(self, node: fx.Node, block: int) -> None:
+        zone = self.zones.zone(node)
+        meta = dict(node.meta)
+        if "role" in meta:
+            meta["role"] = replace(meta["role"], name=self._renamed(meta["role"].name, zone, block))
+        meta["module"] = self._renamed(meta.get("module", ""), zone, block)
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: self._read(a, zone, block))
+            new = self.graph.create_node(node.op, node.target, args, kwargs, name=op_base_name(node))
+            if stream_of(node) is not None:
+                new.update_arg(STREAM[node.target], stream_of(node) + (block - zone) * self.zones.streams)
+        else:
+            name = leaf_name(meta["role"]) if node.op == "placeholder" else node.name
+            new = self.graph.create_node(node.op, name if node.op == "placeholder" else node.target, name=name)
+        new.meta = meta
+        self.made[node, block] = new
+
+    def _output(self, node: fx.Node) -> None:
+        values, roles = [], []
+        entries = zip(node.args[0], node.meta["roles"])
+        for zone, group in itertools.groupby(entries, lambda entry: self.zones.number(entry[1].name)):
+            run, blocks = list(group), [0]
+            if zone is not None:
+                blocks = range(TEMPLATE, TEMPLATE + self.more + 1) if zone == TEMPLATE else [self._block(zone)]
+            for block in blocks:
+                for value, role in run:
+                    values.append(
+                        self._read(value, zone or HEAD, block) if zone is not None else self._read_of_all(value)
+                    )
+                    roles.append(replace(role, name=self._renamed(role.name, zone or HEAD, block)))
+        self.graph.output(tuple(values)).meta = dict(node.meta, roles=roles)
+
+    def _read_of_all(self, value: fx.Node) -> fx.Node:
+        """An output that belongs to no block, in whichever zone it is made."""
+        return self.made[value, self._block(self.zones.zone(value))]
+
+    def _renamed(self, name: str, zone: int, block: int) -> str:
+        """The name with its block's number in the whole model."""
+        number = self.zones.number(name)
+        if number is None:
+            return name
+        whole = self._block(number) if zone in (HEAD, TAIL) else block + number - zone
+        return re.sub(rf"^({re.escape(self.zones.list_name)}\.)\d+", rf"\g<1>{whole}", name)

@@ -1,0 +1,5 @@
+"""What a device, its links and its libraries can do, from named profiles: `load("h100")`."""
+
+from .profile import Hardware, load, names
+
+__all__ = ["Hardware", "load", "names"]

@@ -1,0 +1,211 @@
+"""What a profile of hardware holds: devices, the links between them, how kernels fill a device, what was measured.
+
+A profile states what a device can do at best and which share of that real kernels reach, each group of numbers with its
+source. Links come in tiers: the closest joins `devices` consecutive ranks (the cards of a node), the last any number.
+Every speed is bytes or operations per second, every size bytes, every time seconds. autopar/hardware/profile.py reads
+profiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..errors import HardwareError
+from ..ir.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Link:
+    """Cost of one mesh axis: `latency_seconds` a collective, and bytes per second that a device sends while it runs.
+
+    `all_to_all_bytes_per_second` where that is slower than the rest (None: the same), see `Hardware.links_for`.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    all_to_all_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One kind of link.
+
+    `devices`: how many consecutive ranks it joins, None for any number. `bytes_per_second`: what each device sends in a
+    collective (NCCL's bus bandwidth). `bucket_bytes`: the size of the pieces in which parameters are gathered and
+    gradients reduced.
+    """
+
+    name: str
+    devices: int | None
+    latency_seconds: float
+    bytes_per_second: float
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How well matrix products and attention fill one device (autopar/cost/efficiency.py says how these are used).
+
+    `multiprocessors` work on tiles of `tile` rows and columns; 0 where work is not handed out in waves (a CPU). A
+    product of few rows, columns or little depth reaches half of its speed at `half_rows`, `half_columns`, `half_depth`.
+    `attention` and `attention_backward`: shares of the peak, None for those of a large product. `functions_per_second`:
+    values of gelu (by tanh) that are computed in a second, 0 where memory is slower. `fuses`: whether pointwise ops
+    that follow each other run as one kernel.
+    """
+
+    multiprocessors: int = 0
+    tile: tuple[int, int] = (128, 128)
+    half_rows: float = 0.0
+    half_columns: float = 0.0
+    half_depth: float = 0.0
+    attention: float | None = None
+    attention_backward: float | None = None
+    functions_per_second: float = 0.0
+    fuses: bool = True
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """What NCCL's own time model needs to know of a node, which is the closest tier (autopar/cost/nccl.py).
+
+    `generation`: a key of autopar/cost/nccl_constants.py. `intra`: "nvlink" or "pci". `channels` of
+    `channel_bytes_per_second` each are what its search finds. `nvls`: whether the switch reduces.
+    `copy_engine_bytes_per_second`: what copy engines send in an all-to-all, 0 where NCCL does not use them. `reached`:
+    by kind, pairs of a number of devices in one node and the bytes per second that each sends there in a large
+    collective, measured.
+    """
+
+    generation: str
+    intra: str
+    channels: int
+    channel_bytes_per_second: float
+    nvls: bool = False
+    copy_engine_bytes_per_second: float = 0.0
+    reached: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured seconds of one collective by the bytes that a device holds before it, which rise.
+
+    `devices` are in a group, `stride` ranks apart; all groups ran at once."""
+
+    kind: str
+    devices: int
+    stride: int
+    bytes_: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def span(self) -> int:
+        """Consecutive ranks that one group reaches over."""
+        return self.devices * self.stride
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the host gives each of its devices while all of them use it: bytes per second that a copy between host and
+    device reaches, in one direction at a time, and the device's share of the host's memory and of its speed."""
+
+    link_bytes_per_second: float
+    memory_bytes_per_second: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device and its links, closest tier first.
+
+    `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
+    which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of
+    kernels. `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the
+    device's context, to the buffers of the communication library and to the rounding of the caching allocator. `host`:
+    the host's memory behind a device, None where nothing can be kept there.
+    `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
+    `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
+    2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
+    `fingerprint`: where they were measured, empty for a profile made from datasheets.
+    """
+
+    name: str
+    description: str
+    source: str
+    flops_per_second: Mapping[str, float] = field(hash=False)
+    flops_efficiency: float
+    memory_bytes_per_second: float
+    memory_efficiency: float
+    memory_bytes: int
+    launch_seconds: float
+    links: tuple[Tier, ...]
+    reduce_scatter_lowering: str
+    overlap_slowdown: float = 2.0
+    kernels: Kernels = Kernels()
+    nccl: Nccl | None = None
+    curves: tuple[Curve, ...] = ()
+    curves_error: float = 0.0
+    reserve_bytes: int = 0
+    host: Host | None = None
+    fingerprint: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Raises HardwareError for a dtype that the profile does not list."""
+        if dtype not in self.flops_per_second:
+            known = ", ".join(sorted(self.flops_per_second))
+            raise HardwareError(f"profile {self.name} has no speed for {dtype!r}", fix=f"use one of {known}")
+        return self.flops_per_second[dtype]
+
+    def reached_flops_per_second(self, dtype: str) -> float:
+        """Peak times efficiency: of a large matrix product. Raises HardwareError for a dtype that the profile does not
+        list."""
+        return self.peak_flops_per_second(dtype) * self.flops_efficiency
+
+    @property
+    def reached_memory_bytes_per_second(self) -> float:
+        return self.memory_bytes_per_second * self.memory_efficiency
+
+    @property
+    def overlap_gain(self) -> float:
+        """Share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute waits for
+        it."""
+        return max(0.0, 2.0 - self.overlap_slowdown) if self.nccl else 0.0
+
+    def tiers_for(self, mesh: Mesh) -> dict[str, Tier]:
+        """By axis, the closest tier that joins all devices of one group along it. The last axis is the closest."""
+        return {axis: self.links[self.tier_index(span)] for axis, span in spans(mesh).items()}
+
+    def links_for(self, mesh: Mesh) -> dict[str, Link]:
+        """Latency and speed of collectives along each axis alone.
+
+        A group within the closest tier has that tier's numbers. Of a group of n that reaches beyond it, m = gcd(n,
+        members that fit in a node) share each node, and its rings leave a node over the outer links of all m: m times
+        the outer speed, at most the inner one. So an axis over all cards of 8 nodes gathers at NVLink's speed, an axis
+        with one card of each node at one network card's. In an all-to-all, (n - m) / (n - 1) of what a device sends
+        takes its own outer link.
+        """
+        links = {}
+        for axis, span in spans(mesh).items():
+            index, size = self.tier_index(span), mesh.size(axis)
+            tier = self.links[index]
+            if index == 0:
+                links[axis] = Link(tier.latency_seconds, tier.bytes_per_second)
+                continue
+            inner = self.links[index - 1]
+            members = math.gcd(size, max(1, inner.devices // (span // size)))
+            ring = min(inner.bytes_per_second, members * tier.bytes_per_second)
+            direct = min(ring, tier.bytes_per_second * (size - 1) / (size - members))
+            links[axis] = Link(tier.latency_seconds, ring, direct if direct < ring else None)
+        return links
+
+    def tier_index(self, span: int) -> int:
+        """Index of the closest tier that joins so many consecutive ranks."""
+        return next(i for i, tier in enumerate(self.links) if tier.devices is None or span <= tier.devices)
+
+
+def spans(mesh: Mesh) -> dict[str, int]:
+    """By axis, how many consecutive ranks one of its groups reaches over: its size times those of all inner axes; 1 for
+    an axis of one device, which sends nothing."""
+    return {
+        axis: math.prod(mesh.sizes[i:]) if size > 1 else 1 for i, (axis, size) in enumerate(zip(mesh.names, mesh.sizes))
+    }

@@ -1,0 +1,51 @@
+"""Casts of mixed precision that are part of a vertex: nothing is decided between a tensor and its cast.
+
+A parameter is gathered in the type that it computes in, so its cast comes first; a gradient is reduced in its
+parameter's type, so its cast comes first as well. Both hold for every plan if the vertex hands on the cast value in the
+layout it decides on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from .graph import output_node, tensor_of
+
+CAST = torch.ops.aten._to_copy.default
+
+
+def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
+    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear`
+    ops alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one:
+    the sum over devices is then of what was there before the rounding."""
+    output, result = output_node(graph), {}
+    gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not CAST or len(node.args[0].users) > 1:
+            continue
+        source = node.args[0]
+        is_parameter = source.op == "placeholder" and source.meta["role"].kind == "parameter"
+        is_made_here = source.op == "call_function" and node.meta["phase"] == "backward"
+        is_last = not any(user.target is CAST for user in node.users)
+        if is_parameter or (is_made_here and is_last and _leads_to(node, gradients, linear)):
+            result[source] = node
+    return result
+
+
+def _leads_to(node: fx.Node, gradients: set[fx.Node], linear: Collection) -> bool:
+    """Whether a value ends as a gradient through ops that are each read by one alone."""
+    while node not in gradients:
+        users = list(node.users)
+        if len(users) != 1 or users[0].target not in linear:
+            return False
+        (node,) = users
+    return True
+
+
+def output_of(node: fx.Node) -> int:
+    """Which tensor output of its producer a node is; items that are None (a gradient nobody wants) are no outputs."""
+    producer, item = tensor_of(node)
+    return item if item == 0 else sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:item])

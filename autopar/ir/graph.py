@@ -1,0 +1,188 @@
+"""What the graph's nodes say about themselves: roles, phases and tensors of a captured joint graph.
+
+A joint graph is a `torch.fx.Graph` that computes outputs and gradients of a model from its parameters, buffers, inputs
+and tangents. Its metadata, set by the capture and read by everything after it:
+
+    node.meta["val"]      the global value: a fake tensor, or a tuple of them
+    node.meta["role"]     on placeholders and constants: a Role
+    node.meta["module"]   dotted path of the module that the node comes from ("model.layers.0.mlp"), "" if unknown
+    node.meta["source"]   the user's "file.py:line", "" if unknown
+    node.meta["phase"]    "forward" if some output of the forward needs the node, else "backward"
+    output.meta["roles"]  one OutputRole (or None) an output
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .._torch import op_name
+
+RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes the placeholder of kind "random"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
+    (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see
+    autopar/ops/counter_rng.py) or "total" (a sum over the whole batch that a micro-batch needs, see
+    passes/pipeline/micro_batch.py). In a stage of a pipeline (passes/pipeline/stages.py) also "activation", "copy" (see
+    passes/pipeline/compute_once.py) and "arriving", a gradient of the backward, by the name of the node that makes
+    it."""
+
+    kind: str
+    name: str
+    trainable: bool = False
+
+    @property
+    def is_tangent(self) -> bool:
+        """Whether it is given to the backward."""
+        return self.kind in ("tangent", "arriving")
+
+
+FORWARD_OUTPUTS = ("output", "mutation", "input_mutation", "activation")
+# the kinds of leaf that an output belongs to, and whose layout it therefore has, by the kind of the output
+PARTNERS = {
+    "gradient": ("parameter",), "input_gradient": ("input",), "mutation": ("buffer", "parameter"),
+    "input_mutation": ("input",), "output": ("tangent",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OutputRole:
+    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient" (of
+    the input), "mutation" (name of the parameter or buffer that takes the value), or "input_mutation" (of the input).
+    In a stage of a pipeline also "activation", which goes to the next stage, and "returned", a gradient that goes to
+    the one before (name: of the node)."""
+
+    kind: str
+    name: str
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the forward gives it."""
+        return self.kind in FORWARD_OUTPUTS
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """Global fake values of a node's outputs, one for a single-output node."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+
+
+def is_tensor(argument: object) -> bool:
+    return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor)
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """Tensor-valued arguments in order of appearance in args, then kwargs; a repeated argument appears repeatedly."""
+    return [a for a in flat_arguments(node) if is_tensor(a)]
+
+
+def flat_arguments(node: fx.Node) -> list[object]:
+    """Arguments in args, then kwargs, with lists and tuples opened."""
+    return flatten((node.args, node.kwargs))
+
+
+def flatten(tree: object) -> list[object]:
+    """Leaves of nested lists, tuples and dicts in order; what a pytree gives, at a tenth of its time."""
+    flat: list[object] = []
+
+    def walk(value: object) -> None:
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                walk(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                walk(item)
+        else:
+            flat.append(value)
+
+    walk(tree)
+    return flat
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node computes something (getitem only names an output of its producer)."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def tensor_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The producer of a tensor and which of its outputs it is: getitem nodes are looked through."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]
+    return node, 0
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def mark_phases(graph: fx.Graph) -> None:
+    """Set meta["phase"] of every node: "forward" for the ancestors of the forward outputs, "backward" for the rest."""
+    output = output_node(graph)
+    stack = [
+        node
+        for node, role in zip(output.args[0], output.meta["roles"])
+        if isinstance(node, fx.Node) and role is not None and role.is_forward
+    ]
+    forward: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in forward:
+            forward.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in graph.nodes:
+        is_leaf = node.op in ("placeholder", "get_attr") and not node.meta["role"].is_tangent
+        producer = tensor_of(node)[
+            0
+        ]  # an output of a forward op is a forward tensor, also if only the backward reads it
+        node.meta["phase"] = "forward" if producer in forward or is_leaf else "backward"
+
+
+def op_base_name(node: fx.Node) -> str:
+    """The name of an op's nodes before they are numbered: that of the op, whatever the tracer called the node."""
+    return op_name(node.target) or node.target.__name__
+
+
+def leaf_name(role: Role) -> str:
+    """The name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents,
+    s_ for sums over the batch."""
+    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r", "total": "s"}[role.kind]
+    return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
+
+
+def renumbered(graph: fx.Graph) -> fx.Graph:
+    """A copy whose ops are named by their kind and counted in order, so that equal graphs have equal names."""
+    copy, made = fx.Graph(), {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+        name = op_base_name(node) if node.op == "call_function" else node.name
+        made[node] = copy.create_node(node.op, node.target, args, kwargs, name)
+        made[node].meta = node.meta
+    return copy
+
+
+def call(node: fx.Node, target, *args, **kwargs) -> fx.Node:
+    """A new node in the place of `node` that remembers where it comes from."""
+    new = node.graph.call_function(target, args, kwargs)
+    new.meta = {key: value for key, value in node.meta.items() if key != "val"}
+    return new
+
+
+def describe(node: fx.Node) -> str:
+    """`mm_3: aten.mm.default (8, 16) (16, 4) -> (8, 4)` with global shapes, for errors and listings."""
+    name = str(node.target) if node.op == "call_function" else node.op
+    shapes = " ".join(str(tuple(a.meta["val"].shape)) for a in tensor_arguments(node))
+    outputs = " ".join(str(tuple(v.shape)) for v in values_of(node))
+    return f"{node.name}: {name} {shapes} -> {outputs}"

@@ -1,0 +1,201 @@
+"""The layout of one tensor over a mesh: which axes shard which dim, and over which axes the value is partial.
+
+`axis` is a mesh axis and `dim` a tensor dim. A dim may be sharded by several axes, outermost first: with dims[0] =
+("tp", "dp") the dim is cut into tp blocks and each of them into dp blocks, so gathering dp leaves contiguous tp shards.
+A cut of `size` into n follows torch's chunk: blocks of ceil(size / n), the last one shorter. Layouts that would leave a
+device without elements are not legal, so only the last block of a cut is ever short.
+
+`parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each
+part is sharded for itself: a device holds its block of every part.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import StrategyError
+from .mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: pairs of an axis and "sum"
+    or "max". `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        """Equal placements become equal values: partial axes are sorted, and an unsharded dim has one part."""
+        if not self.parts:
+            object.__setattr__(self, "parts", (1,) * len(self.dims))
+        elif len(self.parts) != len(self.dims):
+            raise StrategyError(f"a layout of {len(self.dims)} dims has {len(self.parts)} counts of parts")
+        elif max(self.parts) > 1:
+            object.__setattr__(self, "parts", tuple([n if axes else 1 for n, axes in zip(self.parts, self.dims)]))
+        if len(self.partial) > 1:
+            object.__setattr__(self, "partial", tuple(sorted(self.partial)))
+
+    @staticmethod
+    def replicated(ndim: int) -> Layout:
+        return Layout(((),) * ndim)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+    @property
+    def sharding_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` shards, or None."""
+        for d, axes in enumerate(self.dims):
+            if axis in axes:
+                return d
+        return None
+
+    def reduction_of(self, axis: str) -> str | None:
+        """How the value is partial over `axis`: "sum" or "max", None if it is not."""
+        for name, reduction in self.partial:
+            if name == axis:
+                return reduction
+        return None
+
+    def text(self, mesh: Mesh | None = None) -> str:
+        """`dp:S(0) tp:P`, axes outermost first in a dim; `S(0/3)`: sharded inside each of 3 parts; `R`: replicated."""
+        words = [
+            (axis, f"{axis}:S({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
+            for d, axes in enumerate(self.dims)
+            for axis in axes
+        ]
+        words += [(axis, f"{axis}:P" if op == "sum" else f"{axis}:P({op})") for axis, op in self.partial]
+        return " ".join(word for _, word in words) or "R"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    @staticmethod
+    def parse(text: str, ndim: int) -> Layout:
+        """The inverse of `text`. Raises StrategyError with the accepted form."""
+        dims: list[list[str]] = [[] for _ in range(ndim)]
+        parts, partial, seen = [1] * ndim, [], set()
+        for word in text.replace(",", " ").split():
+            if word == "R" or word.endswith(":R"):
+                continue
+            match = re.fullmatch(r"(\w+):(?:S\((-?\d+)(?:/(\d+))?\)|P(?:\((sum|max)\))?)", word)
+            if not match:
+                raise StrategyError(
+                    f"cannot read {word!r} as a placement", fix='write "tp:S(0)", "dp:S(0) tp:S(1)" or "R"'
+                )
+            axis, dim, part, reduction = match.groups()
+            if axis in seen:
+                raise StrategyError(f"axis {axis!r} is placed twice in {text!r}", fix="name each axis once")
+            seen.add(axis)
+            if dim is None:
+                partial.append((axis, reduction or "sum"))
+            elif not -ndim <= int(dim) < ndim:
+                raise StrategyError(
+                    f"{word!r} names dim {dim} of a tensor with {ndim} dims", fix=f"use a dim below {ndim}"
+                )
+            else:
+                d, count = int(dim) % ndim, int(part or 1)
+                if count < 1 or (dims[d] and parts[d] != count):
+                    raise StrategyError(f"{text!r} cuts dim {d} inside several numbers of parts", fix="write one")
+                dims[d].append(axis)
+                parts[d] = count
+        return Layout(tuple(map(tuple, dims)), tuple(partial), tuple(parts))
+
+
+def chunk(size: int, count: int, index: int | range) -> tuple[int, int]:
+    """(start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count); of a range of
+    blocks, from the first to the last."""
+    block = -(-size // count)
+    first, last = (index.start, index.stop) if isinstance(index, range) else (index, index + 1)
+    return min(first * block, size), min(last * block, size)
+
+
+def dim_ranges(
+    size: int, axes: Sequence[str], parts: int, mesh: Mesh, coordinate: Mapping[str, int]
+) -> list[tuple[int, int]]:
+    """Global (start, stop) ranges of one dim that the device at `coordinate` holds, one range a part."""
+    start, stop = 0, size // parts
+    for axis in axes:
+        low, high = chunk(stop - start, mesh.size(axis), coordinate[axis])
+        start, stop = start + low, start + high
+    return [(p * (size // parts) + start, p * (size // parts) + stop) for p in range(parts)]
+
+
+def local_ranges(
+    shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
+) -> list[list[tuple[int, int]]]:
+    """For each dim the global (start, stop) ranges that the device at `coordinate` holds of a tensor of global
+    `shape`."""
+    return [
+        dim_ranges(size, axes, parts, mesh, coordinate) if axes else [(0, size)]
+        for size, axes, parts in zip(shape, layout.dims, layout.parts)
+    ]
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    """Local shape on the device at `coordinate` of a tensor of global `shape`."""
+    return tuple(
+        size if not axes else sum(b - a for a, b in dim_ranges(size, axes, parts, mesh, coordinate))
+        for size, axes, parts in zip(shape, layout.dims, layout.parts)
+    )
+
+
+def local_offset(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int], dim: int) -> int:
+    """Global index of the first local element along `dim` (which must have one part)."""
+    return dim_ranges(shape[dim], layout.dims[dim], 1, mesh, coordinate)[0][0]
+
+
+def local_part(tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]):
+    """The shard of a full tensor that the device at `coordinate` holds, a contiguous copy. Partial axes are ignored."""
+    import torch
+
+    for d, (axes, parts) in enumerate(zip(layout.dims, layout.parts)):
+        if axes:
+            ranges = dim_ranges(tensor.shape[d], axes, parts, mesh, coordinate)
+            pieces = [tensor.narrow(d, a, b - a) for a, b in ranges]
+            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, d)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
+    """Whether every device gets at least one element, and dims of several parts are cut evenly by one axis."""
+    for size, axes, parts in zip(shape, layout.dims, layout.parts):
+        if parts > 1 and (len(axes) > 1 or size % (parts * math.prod(mesh.size(a) for a in axes))):
+            return False
+        sizes = {size}
+        for axis in axes:
+            count, smaller = mesh.size(axis), set()
+            for s in sizes:
+                block = -(-s // count)
+                if block * (count - 1) >= s:
+                    return False
+                smaller |= {block, s - block * (count - 1)}
+            sizes = smaller
+    return True
+
+
+def is_even(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
+    """Whether all devices have local shapes of the same size."""
+    return all(
+        size % (parts * math.prod(mesh.size(a) for a in axes)) == 0
+        for size, axes, parts in zip(shape, layout.dims, layout.parts)
+    )
+
+
+def shard_count(layout: Layout, mesh: Mesh) -> int:
+    """Number of different shards of a tensor with this layout."""
+    return math.prod(mesh.size(axis) for axis in layout.sharding_axes)
+
+
+def largest_local_numel(shape: Sequence[int], layout: Layout, mesh: Mesh) -> int:
+    """Elements on the device that holds most of them (the one at coordinate 0 along every axis)."""
+    return math.prod(local_shape(shape, layout, mesh, dict.fromkeys(mesh.names, 0)))

@@ -1,0 +1,104 @@
+"""The device mesh: named axes with sizes. Plain data; no process group is needed to plan for one.
+
+Ranks are numbered as in `torch.distributed.device_mesh.DeviceMesh`: row-major, so the last axis varies fastest and its
+neighbours are the closest devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import MeshError
+
+NOT_DATA = (
+    "tp",
+    "cp",
+    "sp",
+    "ep",
+    "pp",
+)  # names of axes that do not carry the batch, where no strategy gives them roles
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes, outermost first. `Mesh.parse("dp=2,tp=4")` has 8 devices."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.names or len(self.names) != len(self.sizes):
+            raise MeshError(
+                f"a mesh needs one size per axis, got names {self.names} and sizes {self.sizes}",
+                fix="write dp=2,tp=2 or the like",
+            )
+        if len(set(self.names)) != len(self.names):
+            raise MeshError(f"axis names must differ, got {self.names}", fix="name each axis once, such as dp=2,tp=2")
+        if any(not isinstance(s, int) or s < 1 for s in self.sizes):
+            raise MeshError(f"axis sizes must be positive integers, got {self}", fix="write sizes of 1 or more")
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """`"dp=2,tp=4"` -> Mesh. Raises MeshError on anything else."""
+        pairs = [part.strip() for part in str(text).split(",") if part.strip()]
+        matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(\d+)", part) for part in pairs]
+        if not pairs or not all(matches):
+            raise MeshError(f"cannot read {text!r} as a mesh", fix='write axes as name=size, such as "dp=2,tp=4"')
+        return Mesh(tuple(m.group(1) for m in matches), tuple(int(m.group(2)) for m in matches))
+
+    @staticmethod
+    def of(mesh: object) -> Mesh:
+        """A Mesh from a Mesh, text, a dict of sizes by name, or a torch DeviceMesh."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, str):
+            return Mesh.parse(mesh)
+        if isinstance(mesh, dict):
+            return Mesh(tuple(mesh), tuple(mesh.values()))
+        if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh"):
+            sizes = tuple(mesh.mesh.shape)
+            return Mesh(tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(len(sizes)))), sizes)
+        raise MeshError(f"cannot read a {type(mesh).__name__} as a mesh", fix='pass a DeviceMesh or "dp=2,tp=2"')
+
+    @cached_property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes))
+
+    def size(self, axis: str) -> int:
+        """Number of devices along `axis`. Raises MeshError if there is no such axis."""
+        if axis not in self.axis_sizes:
+            raise MeshError(f"the mesh has no axis {axis!r}", mesh=self, fix=f"use one of {', '.join(self.names)}")
+        return self.axis_sizes[axis]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Position of `rank` along every axis. Raises MeshError if there is no such rank."""
+        if not 0 <= rank < self.devices:
+            raise MeshError(f"there is no rank {rank} in a mesh of {self.devices} devices", mesh=self)
+        position = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes)):
+            position[name] = rank % size
+            rank //= size
+        return {name: position[name] for name in self.names}
+
+    def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only along `axes`, in the order of `axes` (first axis slowest)."""
+        here = self.coordinate(rank)
+        ranks = []
+        for position in itertools.product(*(range(self.size(a)) for a in axes)):
+            there = here | dict(zip(axes, position))
+            index = 0
+            for name, size in zip(self.names, self.sizes):
+                index = index * size + there[name]
+            ranks.append(index)
+        return tuple(ranks)
+
+    def __str__(self) -> str:
+        return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes))

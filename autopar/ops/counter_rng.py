@@ -1,0 +1,218 @@
+"""Random numbers by counter: `autopar::dropout`, `autopar::uniform` and `autopar::normal`.
+
+A number is a function of a seed, the forward's offset, the op's stream number in the graph and the element's index in
+the global tensor, and of nothing else. So every device draws its part of what one device would draw, whatever the
+layout; the backward draws a mask again instead of reading a saved one; and a run that stops goes on from two integers.
+
+Generator: Squares (Widynski, "Squares: a fast counter-based RNG", arXiv 2004.06278), counter = global index, key = a
+hash of (seed, offset, stream) by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It needs 64-bit
+products alone, which every device has as int64 (they wrap around), a fifth of the work of Philox 4x32-10.
+
+`state` is int64 (2,) on the CPU, seed and offset. The element at local place (i, j, ..) has the global index
+start + i * strides[0] + j * strides[1] + ...; globally start is 0 and strides are those of a contiguous tensor. In the
+graph of one micro-batch (passes/pipeline/micro_batch.py) `state` has the number of the micro-batch too, and it starts
+`micro_batch_step` further than the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**26}  # words drawn at once: the few of 8 bytes each stay in a core's cache
+LOW_32 = 2**32 - 1
+
+
+# the generator
+# ---------------------------------------------------------------------------------------------------------
+
+
+def key_of(seed: int, offset: int, stream: int) -> int:
+    """An odd 64-bit key, as the signed integer of the same bits."""
+    z = 0
+    for word in (seed, offset, stream):
+        z = (z + word + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        z ^= z >> 31
+    return (z | 1) - (z >> 63 << 64)
+
+
+def squares64(counter: Tensor, key: int) -> Tensor:
+    """Five rounds: 64 random bits for each counter, both as int64."""
+    y = counter * key
+    z = y + key
+    x = _swapped(torch.addcmul(y, y, y))
+    x = _swapped(torch.addcmul(z, x, x))
+    x = _swapped(torch.addcmul(y, x, x))
+    t = torch.addcmul(z, x, x)
+    x = _swapped(t.clone())
+    return torch.addcmul(y, x, x).bitwise_right_shift_(32).bitwise_and_(LOW_32).bitwise_xor_(t)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The two halves of each 64-bit word exchanged, in place."""
+    high = (x >> 32).bitwise_and_(LOW_32)
+    return x.bitwise_left_shift_(32).bitwise_or_(high)
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Steps of the global index along each dim of a whole tensor."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(size, stride) of the dims with those joined that lie in the global tensor without a gap; at least one."""
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        elif size != 1:
+            dims.append((size, stride))
+    return dims or [(1, 1)]
+
+
+def _blocks(
+    dims: list[tuple[int, int]], start: int, device: torch.device
+) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+    """Pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of their
+    elements."""
+    *outer, (width, step) = dims
+    rows = torch.full((1,), start, device=device)
+    for size, stride in outer:
+        rows = (rows[:, None] + torch.arange(0, size * stride, stride, device=device)).reshape(-1)
+    block = BLOCK_NUMEL.get(device.type, BLOCK_NUMEL["cuda"])
+    height = max(1, block // width)
+    for top in range(0, len(rows), height):
+        for left in range(0, width, block):
+            columns = torch.arange(left * step, min(left + block, width) * step, step, device=device)
+            place = slice(top, top + height), slice(left, left + block)
+            yield place, rows[place[0], None] + columns
+
+
+def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
+    """As `_blocks`, with 16 random bits for each element as int16: the quarters of a word serve four neighbours, lowest
+    first."""
+    *outer, (width, step) = dims
+    if step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer))):
+        quarters = [*((size, stride // 4) for size, stride in outer), (width // 4, 1)]
+        for (rows, columns), counter in _blocks(quarters, start // 4, device):
+            place = rows, slice(4 * columns.start, 4 * columns.stop)
+            yield place, squares64(counter, key).view(torch.int16)
+    else:
+        for place, index in _blocks(dims, start, device):
+            yield place, (squares64(index >> 2, key) >> (index & 3) * 16).to(torch.int16)
+
+
+# the ops
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@custom_op("autopar::dropout", mutates_args=())
+def dropout(
+    x: Tensor, state: Tensor, p: float, stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0
+) -> Tensor:
+    """Elements of x (...) are zero with probability p, else divided by 1 - p. p counts in multiples of 2**-16."""
+    dropped = round(p * 2**16)
+    if dropped == 2**16:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out, dims = torch.empty(x.shape, dtype=x.dtype, device=x.device), _merged(x.shape, strides)
+    source, target = (t.reshape(-1, dims[-1][0]) for t in (x, out))
+    key, start = _place(state, stream, start, micro_batch_step)
+    for place, word in _short_words(dims, start, key, x.device):
+        torch.mul(source[place], word >= dropped - 2**15, out=target[place])
+    return out.mul_(2**16 / (2**16 - dropped))
+
+
+@custom_op("autopar::uniform", mutates_args=())
+def uniform(
+    state: Tensor,
+    size: Sequence[int],
+    stream: int,
+    start: int,
+    strides: Sequence[int],
+    micro_batch_step: int = 0,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Numbers of [0, 1), multiples of the type's precision, of shape `size`."""
+    bits = round(1 - math.log2(torch.finfo(dtype).eps))
+    return _filled(
+        _place(state, stream, start, micro_batch_step), size, strides, dtype, device,
+        lambda word: (word >> (64 - bits)).bitwise_and_(2**bits - 1).to(torch.float64).mul_(2.0**-bits),
+    )  # fmt: skip
+
+
+@custom_op("autopar::normal", mutates_args=())
+def normal(
+    state: Tensor,
+    size: Sequence[int],
+    stream: int,
+    start: int,
+    strides: Sequence[int],
+    micro_batch_step: int = 0,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Standard normal numbers of shape `size`: Box and Muller, Annals of Mathematical Statistics 29, 1958, each from 64
+    bits."""
+
+    def normal_of(word: Tensor) -> Tensor:
+        radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        return word.bitwise_and_(LOW_32).to(torch.float64).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
+
+    return _filled(_place(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
+
+
+def _place(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
+    """The key of an op's numbers, and the global index of its first."""
+    seed, offset, *micro_batch = state.tolist()
+    return key_of(seed, offset, stream), start + micro_batch_step * sum(micro_batch)
+
+
+def _filled(key_and_start, size, strides, dtype, device, number_of) -> Tensor:
+    (key, start), out, dims = key_and_start, torch.empty(size, dtype=dtype, device=device), _merged(size, strides)
+    target = out.reshape(-1, dims[-1][0])
+    for place, index in _blocks(dims, start, device):
+        target[place] = number_of(squares64(index, key))
+    return out
+
+
+dropout.register_fake(lambda x, *constants: x.new_empty(x.shape))
+for op in (uniform, normal):
+    op.register_fake(lambda state, size, *constants, dtype, device: torch.empty(size, dtype=dtype, device=device))
+
+
+def _dropout_setup(ctx, inputs, output):
+    _, state, *ctx.constants = inputs
+    ctx.save_for_backward(state)
+
+
+def _dropout_backward(ctx, grad):
+    return dropout(grad, ctx.saved_tensors[0], *ctx.constants), *[None] * (1 + len(ctx.constants))
+
+
+dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
+
+_autopar = torch.ops.autopar
+STREAM = {
+    _autopar.dropout.default: 3,
+    _autopar.uniform.default: 2,
+    _autopar.normal.default: 2,
+}  # its place in the arguments
+
+
+def of_micro_batch(state: Tensor, number: int) -> Tensor:
+    """The state that one micro-batch of a forward takes: int64 (3,)."""
+    return torch.cat([state, state.new_tensor([number])])
+
+
+def stream_of(node) -> int | None:
+    """Stream number of a graph's node, None if it does not draw."""
+    return node.args[STREAM[node.target]] if node.op == "call_function" and node.target in STREAM else None

@@ -1,0 +1,127 @@
+"""Steps of several forward and backward passes, one a micro-batch, whose gradients are added up.
+
+The graph that is planned is one pass. With K passes a step takes K times its seconds, but gradients that their ops
+leave partial may wait, unreduced, for one reduction in the last pass (`no_sync`; Li et al., VLDB 13(12), 2020, section
+3.2.4):
+
+    step = K * pass                                   every pass reduces: what is added up is as small as the parameters' shards
+    step = K * pass - (K - 1) * reductions of a pass  reduced once: what is added up is as large as each rank computes it
+
+Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass, in which
+a reduction that is made once costs 1 / K; `of_step` multiplies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
+from ..plans.plan import Plan
+from .objective.evaluate import Evaluation
+from .objective.timeline import Timeline, simulate
+from .problem.problem import Problem
+from .problem.recipes import ALIASES, MODELS_OWN, RECIPES, Restriction
+from .solver.minimize import BeyondCutoff
+from .solver.search import Outcome
+from .solver.solver import Solver
+
+EVERY_PASS = ("zero2",)  # recipes that reduce in every pass by their definition
+ONCE = (
+    "ddp",
+    "zero1",
+    "megatron",
+    "megatron_sp",
+)  # and those that lose nothing by reducing once: gradients are whole anyway
+
+
+def check(micro_batches: object) -> None:
+    """Raises StrategyError for anything but a number of passes."""
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+        raise StrategyError(
+            f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4"
+        )
+
+
+def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tuple[bool, ...]:
+    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way
+    first. All of those that go to the host (`on_host`) are reduced before."""
+    name = ALIASES.get(strategy, strategy) or "auto"
+    if micro_batches == 1 or on_host or name.endswith(EVERY_PASS):
+        return (False,)
+    return (True,) if name.endswith(ONCE) else (False, True)
+
+
+def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
+    """Every expert strategy, reducing as experts do; and the tensor parallelism of the model's own `styles`, if it has
+    any."""
+    passes = solvers[0].pricer.micro_batches
+    by_way = {solver.pricer.reduces_once: solver for solver in solvers}
+    found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
+    if styles:
+        found[MODELS_OWN] = by_way.get(passes > 1, solvers[0]).baseline(MODELS_OWN, styles)
+    return found
+
+
+def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:
+    """The fastest plan of all ways that fits, and who found it. Its bound holds for all ways. Raises
+    MemoryInfeasibleError if none fits, BeyondCutoff if none that fits can be fast enough."""
+    found, refused, bounds = [], [], []
+    for solver in solvers:
+        try:
+            found.append((solver, solver.solve(restriction, pins)))
+            bounds.append(found[-1][1].bound_seconds)
+        except MemoryInfeasibleError as error:
+            refused.append(error)
+        except BeyondCutoff as error:
+            bounds.append(error.bound_seconds)
+    if not bounds:
+        raise min(refused, key=lambda error: error.missing_bytes)
+    if not found:
+        raise BeyondCutoff(min(bounds))
+    solver, outcome = min(found, key=lambda pair: pair[1].evaluation.seconds)  # the first of equal ones
+    return solver, replace(outcome, bound_seconds=min(bounds))
+
+
+def timelines(
+    problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0
+) -> list[tuple[int, Timeline]]:
+    """How often a step plays which timeline: passes that leave gradients alone, and the one that reduces them."""
+    if not evaluation.reduces_once:
+        return [(micro_batches, simulate(problem, evaluation, slowdown))]
+
+    def reducing(scale: float) -> Timeline:
+        waiting = [
+            replace(t, seconds=t.seconds * scale) if t.times < micro_batches else t for t in evaluation.transfers
+        ]
+        return simulate(problem, replace(evaluation, transfers=waiting), slowdown)
+
+    return [(micro_batches - 1, reducing(0.0)), (1, reducing(micro_batches))]
+
+
+def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float) -> Plan:
+    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines,
+    and the hardware's `slowdown`."""
+    if micro_batches == 1:
+        return plan
+    played = timelines(problem, evaluation, micro_batches, slowdown)
+
+    def times(one, *names):
+        seconds = {name: getattr(one, name) for name in names}
+        return replace(one, **{name: s and s * micro_batches for name, s in seconds.items()})
+
+    plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "bound")
+    return replace(
+        plan, micro_batches=micro_batches, reduces_once=evaluation.reduces_once,
+        simulated_seconds=sum(n * t.seconds for n, t in played) + plan.offloaded.seconds,
+        exposed_seconds=sum(n * t.exposed_seconds for n, t in played),
+        collectives=tuple(times(c, "seconds") for c in plan.collectives),
+        regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
+        alternatives=tuple(times(a, "step_seconds", "communication_seconds") for a in plan.alternatives),
+    )  # fmt: skip
+
+
+def samples_of(problem: Problem) -> int:
+    """Samples of one pass over all devices: dim 0 of the first input, 0 if there is none."""
+    shapes = [v.node.meta["val"].shape for v in problem.vertices if v.kind == "input" and v.node.meta["val"].dim()]
+    return int(shapes[0][0]) if shapes else 0

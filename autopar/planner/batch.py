@@ -1,0 +1,123 @@
+"""How a global batch becomes micro-batches: what a user says of it, and the fewest passes that need no recomputation.
+
+A step of K passes holds the activations of one pass alone. K is a number, follows from the samples that a data-parallel
+replica computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is looked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from ..errors import InputError, MemoryInfeasibleError
+from ..frontend.call_signature import CallSignature
+from ..ir.mesh import NOT_DATA, Mesh
+from .plan import Planned
+from .problem.recipes import DATA, Restriction
+
+AUTO = "auto"
+MOST_CAPTURES = 3  # of a model at different batches, when the number of passes is looked for
+
+
+def data_ways(mesh: Mesh, strategy: str | None) -> int:
+    """Over how many replicas the batch is spread: the axes that the strategy gives the batch; without one all but those
+    that are named for something else."""
+    roles = Restriction.of(strategy, mesh).roles
+    named = DATA in roles.values() or strategy not in (None, AUTO)
+    return math.prod(mesh.size(a) for a, role in roles.items() if (role == DATA if named else a not in NOT_DATA))
+
+
+def passes_of(
+    batch: int, mesh: Mesh | None, strategy: str | None, micro_batches: int | None, micro_batch: int | None
+) -> int:
+    """K, from either of the two. Raises InputError if it does not divide the batch."""
+    if micro_batches is not None and micro_batch is not None:
+        raise InputError("micro-batches are given both as a number and by their size", fix="leave one out")
+    if micro_batch is None:
+        passes = micro_batches or 1
+        if batch % passes:
+            near = _nearest(passes, _divisors(batch))
+            raise InputError(f"a batch of {batch} cannot be cut into {passes} equal micro-batches", fix=f"use {near}")
+        return passes
+    if mesh is None:
+        raise InputError(
+            "the samples of a replica say nothing before the mesh is known", fix="give the number of micro-batches"
+        )
+    ways = data_ways(mesh, strategy)
+    if batch % (micro_batch * ways):
+        fitting = [b for b in _divisors(batch) if batch % (b * ways) == 0]
+        fix = (
+            f"use a micro-batch of {_nearest(micro_batch, fitting)}" if fitting else f"use a batch that {ways} divides"
+        )
+        raise InputError(f"a batch of {batch} is no multiple of {micro_batch} samples on {ways} replicas", fix=fix)
+    return batch // (micro_batch * ways)
+
+
+def of_samples(signature: CallSignature, samples: int) -> tuple[tuple, dict]:
+    """`(args, kwargs)` of a call like another one, without values, with so many samples: every tensor whose dim 0 is as
+    long as that of the first one has them there."""
+    shapes = [shape for shape in signature.shapes if shape is not None]
+    batch = samples_of(signature)
+    dtypes = [dtype for dtype in signature.dtypes if dtype is not None]
+    cut = [(samples, *shape[1:]) if shape and shape[0] == batch else shape for shape in shapes]
+    return signature.rebuild([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(cut, dtypes)])
+
+
+def samples_of(signature: CallSignature) -> int:
+    """Samples of a call: dim 0 of its first tensor that has dims, 1 if none has."""
+    return next((shape[0] for shape in signature.shapes if shape), 1)
+
+
+def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
+    """The plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell;
+    `search(K)` plans with K passes. How many are needed is estimated from the activations of the plan before, which
+    shrink with K. Micro-batches are multiples of `ways`, if the batch is. If none does, what the last search gave or
+    raised (MemoryInfeasibleError)."""
+    choices = [k for k in _divisors(batch) if batch % ways or batch // k % ways == 0]
+    without: Planned | None = None
+    last: Planned | MemoryInfeasibleError | None = None
+    passes = low = 1
+    for _ in range(MOST_CAPTURES):
+        try:
+            last = search(passes)
+        except MemoryInfeasibleError as error:
+            last = error
+        if isinstance(last, Planned) and not last.evaluation.recomputed:
+            without = last
+            choices = [k for k in choices if k < passes]
+        else:
+            low = passes
+        left = [k for k in choices if k > low]
+        if not left:
+            break
+        if without is not None:  # a smaller number may do: the one just below is the likeliest
+            passes = left[-1]
+        else:
+            passes = next((k for k in left if k >= low * _excess(last)), left[-1])
+    if without is not None:
+        return without
+    if isinstance(last, MemoryInfeasibleError):
+        raise last
+    return last
+
+
+def _excess(last: Planned | MemoryInfeasibleError) -> float:
+    """How many times as large as what there is room for the activations are, at least 2."""
+    if isinstance(last, MemoryInfeasibleError):
+        return 4.0
+    e, limit = last.evaluation, last.solver.limit_bytes
+    freed = sum(step.freed_bytes * count for levels in e.recomputed.values() for step, count in levels.values())
+    staying = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
+    return max(2.0, (e.saved_bytes + freed) / max(limit - staying, 1.0))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _nearest(value: int, known: list[int]) -> str:
+    below = [d for d in known if d < value][-1:]
+    above = [d for d in known if d > value][:1]
+    return " or ".join(map(str, below + above))

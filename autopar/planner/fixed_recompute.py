@@ -1,0 +1,56 @@
+"""Plans with a level of recomputation that somebody else chose, and plans that do not fit: what estimates are made
+of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import MemoryInfeasibleError, StrategyError
+from ..utils.format import size
+from . import accumulation
+from .objective.checkpoint_min_cut import FULL, SELECTIVE
+from .problem.recipes import Restriction
+from .solver.search import Outcome
+from .solver.solver import Solver
+
+AUTO, NONE = "auto", "none"
+LEVELS = (AUTO, NONE, SELECTIVE, FULL)
+
+
+def check(level: object) -> None:
+    """Raises StrategyError for an unknown level."""
+    if level not in LEVELS:
+        raise StrategyError(f"no recomputation {level!r} is known", fix=f"use one of {', '.join(LEVELS)}")
+
+
+def fastest(
+    solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str], level: str = AUTO, refuses: bool = True
+) -> tuple[Solver, Outcome]:
+    """The fastest plan with every block at a level, or with as much recomputation as the memory demands ("auto"), and
+    who found it. Raises MemoryInfeasibleError for what does not fit, unless it `refuses` nothing: then the plan is the
+    one that misses least by recomputing all."""
+    if level == AUTO:
+        try:
+            return accumulation.fastest(solvers, restriction, pins)
+        except MemoryInfeasibleError:
+            if refuses:
+                raise
+            level = FULL
+    found = [(solver, at_level(solver, solver.fastest(restriction, pins), level)) for solver in solvers]
+    fitting = [(solver, outcome) for solver, outcome in found if outcome.fits]
+    if not fitting and refuses:
+        solver, outcome = min(found, key=lambda pair: pair[1].evaluation.bytes_)
+        message = f"with recomputation {level} no plan fits {size(solver.limit_bytes)} a device: the fastest needs"
+        raise solver.refusal(message, outcome.evaluation)
+    if fitting:
+        return min(fitting, key=lambda pair: pair[1].evaluation.seconds)
+    return min(found, key=lambda pair: pair[1].evaluation.bytes_)
+
+
+def at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
+    """The same decisions with every block at a level."""
+    evaluation = (
+        outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
+    )
+    return replace(outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes)

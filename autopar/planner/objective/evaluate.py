@@ -1,0 +1,355 @@
+"""What a plan costs, recomputed on the unfolded graph: every tensor, every redistribution, every byte that stays.
+
+This is the judge of the solver: the objective of a solution must equal the cost found here. A tensor is redistributed
+once for all consumers of a phase that want the same layout. A forward tensor that the backward reads is saved in its
+producer's layout, in a copy that the forward made anyway, or both; with a price on memory each tensor decides that for
+itself:
+
+    keep copy q          price * bytes(q)
+    make q again         seconds(p -> q), and the base must be saved: price * bytes(p), nothing for a parameter (always there)
+
+Where the passes of a step may share copies of parameters (`gathers_once`), one that the forward reads may be made
+before the first pass and kept to the end of the step, for both phases of all m passes:
+
+    keep copy q          seconds(p -> q) / m + price * bytes(q)
+    make q in each pass  seconds(p -> q) for each phase that reads it
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from ...cost.collectives import CollectiveCost
+from ...cost.redistribute import Redistribution, Redistributor, Step
+from ...cost.transfer_prices import TransferPrices
+from ...ir.layout import Layout, largest_local_numel
+from ..problem.multipliers import Prices
+from ..problem.problem import Problem
+from ..problem.vertices import STATE, Use
+
+RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "random")  # their base never has to be saved
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of
+    one of its `copies`, on average over the passes of a step, in `times` of which it is made. What is hidden may run
+    beside compute: parameters gathered ahead, gradients reduced behind."""
+
+    producer: int
+    output: int
+    phase: str
+    source: Layout
+    target: Layout
+    seconds: float
+    redistribution: Redistribution
+    bytes_: int  # global
+    consumers: tuple[int, ...]
+    copies: int
+    is_hidden: bool
+    times: int = 1
+
+    @property
+    def step_seconds(self) -> list[tuple[Step, float]]:
+        """The steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
+        r = self.redistribution
+        charged = self.seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)
+        return [(s, charged * (s.latency_seconds + s.seconds_per_byte * self.bytes_)) for s in r.steps]
+
+
+@dataclass
+class Evaluation:
+    """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds
+    most."""
+
+    compute: dict[str, float]  # seconds by phase
+    transfers: list[Transfer]
+    resident_bytes: float
+    gradient_bytes: float
+    saved: dict[
+        tuple[int, int, Layout], float
+    ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
+    kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
+    choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
+    first: int = 0  # how a compact graph was split, see Problem.split
+    recomputed: dict[str, dict] = field(
+        default_factory=dict
+    )  # block -> level -> (step, copies that take it), see checkpoint_blocks.py
+    recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `again_transfers`
+    offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
+    whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
+    reduces_once: bool = False  # gradients of several passes wait for one reduction
+    gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
+    transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
+    passing_bytes: float = (
+        0.0  # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
+    )
+    peaks_early: bool = True  # whether memory peaks before most gradients are there
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(self.compute.values())
+
+    @property
+    def again_transfers(self) -> list[Transfer]:
+        """What recomputed blocks move in the backward besides `transfers`."""
+        taken = [pair for levels in self.recomputed.values() for pair in levels.values()]
+        return [replace(t, phase="backward", copies=count) for step, count in taken for t in step.moved]
+
+    @property
+    def every_transfer(self) -> list[Transfer]:
+        return self.transfers + self.again_transfers
+
+    @property
+    def communication_seconds(self) -> float:
+        return sum(t.seconds * t.copies for t in self.every_transfer)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """What is gained by communication that runs beside compute."""
+        if not self.overlap:
+            return 0.0
+        again = {"backward": self.recompute_seconds}
+        return self.overlap * sum(
+            min(self._hidden(p), compute + again.get(p, 0.0)) for p, compute in self.compute.items()
+        )
+
+    @property
+    def seconds(self) -> float:
+        running = self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
+        return running + self.offload_seconds
+
+    def exposed(self, phase: str) -> float:
+        """Seconds of a phase's hidden communication that its compute does not cover."""
+        return self._hidden(phase) - self.compute[phase]
+
+    def _hidden(self, phase: str) -> float:
+        return sum(t.seconds * t.copies for t in self.every_transfer if t.is_hidden and t.phase == phase)
+
+    def priced(self, prices: Prices) -> float:
+        """The cost that a search at these prices minimizes. Without recomputation."""
+        compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
+        moved = sum(t.seconds * t.copies * (prices.hidden(t.phase) if t.is_hidden else 1.0) for t in self.transfers)
+        held = (
+            self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
+        )
+        return compute + moved + self.offload_seconds + prices.byte_seconds * held
+
+    @property
+    def saved_bytes(self) -> float:
+        return sum(self.saved.values())
+
+    @property
+    def bytes_(self) -> float:
+        """At the peak of the step."""
+        return self.charged_bytes + self.passing_bytes
+
+    @property
+    def charged_bytes(self) -> float:
+        """What has a price in the search, whether it is all alive at one time or not."""
+        return (
+            self.resident_bytes
+            + self.gradient_bytes
+            + self.saved_bytes
+            + self.whole_gradient_bytes
+            + self.transient_bytes
+        )
+
+
+class Pricer:
+    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
+    `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
+    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept."""
+
+    def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
+                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
+                 gathers_once: bool = False):  # fmt: skip
+        self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
+        self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
+        self.prices = TransferPrices(redistribute, collectives)
+        self._local: dict[tuple, float] = {}
+
+    def is_bucketed(self, producer: int, slots) -> bool:
+        """Whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of one."""
+        return self.problem.vertices[producer].kind == "parameter" or STATE in slots
+
+    def times(self, producer: int, slots, source: Layout) -> int:
+        """In how many passes of a step a tensor is redistributed."""
+        is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
+        is_sum = source.partial and all(reduction == "sum" for _, reduction in source.partial)
+        return 1 if self.reduces_once and is_gradient and is_sum else self.micro_batches
+
+    def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
+        """Seconds of one redistribution of a tensor of so many global bytes, inf if there is none."""
+        if bucketed and bytes_ < self.bucket_bytes:
+            return self.prices.pair(source, target, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
+        return self.prices.pair(source, target, bytes_)
+
+    def matrix(
+        self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
+    ) -> np.ndarray:
+        """Seconds for every (source, target), inf where impossible. What is smaller than a bucket pays its share of
+        one."""
+        if bucketed and bytes_ < self.bucket_bytes:
+            return self.prices.matrix(sources, targets, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
+        return self.prices.matrix(sources, targets, bytes_)
+
+    def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
+        """Bytes on the device that holds most of a tensor in this layout."""
+        return self.bytes_of(self.problem.vertices[producer].values[output], layout)
+
+    def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
+        """The same for a tensor of any problem."""
+        key = (tuple(value.shape), value.element_size(), layout)
+        if key not in self._local:
+            self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
+        return self._local[key]
+
+
+def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -> list[Transfer]:
+    """The transfers with these copies kept through a step: those of parameters, which alone of the forward's are
+    hidden, are made once for all its passes."""
+    return [
+        replace(t, seconds=t.seconds / t.times, times=1)
+        if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys else t
+        for t in transfers
+    ]  # fmt: skip
+
+
+def uses_by_tensor(problem: Problem) -> dict[tuple[int, int], list[Use]]:
+    """All uses of every tensor, in order of the graph."""
+    if problem.uses_of is None:
+        problem.uses_of = defaultdict(list)
+        for use in problem.uses:
+            problem.uses_of[use.producer, use.output].append(use)
+    return problem.uses_of
+
+
+def evaluate(
+    problem: Problem,
+    choice: dict[int, int],
+    pricer: Pricer,
+    prices: Prices = Prices(),
+    keep_parameters: bool | None = None,
+) -> Evaluation:
+    """Cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
+
+    `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False
+    gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
+    result = Evaluation(
+        {"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first
+    )
+    result.reduces_once, result.gathers_once = pricer.reduces_once, pricer.gathers_once
+    for v in problem.vertices:
+        options, k = problem.choices(v.index), choice[v.index]
+        phase = "backward" if v.phase == "backward" else "forward"
+        seconds = float(options.seconds[k]) * v.copies
+        if v.kind == "op":
+            result.compute[phase] += seconds
+        else:
+            result.offload_seconds += seconds
+        result.resident_bytes += float(options.resident_bytes[k]) * v.copies
+        result.gradient_bytes += float(options.gradient_bytes[k]) * v.copies
+    uses_of = uses_by_tensor(problem)
+    for (producer, output), uses in uses_of.items():
+        _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses)
+        if pricer.reduces_once:
+            made = problem.choices(producer).strategies[choice[producer]].outputs[output]
+            result.whole_gradient_bytes += unreduced_bytes(problem, choice, pricer, uses, made)
+    return result
+
+
+def unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
+    """Bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
+    consumer = problem.vertices[uses[0].consumer]
+    if consumer.kind != "parameter" or not any(u.slot == STATE and u.phase == "backward" for u in uses):
+        return 0.0
+    shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
+    master = consumer.node.meta["val"]  # a gradient has the type of its parameter, not of the copy that computes
+    return max(0.0, pricer.bytes_of(master, made) - pricer.bytes_of(master, shard)) * consumer.copies
+
+
+def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses) -> None:
+    vertex = problem.vertices[producer]
+    source = problem.choices(producer).strategies[choice[producer]].outputs[output]
+    bytes_, copies = problem.tensor_bytes[producer, output], vertex.copies
+    is_hidden = pricer.is_bucketed(producer, [u.slot for u in uses])
+    times = pricer.times(producer, [u.slot for u in uses], source)
+    wanted: dict[str, dict[Layout, list[int]]] = {"forward": {}, "backward": {}}
+    reads_base = False
+    for use in uses:
+        strategy = problem.choices(use.consumer).strategies[choice[use.consumer]]
+        target = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
+        if target != source:
+            wanted[use.phase].setdefault(target, []).append(use.consumer)
+        elif use.phase == "backward":
+            reads_base = True
+
+    def transfer(target: Layout, phase: str, consumers: list[int], times: int = times) -> None:
+        seconds = pricer.seconds(source, target, bytes_, is_hidden) * times / pricer.micro_batches
+        moves = pricer.redistribute(source, target)
+        result.transfers.append(
+            Transfer(
+                producer,
+                output,
+                phase,
+                source,
+                target,
+                seconds,
+                moves,
+                bytes_,
+                tuple(consumers),
+                copies,
+                is_hidden,
+                times,
+            )
+        )
+
+    def price(target: Layout, phase: str) -> float:
+        return pricer.seconds(source, target, bytes_, is_hidden) * (prices.hidden(phase) if is_hidden else 1.0)
+
+    is_parameter, is_leaf = vertex.kind == "parameter", vertex.kind in RESIDENT_LEAVES
+    byte_seconds = prices.byte_seconds if prices.saved else 0.0
+    size = {t: pricer.local_bytes(producer, output, t) for phase in wanted.values() for t in phase}
+    once: set[Layout] = set()
+    if is_parameter and pricer.gathers_once and keep_parameters is not False:
+        spared = {t: price(t, "forward") * (1 - 1 / pricer.micro_batches) for t in wanted["forward"]}
+        spared |= {t: s + price(t, "backward") for t, s in spared.items() if t in wanted["backward"]}
+        once = {t for t, s in spared.items() if keep_parameters or byte_seconds * size[t] <= s}
+    for target, consumers in wanted["forward"].items():
+        transfer(target, "forward", consumers, 1 if target in once else times)
+    if vertex.phase == "backward" and not is_leaf:
+        for target, consumers in wanted["backward"].items():
+            transfer(target, "backward", consumers)
+        return
+    shared = [t for t in wanted["backward"] if t in wanted["forward"]]
+    if is_leaf and not is_parameter:
+        keep = set(shared)
+    elif is_parameter and pricer.gathers_once:
+        keep = once
+    elif is_parameter and keep_parameters is not None:
+        keep = set(shared) if keep_parameters else set()
+    else:
+        redo = {t: price(t, "backward") for t in shared}
+        held = {t: byte_seconds * size[t] for t in shared}
+        keep = {t for t in shared if held[t] <= redo[t]}
+        needs_base = is_leaf or reads_base or len(shared) < len(wanted["backward"])
+        if not needs_base and keep != set(shared):
+            base = byte_seconds * pricer.local_bytes(producer, output, source)
+            if sum(held.values()) <= base + sum(held[t] if t in keep else redo[t] for t in shared):
+                keep = set(shared)
+    redone = [t for t in wanted["backward"] if t not in keep]
+    for target in redone:
+        transfer(target, "backward", wanted["backward"][target])
+    for target in keep:
+        result.kept.add((producer, output, target))
+        if not is_leaf or is_parameter:
+            result.saved[producer, output, target] = size[target] * copies
+    if (redone or reads_base) and not is_leaf:
+        result.saved[producer, output, source] = pricer.local_bytes(producer, output, source) * copies

@@ -1,0 +1,175 @@
+"""An evaluated plan of a compact graph, written out for every block of the whole model: what timelines and traces are
+made of. Or for the few blocks of the compact graph alone, each once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...ir.graph import output_node
+from ..problem.problem import Problem
+from ..problem.vertices import STATE, vertices_of
+from .checkpoint_blocks import Blocks
+from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
+from .evaluate import Evaluation, Pricer, uses_by_tensor
+
+
+def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
+    """The problem of the whole graph and the same plan of it; both as they are if no blocks were left out."""
+    if problem.compact is None:
+        return problem, evaluation
+    problem.split(evaluation.first)
+    return _Writer(problem, evaluation).write()
+
+
+def few_of(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[Problem, Evaluation]:
+    """A model of the compact graph's few blocks, each once, and the same plan of it; both as they are if no blocks were
+    left out. All blocks compute again as much as a level says (see `recomputes_alike`)."""
+    if problem.compact is None:
+        return problem, evaluation
+    problem.split(evaluation.first)
+    copies = [v.copies for v in problem.vertices]
+    few = replace(
+        problem,
+        vertices=[replace(v, copies=1, block=None) for v in problem.vertices],
+        whole=problem.graph,
+        compact=None,
+    )
+    base = _without_again(evaluation)
+    saved = {key: bytes_ / copies[key[0]] for key, bytes_ in base.saved.items()}
+    base = replace(base, saved=saved, transfers=[replace(t, copies=1) for t in evaluation.transfers], first=0)
+    (level,) = _levels(evaluation) or ("",)
+    return few, Blocks(few, pricer).at_level(base, level) if level else base
+
+
+def recomputes_alike(evaluation: Evaluation) -> bool:
+    """Whether all blocks compute the same again, as one level says, or nothing."""
+    counts = [pair for levels in evaluation.recomputed.values() for pair in levels.values()]
+    return all(count == step.copies for step, count in counts) and _levels(evaluation) in (set(), {SELECTIVE}, {FULL})
+
+
+def _levels(evaluation: Evaluation) -> set[str]:
+    return {level for levels in evaluation.recomputed.values() for level in levels}
+
+
+def _without_again(evaluation: Evaluation) -> Evaluation:
+    """The plan before anything was computed again in all copies of its blocks."""
+    saved, kept = dict(evaluation.saved), set(evaluation.kept)
+    for step in (step for levels in evaluation.recomputed.values() for step, _ in levels.values()):
+        for key, bytes_ in step.freed:
+            saved[key] = saved.get(key, 0.0) + bytes_
+        for key, bytes_ in step.needed:
+            saved[key] -= bytes_
+            kept.discard(key)
+    saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
+    return replace(evaluation, saved=saved, kept=kept, recomputed={}, recompute_seconds=0.0, transient_bytes=0.0)
+
+
+class _Writer:
+    def __init__(self, small: Problem, evaluation: Evaluation):
+        self.small, self.evaluation = small, evaluation
+        vertices, uses = vertices_of(small.whole)
+        by_node = {v.node: v.index for v in vertices if v.kind != "output"}
+        outputs = {v.name: v.index for v in vertices if v.kind == "output"}
+        self.twins: dict[
+            int, list[int]
+        ] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
+        for v in small.vertices:
+            self.twins[v.index] = (
+                [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.whole_nodes(v.node)]
+            )
+            for twin in self.twins[v.index]:
+                vertices[twin].cls = v.cls
+        self.problem = replace(
+            small, vertices=vertices, uses=uses, graph=small.whole, compact=None, uses_of=None, first=0,
+            tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.twins[v]},
+            rule_of={t: rule for v, rule in small.rule_of.items() for t in self.twins[v]},
+            output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
+        )  # fmt: skip
+        self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
+            (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
+        }
+
+    def write(self) -> tuple[Problem, Evaluation]:
+        e, recomputed = self.evaluation, dict(self._recomputed())
+        saved, kept = self._before_recomputation()
+        for levels in recomputed.values():
+            for step, _ in levels.values():  # a later step may drop what an earlier one needs
+                for key, _ in step.freed:
+                    saved.pop(key, None)
+                    kept.discard(key)
+                saved |= dict(step.needed)
+                kept |= {key for key, _ in step.needed}
+        choice = {t: k for v, k in e.choice.items() for t in self.twins[v]}
+        transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
+        saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
+        return self.problem, replace(
+            e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=recomputed
+        )
+
+    def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
+        """What all copies save and keep alike, before some of them drop a part of it."""
+        saved, kept = Counter(self.evaluation.saved), set(self.evaluation.kept)
+        for levels in self.evaluation.recomputed.values():
+            for step, count in levels.values():
+                for held, sign in ((step.freed, 1), (step.needed, -1)):
+                    for key, bytes_ in held:
+                        saved[key] += sign * bytes_ * count / step.copies
+                kept -= {key for key, _ in step.needed}
+        whole = {
+            (t, output, layout): bytes_ / len(self.twins[v])
+            for (v, output, layout), bytes_ in saved.items()
+            for t in self.twins[v]
+        }
+        return whole, {(t, output, layout) for v, output, layout in kept for t in self.twins[v]}
+
+    def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
+        for twin in self.twins[transfer.producer]:
+            readers = []
+            for use in uses_by_tensor(self.problem)[twin, transfer.output]:
+                strategy = self.problem.choices(use.consumer).strategies[choice[use.consumer]]
+                wanted = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
+                if wanted == transfer.target and use.phase == transfer.phase:
+                    readers.append(use.consumer)
+            yield replace(transfer, producer=twin, consumers=tuple(readers), copies=1)
+
+    def _recomputed(self) -> Iterator[tuple[str, dict]]:
+        for block, levels in self.evaluation.recomputed.items():
+            most = max(count for _, count in levels.values())
+            for i, name in enumerate(names_of(self.small, block)[:most]):
+                yield (
+                    name,
+                    {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count},
+                )
+
+    def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
+        tower, _, number = step.block.rpartition(".")
+        block = int(number) if tower == self.small.compact.tower else None
+
+        def twin(v: int) -> int:
+            """What this copy has, or reads, in place of a vertex."""
+            if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
+                return self.twins[v][min(copy, len(self.twins[v]) - 1)]
+            reader, position = self.reads[block, v]
+            return self.problem.vertices[self.twins[reader][copy]].inputs[position][0]
+
+        def held(values) -> tuple[tuple[Key, float], ...]:
+            return tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)
+
+        moved = [
+            replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved
+        ]
+        return replace(
+            step, block=name, copies=1, again=frozenset(map(twin, step.again)), freed=held(step.freed),
+            needed=held(step.needed), moved=tuple(moved),
+        )  # fmt: skip
+
+
+def names_of(problem: Problem, block: str) -> list[str]:
+    """Names of the blocks of the whole graph that a block of the planned graph stands for."""
+    tower, _, number = block.rpartition(".")
+    if problem.compact is None or tower != problem.compact.tower:
+        return [block]
+    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), problem.first)]

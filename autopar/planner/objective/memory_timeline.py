@@ -1,0 +1,321 @@
+"""Which bytes a device holds at every moment of a step: what stays, what waits for the backward, and what passes by.
+
+Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A
+tensor saved for the backward lives from the op that makes it to its last reader. Besides these live the values between
+two ops, gathered parameters on their way through a block, buckets of collectives, and gradients before they are
+reduced. A view lives in the memory of what it looks at. What the device's context, the communication library and the
+allocator keep for themselves is there all the time.
+
+In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its
+gradients from then on: what they hold in between is never more than at one of the two ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ...cost.compute import FREE
+from ...cost.redistribute import Step
+from ..problem.problem import Problem
+from ..problem.vertices import STATE, Vertex
+from .evaluate import Evaluation, Pricer
+from .step_order import StepOrder, Travel, step_order
+from .timeline import Timeline
+
+PARAMETERS = "parameters"
+STAYING = (PARAMETERS, "optimizer", "buffers")
+RESERVE = "allocator reserve"
+GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
+    "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
+    "values between ops", "collective buffers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Bytes of a device by kind while each run of `order` is at work; kinds that never hold any are left out."""
+
+    order: StepOrder
+    kinds: dict[str, np.ndarray]
+
+    @cached_property
+    def total(self) -> np.ndarray:
+        return sum(self.kinds.values(), np.zeros(len(self.order.runs)))
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.total.max(initial=0.0))
+
+    @property
+    def most(self) -> dict[str, float]:
+        """By kind, the most that is ever alive."""
+        return {kind: float(b.max()) for kind, b in self.kinds.items()}
+
+    @property
+    def at_peak(self) -> dict[str, float]:
+        """By kind, what is alive at the peak."""
+        return {kind: float(b[self.peak_at]) for kind, b in self.kinds.items() if b[self.peak_at] > 0.5}
+
+    @property
+    def peaks_early(self) -> bool:
+        """Whether memory peaks while most gradients are still to come, as where the forward ends."""
+        return self.at_peak.get(GRADIENTS, 0.0) <= 0.5 * self.most.get(GRADIENTS, 0.0)
+
+    @property
+    def peak_at(self) -> int:
+        """Position of the run at the peak, the first of several."""
+        return int(self.total.argmax()) if len(self.total) else 0
+
+
+def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
+    """Bytes of a device that stay all through training, by kind."""
+    result = dict.fromkeys(STAYING, 0.0)
+    for v in problem.vertices:
+        for kind, bytes_ in staying_of(problem, e, v).items():
+            result[kind] += bytes_
+    return result
+
+
+def staying_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
+    """The same of one vertex."""
+    options, k = problem.choices(v.index), e.choice[v.index]
+    resident = float(options.resident_bytes[k]) * v.copies
+    if options.strategies[k].on_host:
+        return {PARAMETERS: resident}
+    if v.kind != "parameter":
+        return {"buffers": resident}
+    trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
+    elements = resident / state.resident(trainable)  # the copy that computes comes and goes
+    return {PARAMETERS: elements * state.master, "optimizer": elements * state.optimizer if trainable else 0.0}
+
+
+def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:
+    """The memory of a device over the step that an evaluation describes."""
+    order = step_order(problem, evaluation)
+    count = max(len(order.runs), 1)
+    changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
+    for kind, bytes_ in staying_bytes(problem, evaluation).items():
+        changes[kind][0] += bytes_
+    changes[RESERVE][0] += problem.reserve_bytes
+    gathered, reduced = bucket_bytes(problem, evaluation, pricer)
+    changes[BUCKETS][0] += gathered
+    backward = next((i for i, run in enumerate(order.runs) if run.phase == "backward"), count)
+    changes[BUCKETS][backward] += max(0.0, reduced - gathered)
+    for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
+        changes[kind][min(first, count - 1)] += bytes_
+        changes[kind][min(last, count - 1) + 1] -= bytes_
+    held = {kind: np.cumsum(change[:-1])[: len(order.runs)] for kind, change in changes.items()}
+    return LiveBytes(
+        order, {kind: np.maximum(bytes_, 0.0) for kind, bytes_ in held.items() if bytes_.max(initial=0.0) > 0.5}
+    )
+
+
+class _Lives:
+    """From which run to which each tensor lives."""
+
+    def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
+        self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
+        self._ends: dict[int, int] = {}
+        self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
+        self.reads: dict[tuple, int] = defaultdict(
+            lambda: -1
+        )  # last reader of a tensor by phase: (vertex, output, phase) -> run
+        for i, run in enumerate(order.runs):
+            for tensor in problem.vertices[run.vertex].inputs:
+                self._read((*self._base(*tensor), run.phase), i)
+                self._read((*tensor, run.phase), i)
+        for travel in order.travels:
+            t = travel.transfer
+            left = self._left(travel)
+            self._read((*self._base(t.producer, t.output), travel.phase), left)
+            self._read((t.producer, t.output, travel.phase), left)
+
+    def _read(self, key: tuple, position: int) -> None:
+        self.reads[key] = max(self.reads[key], position)
+
+    def _layout(self, vertex: int, output: int):
+        return self._strategy(vertex).outputs[output]
+
+    def _bytes(self, vertex: int, output: int, layout) -> float:
+        return self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
+
+    def _is_view(self, vertex: int) -> bool:
+        v = self.problem.vertices[vertex]
+        return v.kind == "op" and v.node.target in FREE
+
+    def _base(self, vertex: int, output: int) -> tuple[int, int]:
+        """The tensor whose memory this one lies in."""
+        while self._is_view(vertex):
+            producer, of = self.problem.vertices[vertex].inputs[0]
+            if self._layout(producer, of) != self._strategy(vertex).inputs[0]:
+                break
+            vertex, output = producer, of
+        return vertex, output
+
+    def spans(self):
+        """(kind, first run, last run, bytes) of everything that does not stay."""
+        e = self.evaluation
+        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
+                   for t in self.order.travels if t.phase == "forward"}  # fmt: skip
+        for (v, o, layout), bytes_ in e.saved.items():
+            first = arrival.get((v, o, layout), self.place.get((v, False), 0))
+            vertex = self.problem.vertices[v]
+            kind, last = KEPT if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
+            if kind == KEPT and e.gathers_once:
+                yield kind, 0, len(self.order.runs), bytes_
+                continue
+            yield from self._of_all_copies(kind, first, last, vertex, bytes_)
+        yield from self._computing_copies()
+        yield from self._gradients()
+        yield from self._beside()
+        for v in self.problem.vertices:
+            if v.kind == "input":
+                yield PASSING, 0, len(self.order.runs), self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
+        for travel in self.order.travels:
+            if span := self._copy(travel):
+                yield span
+        returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
+        for i, run in enumerate(self.order.runs):
+            for output in range(len(self.problem.vertices[run.vertex].values)):
+                layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
+                if (
+                    self._base(run.vertex, output)[0] != run.vertex
+                    or not run.again
+                    and (run.vertex, output, layout) in e.saved
+                ):
+                    continue
+                if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
+                    continue
+                last = self.reads[run.vertex, output, run.phase]
+                yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
+
+    def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
+        """Something of a block that its backward reads: of the copies that a compact graph leaves out until that
+        ends."""
+        yield kind, first, last, bytes_ / vertex.copies
+        if vertex.copies > 1:
+            yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
+
+    def _computing_copies(self):
+        """Parameters in the type that they compute in, from the first to the last time that they are read or
+        gathered."""
+        asked: dict[int, list[int]] = defaultdict(list)
+        for i, run in enumerate(self.order.runs):
+            for producer, output in self.problem.vertices[run.vertex].inputs:
+                asked[self._base(producer, output)[0]].append(i)
+        for travel in self.order.travels:
+            asked[travel.transfer.producer].append(min(travel.start, len(self.order.runs) - 1))
+        for v in self.problem.vertices:
+            if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self._strategy(v.index).on_host:
+                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
+                yield from self._of_all_copies(PARAMETERS, min(asked[v.index]), max(asked[v.index]), v, bytes_)
+
+    def _strategy(self, vertex: int):
+        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
+
+    def _keeps_gradient(self, vertex: int) -> bool:
+        """Whether the device holds on to a gradient that is made in the layout of this leaf."""
+        return self.problem.vertices[vertex].kind == "parameter" and not self._strategy(vertex).on_host
+
+    def _gradients(self):
+        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start;
+        others, of ZeRO-1 too, are reduced as soon as they are made."""
+        e, problem, count = self.evaluation, self.problem, len(self.order.runs)
+        backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
+        accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
+        if e.reduces_once:
+            yield GRADIENTS, 0, count, e.whole_gradient_bytes
+        for use in problem.uses:
+            v = problem.vertices[use.consumer]
+            if use.slot != STATE or use.phase != "backward" or v.kind != "parameter":
+                continue
+            bytes_ = float(problem.choices(v.index).gradient_bytes[e.choice[v.index]])
+            if accumulated:
+                yield GRADIENTS, 0, count, bytes_ * v.copies
+                continue
+            yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
+            if v.copies > 1:
+                yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)
+
+    def _end_of_backward(self, block: int) -> int:
+        """The last run in the backward of a block of a compact graph."""
+        if block not in self._ends:
+            vertices = self.problem.vertices
+            runs = [
+                i for i, r in enumerate(self.order.runs) if r.phase == "backward" and vertices[r.vertex].block == block
+            ]
+            self._ends[block] = max(runs, default=len(self.order.runs) - 1)
+        return self._ends[block]
+
+    def _copy(self, travel: Travel) -> tuple[str, int, int, float] | None:
+        """A tensor in another layout, until it is last read; not if it is kept, or if it is a gradient on its way
+        home."""
+        t, count = travel.transfer, len(self.order.runs)
+        key = (t.producer, t.output, t.target)
+        if travel.first == count or not travel.again and travel.phase == "forward" and key in self.evaluation.saved:
+            return None
+        is_parameter = self.problem.vertices[t.producer].kind == "parameter"
+        kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
+        return kind, travel.start, travel.last, self._bytes(*key)
+
+    def _beside(self):
+        """What collectives of tensors that are in no bucket hold beside the tensor before and after: one at a time, and
+        only while they run."""
+        most: dict[int, float] = defaultdict(float)
+        for travel in self.order.travels:
+            t, left = travel.transfer, self._left(travel)
+            value = self.problem.vertices[t.producer].values[t.output]
+            is_alone = not t.is_hidden or t.bytes_ >= self.pricer.bucket_bytes
+            for step in t.redistribution.steps if is_alone else ():
+                if _is_packed(step):
+                    sizes = (self.pricer.bytes_of(value, layout) for layout in (step.before, step.after))
+                    most[left] = max(most[left], *sizes)
+        for left, bytes_ in most.items():
+            yield BUCKETS, left, left, bytes_
+
+    def _left(self, travel: Travel) -> int:
+        """The run before which a tensor leaves: what is not gathered ahead leaves where its copy is first wanted."""
+        is_late = not travel.transfer.is_hidden and travel.first < len(self.order.runs)
+        return travel.first if is_late else travel.start
+
+
+def _is_packed(step: Step) -> bool:
+    """Whether a collective holds other memory than that of the tensor before and after; those that gather dim 0 do
+    not."""
+    move = step.move
+    return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
+
+
+def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
+    """Buffers in which parameters are gathered, and gradients reduced: a bucket, or all of them if they are less.
+    Beside a bucket of gathered parameters is the part of it that was sent, and, where gathers run ahead
+    (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is what waited for it and is more
+    than the shards that stay."""
+    gathered, reduced = [(0.0, 0.0)], [(0.0, 0.0)]
+    for t in evaluation.every_transfer:
+        is_before = (
+            t.phase == "forward" and t.times < pricer.micro_batches
+        )  # of the first pass, when little else is held
+        if t.is_hidden and not is_before:
+            value = problem.vertices[t.producer].values[t.output]
+            is_parameter = problem.vertices[t.producer].kind == "parameter"
+            before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
+            (gathered if is_parameter else reduced).append((before, after))
+    (sent, received), (whole, shards) = ([sum(column) for column in zip(*rows)] for rows in (gathered, reduced))
+    bucket = min(pricer.bucket_bytes * (2 if evaluation.overlap else 1), received)
+    packed = min(pricer.bucket_bytes, whole)
+    return bucket * (1 + sent / max(received, 1.0)), packed * (2 - min(shards / max(whole, 1.0), 1.0))
+
+
+def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
+    """When each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
+    taken = {(e.vertex, e.again): e.end_seconds for e in timeline.events if e.step is None}
+    result, now = [], 0.0
+    for run in order.runs:
+        now = taken.get((run.vertex, run.again), now)
+        result.append(now)
+    return result

@@ -1,0 +1,120 @@
+"""The order of a training step: which op runs when, and from when to when each transfer may travel.
+
+Ops run in graph order, forward then backward; those of recomputed blocks run again just before the backward first reads
+them. A copy that both the backward and what runs again read travels once.
+A transfer may start once its source is made, but at most one block ahead of its first reader: a block's gathered
+parameters arrive while the block before it computes, and never those of the whole model at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..problem.problem import Problem
+from ..problem.vertices import STATE
+from .checkpoint_blocks import block_of, recomputed_vertices
+from .checkpoint_min_cut import key_of
+from .evaluate import Evaluation, Transfer, uses_by_tensor
+from .module_table import module_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution of an op; `again`: of a recomputed block, in the backward."""
+
+    vertex: int
+    phase: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Travel:
+    """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, and `first` and
+    `last` read it (both the number of runs if it only leaves the step)."""
+
+    transfer: Transfer
+    phase: str
+    start: int
+    first: int
+    last: int
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Ops in the order in which they run, transfers in the order in which they may start; of those that may start
+    together the one that is read first comes first."""
+
+    runs: tuple[Run, ...]
+    travels: tuple[Travel, ...]
+
+
+def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
+    """The order of the step that an evaluation describes."""
+    again = recomputed_vertices(evaluation)
+    runs = tuple(_runs(problem, again))
+    place = {(run.vertex, run.again): i for i, run in enumerate(runs)}
+    first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
+    one_block_ahead = _one_block_ahead(problem, runs)
+
+    def travel(transfer: Transfer, readers: list[tuple[int, bool]], again: bool = False) -> Travel:
+        producer, phase = transfer.producer, transfer.phase
+        made = place.get((producer, phase == "backward"), place.get((producer, False), -1))
+        if problem.vertices[producer].kind == "tangent":
+            made = first_backward - 1
+        read = [place[r] for r in readers if r in place]
+        first, last = (min(read), max(read)) if read else (len(runs), len(runs))
+        start = max(made + 1, one_block_ahead[first] if read else 0)
+        return Travel(transfer, phase, start, first, last, again)
+
+    second: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)  # what runs again, by the copy that it reads
+    for t in evaluation.transfers:
+        if t.phase == "forward":
+            second[key_of(t)] += [(c, True) for c in t.consumers if c in again]
+    travels = []
+    for t in evaluation.transfers:
+        readers = [(c, False) for c in t.consumers]
+        travels.append(travel(t, readers + second[key_of(t)] if t.phase == "backward" else readers))
+    for t in evaluation.again_transfers:
+        readers = [(c, False) for c in _backward_readers(problem, evaluation, t)]
+        travels.append(travel(t, second[key_of(t)] + readers, True))
+    return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))))
+
+
+def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:
+    """Ops of the backward that read a copy which was kept for them, had it not to be made again."""
+    for use in uses_by_tensor(problem)[t.producer, t.output]:
+        strategy = problem.choices(use.consumer).strategies[e.choice[use.consumer]]
+        if use.phase == "backward" and use.slot != STATE and strategy.inputs[use.slot] == t.target:
+            yield use.consumer
+
+
+def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Run]:
+    ops = [v for v in problem.vertices if v.kind == "op"]
+    yield from (Run(v.index, "forward") for v in ops if v.phase == "forward")
+    waiting: dict[str, list[int]] = {}
+    for vertex, block in again.items():
+        waiting.setdefault(block, []).append(vertex)
+    for v in ops:
+        if v.phase == "backward":
+            for block in dict.fromkeys(again[p] for p, _ in v.inputs if p in again):
+                yield from (Run(vertex, "backward", True) for vertex in sorted(waiting.pop(block, ())))
+            yield Run(v.index, "backward")
+
+
+def _one_block_ahead(problem: Problem, runs: tuple[Run, ...]) -> list[int]:
+    """By position, where the block before that of the run begins; outside of blocks a module counts as one."""
+
+    def home(item: tuple[int, Run]) -> tuple[str, str]:
+        module = module_of(problem.vertices[item[1].vertex])
+        return item[1].phase, block_of(module) or module
+
+    result, before = [], 0
+    for _, block in groupby(enumerate(runs), home):
+        positions = [i for i, _ in block]
+        result += [before] * len(positions)
+        before = positions[0]
+    return result

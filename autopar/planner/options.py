@@ -1,0 +1,83 @@
+"""What a user says of planning, read into `PlanOptions`: units of bytes, pins and forbidden layouts, the hardware of a
+mesh."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..errors import StrategyError
+from ..hardware.profile import load as load_hardware
+from .plan import PlanOptions
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
+             micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
+    """The arguments of `autopar.plan` and `compile`, checked as far as they can be without a model. Raises
+    StrategyError, HardwareError."""
+    for what, value in (
+        ("optimizer", optimizer),
+        ("precision", precision),
+        ("strategy", "" if strategy is None else strategy),
+    ):
+        if not isinstance(value, str):
+            raise StrategyError(
+                f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp"
+            )
+    if pin is not None and not (
+        isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)
+    ):
+        raise StrategyError(
+            f"cannot read {pin!r:.80} as pins", fix='map globs to layouts, such as {"*.c_fc.weight": "tp:S(0)"}'
+        )
+    forbidden = (
+        {g: [x] if isinstance(x, str) else x for g, x in forbid.items()}
+        if isinstance(forbid, Mapping)
+        else forbid or {}
+    )
+    if not isinstance(forbidden, Mapping) or not all(
+        isinstance(layouts, Sequence) and all(isinstance(x, str) for x in (glob, *layouts))
+        for glob, layouts in forbidden.items()
+    ):
+        raise StrategyError(
+            f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}'
+        )
+    return PlanOptions(
+        load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
+        memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision, strategy=strategy,
+        pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
+        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
+        on_host=frozenset(on_host),
+    )  # fmt: skip
+
+
+def _default_hardware(mesh) -> str:
+    kind = getattr(mesh, "device_type", None)
+    if kind == "cpu":
+        return "cpu-gloo"
+    return torch.cuda.get_device_name() if kind == "cuda" else "h100"
+
+
+def bytes_of_text(memory: float | str | None) -> float | None:
+    if memory is None:
+        return None
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*)\s*", str(memory))
+    if not match or match.group(2).lower() not in _UNITS or not 0 < float(match.group(1)) < math.inf:
+        raise StrategyError(f"cannot read {memory!r} as a memory limit", fix='give bytes, or text such as "40GiB"')
+    return float(match.group(1)) * _UNITS[match.group(2).lower()]

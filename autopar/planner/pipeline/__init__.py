@@ -1,0 +1,1 @@
+"""The planner of pipelines: segments, cuts into stages, schedules, meshes."""

@@ -1,0 +1,39 @@
+"""Pipelines as experts would shard them: for the chosen micro-batches and schedule, each strategy inside of all
+stages."""
+
+from __future__ import annotations
+
+from ...errors import AutoparError, not_compared
+from ..fixed_recompute import AUTO
+from ..problem.recipes import Restriction
+from .search import Estimate, Tried
+
+EXPERTS = ("ddp", "zero1", "fsdp", "megatron", "megatron_sp", "megatron_sp+zero1")
+
+
+def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
+    """By name, what each strategy would take with the best of its cuts, or why there is none; nothing if something of
+    the sharding was asked for."""
+    search, pipeline = best.search, best.judged.pipeline
+    options, found = search.options, {}
+    if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
+        return found
+    for name in EXPERTS:
+        try:
+            Restriction.of(name, search.mesh)
+            search.report(name)
+            estimates = search.under(name, [(pipeline.schedule, pipeline.stages_per_rank)]).estimates()
+            found[name] = min(estimates, key=lambda one: (0, one.step_seconds) if one.fits else (1, one.peak_bytes))
+        except Exception as error:
+            found[name] = not_compared(error)
+    return found
+
+
+def judged_if_faster(one: Estimate | AutoparError, seconds: float) -> Estimate | Tried | AutoparError:
+    """An expert's estimate, judged if it fits and is below `seconds`; else as it is."""
+    if not isinstance(one, Estimate) or not one.fits or one.step_seconds >= seconds:
+        return one
+    try:
+        return one.search.judged(one)
+    except Exception as error:
+        return not_compared(error)

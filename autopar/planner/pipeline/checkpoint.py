@@ -1,0 +1,59 @@
+"""What each stage of a pipeline computes again: on every rank as little as its memory demands, the cheapest steps
+first.
+
+A block may be computed again in steps (autopar/planner/objective/checkpoint_blocks.py). On a rank with f micro-batches
+in flight a step frees f times its bytes, and costs its seconds once a micro-batch, so that early ranks, which hold more
+of them, compute more again than late ones (Korthikanti et al., arXiv 2205.05198, appendix C, do so for GPTs by hand).
+"""
+
+from __future__ import annotations
+
+from ..objective.checkpoint_blocks import block_of, taking
+from ..objective.evaluate import Evaluation
+from ..objective.expand import whole_of
+from ..objective.memory_timeline import SAVED
+from ..plan import Planned
+from .evaluate import Judged
+
+
+class Again:
+    """The steps of every block of the whole model under a plan that computes nothing again."""
+
+    def __init__(self, inner: Planned):
+        solver, e = inner.solver, inner.evaluation
+        steps = solver.blocks.recomputation(e, solver.free)
+        _, every = whole_of(inner.problem, taking(e, [(step, step.copies) for step in steps]))
+        self.problem, self.base = inner.whole
+        self.steps = {block: [step for step, _ in levels.values()] for block, levels in every.recomputed.items()}
+
+    def all(self) -> Evaluation:
+        """The plan that computes again all that it can."""
+        return taking(self.base, [(step, 1) for steps in self.steps.values() for step in steps])
+
+    def more(self, e: Evaluation, judged: Judged, limit_bytes: float) -> Evaluation | None:
+        """A plan that computes more again than `e` on every rank that holds more than the limit, just enough to fit;
+        None if all that a rank has is too little."""
+        taken = {block: len(levels) for block, levels in e.recomputed.items()}
+        for rank, memory in enumerate(judged.memory):
+            excess = sum(memory.values()) - limit_bytes
+            stages = [judged.parts[s] for s in judged.pipeline.stages_of(rank)]
+            in_flight = memory.get(SAVED, 0.0) / max(sum(part.saved_bytes for part in stages), 1.0)
+            blocks = [b for b in dict.fromkeys(block_of(m) for part in stages for m in part.modules) if b in self.steps]
+            if excess > 0 and not self._free(taken, blocks, excess, in_flight):
+                return None
+        return taking(self.base, [(step, 1) for block, count in taken.items() for step in self.steps[block][:count]])
+
+    def _free(self, taken: dict[str, int], blocks: list[str], excess: float, in_flight: float) -> bool:
+        """Takes steps of a rank's blocks until they free so many bytes, less what the block that computes again holds
+        meanwhile."""
+        alive = {b: sum(step.freed_bytes for step in self.steps[b][: taken.get(b, 0)]) for b in blocks}
+        before = max(alive.values(), default=0.0)
+        left = [(step.price, i, b) for b in blocks for i, step in enumerate(self.steps[b]) if i >= taken.get(b, 0)]
+        for _, i, block in sorted(left, key=lambda one: one[:2]):
+            if excess + max(alive.values()) - before <= 0:
+                break
+            for step in self.steps[block][taken.get(block, 0) : i + 1]:
+                excess -= step.freed_bytes * in_flight
+                alive[block] += step.freed_bytes
+            taken[block] = max(taken.get(block, 0), i + 1)
+        return excess + max(alive.values(), default=0.0) - before <= 0

@@ -1,0 +1,199 @@
+"""Cuts for schedules with several stages a rank: stage i is on rank i mod p, and a rank's stages share its time and its
+memory.
+
+So no stage can be judged alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts, the
+levels of all pieces of its stages (pareto.py). Cuts are searched: from the exact cuts into p v stages that stand
+alone, one piece is moved from a stage to another, past those between, as long as that helps. The bound lets pieces of a
+kind be spread over the ranks as they like, in fractions: a linear program, so that every cut comes with a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from ...errors import MemoryInfeasibleError
+from ...utils.format import size
+from .cut import SAME, Spans, check, cut_stages, fastest
+from .model import Piece, Shared, Stage, StageCut, Timing
+from .pareto import Levels
+
+DOUBT = 1e-7  # of the linear program's optimum
+
+
+def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
+               shared: Sequence[Shared] = (), is_rough: bool = False) -> StageCut:  # fmt: skip
+    """A cut into `timing.looped` stages a rank, `cut_stages` where that is one: how far its step is from the shortest
+    at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is better is
+    looked for.
+
+    Raises StrategyError as `cut_stages`, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that was
+    found, if none was found that fits.
+    """
+    if timing.looped == 1:
+        return cut_stages(pieces, ranks, micro_batches, limit_bytes, timing, shared)
+    check(pieces, ranks * timing.looped, micro_batches, timing)
+    search = Loops(pieces, ranks, micro_batches, limit_bytes, timing, shared)
+    starts = search.starts()
+    found = next(
+        (found for found in map(search.judged, starts) if not found[0]), None
+    )  # the first has the shortest longest stage
+    if found is None or not is_rough:
+        found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
+    excess, step, path = found
+    if excess:
+        raise search.infeasible(path)
+    stages = tuple(search.stage(rank, path) for rank in range(ranks))
+    bound = 0.0
+    if not is_rough:
+        bound = min(
+            step, fractional_step(pieces, search.levels, search.flight, micro_batches, limit_bytes, timing, shared)
+        )
+    return StageCut(stages, timing, micro_batches, step, search.apart(path), bound)
+
+
+class Loops:
+    """The search. A path is a span for each stage, in the order of the model."""
+
+    def __init__(self, pieces: Sequence[Piece], ranks: int, micro_batches: int, limit: float, timing: Timing,
+                 shared: Sequence[Shared]):  # fmt: skip
+        self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
+            ranks,
+            micro_batches,
+            limit,
+            timing,
+            shared,
+        )
+        self.levels, self.flight = (
+            Levels(pieces),
+            [timing.in_flight(ranks, rank, micro_batches) for rank in range(ranks)],
+        )
+        self.spans = Spans(pieces, ranks * timing.looped, shared, self.levels, math.inf)
+        self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
+        self.places = sorted({0, *self.spans.end.tolist()})
+        self.number = {place: i for i, place in enumerate(self.places)}
+        self.known: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def starts(self) -> list[list[int]]:
+        """The best cuts of stages that stand alone, in all of the memory that there could be and in their part of
+        it."""
+        flight, found = np.array(self.flight * self.timing.looped), []
+        for limit in (math.inf, self.limit / self.timing.looped):
+            seconds = self.spans.seconds(flight, limit)
+            found.append(fastest(self.spans, seconds, self.micro_batches, self.timing.bubble_factor)[1])
+        return [path for path in found if path]
+
+    def judged(self, path: list[int]) -> tuple[float, float, list[int]]:
+        """(bytes too many, step, path) of a cut."""
+        return *self.total([self.cost(rank, path) for rank in range(self.ranks)], path), path
+
+    def descend(self, path: list[int]) -> tuple[float, float, list[int]]:
+        """(bytes too many, step, path) of a cut that moving no single piece makes better."""
+        costs = [self.cost(rank, path) for rank in range(self.ranks)]
+        best, moves = self.total(costs, path), self.moves(len(path))
+        last = 0  # moves since the last one that helped
+        while last < len(moves):
+            for low, high, way in moves:
+                last += 1
+                tried = self.moved(path, low, high, way)
+                if not tried:
+                    continue
+                changed = {stage % self.ranks for stage in range(low - 1, high + 1)}
+                new = [self.cost(rank, tried) if rank in changed else costs[rank] for rank in range(self.ranks)]
+                total = self.total(new, tried)
+                if total[0] < best[0] or total[0] == best[0] and total[1] < best[1] * (1 - SAME):
+                    best, path, costs, last = total, tried, new, 0
+        return *best, path
+
+    def moves(self, stages: int) -> list[tuple[int, int, int]]:
+        """(first cut, last cut, places): all cuts from one to another go one place to the left or to the right."""
+        return [(low, high, way) for low in range(1, stages) for high in range(low, stages) for way in (-1, 1)]
+
+    def moved(self, path: list[int], low: int, high: int, way: int) -> list[int]:
+        """The path after a move, [] if a stage would be left empty."""
+        ends = [self.places[self.number[end] + way] for end in self.spans.end[path[low - 1 : high]].tolist()]
+        ends = [int(self.spans.first[path[low - 1]]), *ends, int(self.spans.end[path[high]])]
+        if ends[0] == ends[1] or ends[-2] == ends[-1]:
+            return []
+        return path[: low - 1] + [self.span[pair] for pair in zip(ends, ends[1:])] + path[high + 1 :]
+
+    def total(self, costs: Sequence[tuple[float, float]], path: Sequence[int]) -> tuple[float, float]:
+        step = self.timing.step_seconds([seconds for _, seconds in costs], self.micro_batches)
+        return sum(excess for excess, _ in costs), step + self.apart(path)
+
+    def apart(self, path: Sequence[int]) -> float:
+        """Seconds of the reductions of parameters that two ranks have."""
+        if not self.shared:
+            return 0.0
+        ends = self.spans.end[list(path)]
+        ranks = [
+            [int(np.searchsorted(ends, x, side="right")) % self.ranks for x in (o.first, o.second)] for o in self.shared
+        ]
+        return float(sum(o.seconds for o, (a, b) in zip(self.shared, ranks) if a != b))
+
+    def cost(self, rank: int, path: Sequence[int]) -> tuple[float, float]:
+        """(bytes too many, seconds) of a rank."""
+        own = tuple(path[rank :: self.ranks])
+        if (rank, *own) not in self.known:
+            stage = self.stage(rank, path, counted=False)
+            self.known[rank, *own] = max(0.0, stage.total_bytes - self.limit), stage.seconds
+        return self.known[rank, *own]
+
+    def stage(self, rank: int, path: Sequence[int], counted: bool = True) -> Stage:
+        """All stages of a rank as one; at its most frugal if that does not fit. `counted`: with its levels."""
+        own, spans, flight = list(path[rank :: self.ranks]), self.spans, self.flight[rank]
+        ends = list(zip(spans.first[own].tolist(), spans.end[own].tolist()))
+        bytes_ = {name: float(values[own].sum()) for name, values in spans.fixed.items()}
+        bytes_["transient"] = float(spans.fixed["transient"][own].max())
+        for one in self.shared:
+            a, b = ([first <= x < end for first, end in ends] for x in (one.first, one.second))
+            bytes_["state"] -= one.bytes_ * (
+                any(a) and any(b) and a != b
+            )  # a span that has both counts them once already
+        frontier = self.levels.frontier(spans.counts[spans.kind[own]].sum(0))
+        room = (self.limit - sum(bytes_.values())) / flight
+        point = max(0, int(np.searchsorted(frontier.bytes_, room, side="right")) - 1)
+        bytes_["activations"] = float(flight * frontier.bytes_[point])
+        seconds = float(frontier.seconds[point] + spans.sends[own].sum())
+        return Stage(tuple(ends), seconds, flight, bytes_, self.levels.counted(frontier, point) if counted else {})
+
+    def infeasible(self, path: Sequence[int]) -> MemoryInfeasibleError:
+        rank = max(range(self.ranks), key=lambda r: self.cost(r, path)[0])
+        stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0])
+        return MemoryInfeasibleError(
+            f"no cut was found that fits {size(self.limit)} with {self.timing.name}: in the emptiest, rank {rank} "
+            f"needs {size(stage.total_bytes)}, {size(missing)} more than there are", missing_bytes=missing,
+            breakdown=stage.bytes_, fix="use more ranks, smaller micro-batches, or a schedule with fewer in flight",
+        )  # fmt: skip
+
+
+def fractional_step(pieces: Sequence[Piece], levels: Levels, flight: Sequence[float], micro_batches: int, limit: float,
+                    timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
+    """No cut has a shorter step: pieces may be divided and be on any rank, with no shared parameter twice, the least
+    transient of all and the cheapest cuts around every stage."""
+    model, amount = mathopt.Model(), [0.0] * len(levels.kinds)
+    slowest, times = model.add_variable(lb=0.0), []
+    cuts = [piece for piece in pieces[:-1] if piece.may_cut_after]
+    forward, backward = (min(piece.boundary_seconds[way] for piece in cuts) for way in (0, 1))
+    least = min(piece.boundary_bytes for piece in cuts)
+    room = limit + sum(one.bytes_ for one in shared) - min(piece.transient_bytes for piece in pieces)
+    for rank, in_flight in enumerate(flight):
+        before, after = timing.looped - (rank == 0), timing.looped - (rank == len(flight) - 1)  # how many cuts it is at
+        seconds, bytes_ = [], []
+        for k, kind in enumerate(levels.kinds):
+            state = min(piece.state_bytes for piece in pieces if piece.kind == kind.kind)
+            for level in kind.levels:
+                x = model.add_variable(lb=0.0)
+                amount[k] += x
+                seconds.append(level.seconds * x)
+                bytes_.append((state + in_flight * level.activation_bytes) * x)
+        times.append(mathopt.fast_sum(seconds) + before * backward + after * forward)
+        model.add_linear_constraint(times[-1] <= slowest)
+        model.add_linear_constraint(mathopt.fast_sum(bytes_) <= room - (before + after) * least)
+    for k, count in enumerate(levels.before[-1].tolist()):
+        model.add_linear_constraint(amount[k] == count)
+    model.minimize((micro_batches - timing.bubble_factor) * slowest + timing.bubble_factor * mathopt.fast_sum(times))
+    return mathopt.solve(model, mathopt.SolverType.GLOP).objective_value() * (1 - DOUBT)

@@ -1,0 +1,149 @@
+"""What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
+
+The solver of the cut (autopar/planner/pipeline/cut.py) knows formulas of schedules; here the schedule itself is played
+with the seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action;
+parameters that are gathered once are so before its first, which is charged there as well:
+
+    step = max over ranks (end of the last action + reductions and such gathers of its stages)
+
+    bytes of a rank = parameters, copies of them that stay, gradients, optimizer state of its stages
+                      + what its micro-batches in flight save + the most that comes and goes in one of its stages
+                      + outputs of the call + messages + reserve
+                      or, after all micro-batches, what reduces gradients or joins outputs
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...plans.pipeline import Pipeline, StageCost
+from ...schedule.catalogue import KINDS
+from ...schedule.play import play
+from ...schedule.played import Played
+from ..objective.evaluate import Evaluation, Pricer
+from ..objective.memory_timeline import BUCKETS, GRADIENTS, KEPT, PARAMETERS, PASSING, RESERVE, SAVED, LiveBytes
+from ..problem.problem import Problem
+from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
+from .stage_costs import Part, Parts
+
+Send = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A pipeline with its costs. `once_seconds`: by rank, before its first action and after its last. `memory`: by rank
+    and kind, bytes at its peak. `parts`: by stage."""
+
+    pipeline: Pipeline
+    played: Played
+    once_seconds: tuple[float, ...]
+    memory: tuple[dict[str, float], ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the slowest rank, from the first action of any."""
+        ends = [times[-1] if times else 0.0 for times in self.played.ends]
+        return max(end + once for end, once in zip(ends, self.once_seconds)) - self.played.first
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the step in which the mean rank neither computes nor reduces."""
+        busy = sum(self.played.busy) + sum(self.once_seconds)
+        return 1 - busy / (self.pipeline.ranks * self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def fullest(self) -> int:
+        """The rank that holds most."""
+        return max(range(self.pipeline.ranks), key=lambda rank: sum(self.memory[rank].values()))
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.memory[self.fullest].values())
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of a step, on the mean rank, without what the pipeline sends."""
+        moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
+        return (moved * sum(self.pipeline.shares) + sum(self.once_seconds)) / self.pipeline.ranks
+
+
+def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
+          live: LiveBytes | None = None) -> Judged:  # fmt: skip
+    """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so
+    many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raises
+    StageError as Places does."""
+    found = Parts(problem, e, pricer, pipeline.cuts, True, live)
+    parts, orders = found.found, pipeline.orders
+    rank_of = orders.rank_of_stage
+    once = [sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank in range(pipeline.ranks)]
+    memory = [_memory(parts, orders.stages_of(rank)) for rank in range(pipeline.ranks)]
+    for tied in found.tied:  # its gradients add up over the ranks that have it; one that has it twice holds it once
+        ranks = Counter(rank_of[s] for s in tied.parts)
+        for rank, times in ranks.items():
+            once[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
+            memory[rank] -= Counter({kind: bytes_ * (times - 1) for kind, bytes_ in tied.kinds.items()})
+    transfers = [max(sum(map(send, part.sent)), sum(map(send, part.returned))) for part in parts]
+    played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts],
+                  [p.weight_seconds for p in parts], transfers[:-1], [p.saved_bytes for p in parts],
+                  pipeline.shares)  # fmt: skip
+    for rank, held in enumerate(memory):
+        held[SAVED] += played.peak(rank)
+        held[PASSING] += besides(held, [parts[s] for s in orders.stages_of(rank)], pipeline.micro_batches)
+        held[RESERVE] += problem.reserve_bytes
+    peaks = [sum(held.values()) for held in memory]
+    costs = tuple(
+        StageCost(p.forward_seconds, p.input_seconds, p.weight_seconds, t, sum(p.sent) + sum(p.returned), p.state_bytes,
+                  p.saved_bytes, peaks[rank_of[s]], p.parameters, p.name)
+        for s, (p, t) in enumerate(zip(parts, transfers))
+    )  # fmt: skip
+    kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
+    return Judged(replace(pipeline, costs=costs), played, tuple(once), kinds, tuple(parts))
+
+
+def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
+    """What a rank holds besides activations, by kind."""
+    held: Counter = Counter()
+    for s in stages:
+        held.update(parts[s].staying)
+        held[PARAMETERS] += parts[s].computing_bytes
+        held[KEPT] += parts[s].kept_bytes
+        held[GRADIENTS] += parts[s].gradient_bytes + parts[s].whole_bytes
+        held[BUCKETS] += sum(parts[s].sent) + sum(parts[s].returned)
+        held[BUCKETS] += sum(parts[s - 1].sent) + sum(parts[s - 1].returned) if s else 0.0
+    held[PASSING] += max(parts[s].transient_bytes for s in stages)
+    return held
+
+
+def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
+    """What a rank's stages hold besides what one of their micro-batches at work does: outputs of the others; or, when
+    nothing else comes and goes any more, those of all and the whole that they are joined to, or gradients in the
+    buffers that reduce them."""
+    bytes_ = sum(part.output_bytes for part in parts)
+    joining = 2 * micro_batches * bytes_ if micro_batches > 1 else 0.0
+    working = held[SAVED] + held[PASSING] + held[BUCKETS]
+    return max((micro_batches - 1) * bytes_, max(joining, *(part.reducing_bytes for part in parts)) - working)
+
+
+def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3) -> Timing:
+    """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage
+    were alone, with as much in flight as two of them share. `left`: the share of a bubble that weight gradients cannot
+    fill."""
+    v, kind = stages_per_rank, KINDS[schedule]
+    if kind.v_shaped:
+
+        def shared(stages: int, stage: int, micro_batches: int) -> float:
+            most = kind.in_flight(ranks, v, micro_batches) if kind.in_flight else 2 * ranks + 1
+            return max(1.0, min(micro_batches, most / v))
+
+        return Timing(schedule, left, shared)
+    if v > 1:
+        timing = interleaved(v)
+        return replace(timing, name=schedule, bubble_factor=timing.bubble_factor * (left if kind.in_flight else 1))
+    by_name = {
+        "gpipe": GPIPE, "naive": replace(GPIPE, in_flight=lambda p, s, m: 1),
+        "zb_h1": replace(ZB_H1, bubble_factor=left), "zb_h2": ZB_H2,
+    }  # fmt: skip
+    return replace(by_name.get(schedule, ONE_F_ONE_B), name=schedule)

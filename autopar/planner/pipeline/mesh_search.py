@@ -1,0 +1,233 @@
+"""How many stages, which mesh inside of them and which micro-batch for so many devices; or no stages at all.
+
+Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs
+depends on tp, hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say
+how fast and how large all combinations with it are, by the formulas of schedules, with as much computed again as the
+fullest rank must (planner/pipeline/model.py). The most promising combinations are searched
+(autopar/planner/pipeline/search.py), the best of them is judged, and the plan is that or, if it is faster, the best one
+without stages (planner/mesh_search.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...cost.compute import flops_of
+from ...errors import AutoparError, MicroBatchError, StageError
+from ...frontend.export import Captured
+from ...ir.graph import is_op
+from ...ir.mesh import Mesh
+from ...plans.pipeline import AXIS
+from ...plans.plan import MeshTried
+from .. import mesh_search
+from ..batch import samples_of
+from ..fixed_recompute import AUTO
+from ..objective.checkpoint_min_cut import FULL
+from ..plan import Planned, PlanOptions
+from ..solver.minimize import BeyondCutoff
+from .evaluate import timing_of
+from .plan import PipelinePlanned, described, kinds_of, promise
+from .search import Estimate, PipelineSearch, Tried
+
+SCHEDULES = ("zb_h1", "interleaved_zero_bubble", "zbv")  # others take no less, as they are priced
+SAMPLES = (1, 2, 4)  # of a replica at once that are tried
+MOST_SEARCHED = 4  # combinations
+MOST_JUDGED = 6  # estimates, until none that is left is faster than the best that fits
+DOUBT = 1.05  # times the seconds of the best plan: what is guessed to take longer is not searched
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Combination:
+    mesh: Mesh
+    samples: int  # of a replica at once
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.size(AXIS)
+
+
+def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[Combination]:
+    """All that are considered: tp inside of a node, stages the farthest apart, and a batch that replicas can share."""
+    found = []
+    for tp in (t for t in range(1, node + 1) if node % t == 0 and devices % t == 0):
+        for stages in (p for p in range(2, min(most_stages, devices // tp) + 1) if devices // tp % p == 0):
+            replicas = devices // tp // stages
+            axes = [(AXIS, stages), ("dp", replicas), ("tp", tp)]
+            mesh = Mesh(*map(tuple, zip(*((name, size) for name, size in axes if size > 1 or name == AXIS))))
+            some = [b for b in SAMPLES if batch % (replicas * b) == 0]
+            found += [Combination(mesh, b, batch // (replicas * b)) for b in some]
+    return found
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a plan of a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved
+    bytes of all stages, and the same with all computed again; `state_bytes` of all stages. `left`: the share of a
+    bubble that weight gradients cannot fill, (F + I - W) / (F + I + W) by Qi et al., arXiv 2401.10241, with half of the
+    backward's compute as W."""
+
+    seconds: float
+    saved_bytes: float
+    full_seconds: float
+    full_saved_bytes: float
+    state_bytes: float
+    left: float
+
+    @staticmethod
+    def of(planned: Planned) -> Point:
+        e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
+        kinds = [v.kind for v in planned.problem.vertices]
+        kept = sum(
+            bytes_ for (v, _, _), bytes_ in e.saved.items() if kinds[v] == "parameter"
+        )  # once for all micro-batches
+        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + kept
+        left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
+        return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
+
+    def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, pieces: int) -> float:
+        """Seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal pieces the
+        slowest rank has a whole number in each of its stages."""
+        p, m = one.stages, one.micro_batches
+        best = math.inf
+        for kind, v in kinds:
+            if p * v > pieces:
+                continue
+            timing = timing_of(kind, p, v, self.left)
+            held = timing.in_flight(p, 0, m) * one.samples / p
+            excess = self.state_bytes / p + held * self.saved_bytes - room_bytes
+            freed = max(held * (self.saved_bytes - self.full_saved_bytes), 1.0)
+            if excess <= freed:
+                again = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
+                seconds, share = (self.seconds + again) * one.samples, v * math.ceil(pieces / (p * v)) / pieces
+                best = min(
+                    best, timing.step_seconds([seconds * share] + [seconds * (1 - share) / (p - 1)] * (p - 1), m)
+                )
+        return best
+
+
+def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
+           stages_per_rank: int | None = None,
+           report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
+    """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which
+    its `meshes` list. Raises what planning raises, if there is no plan for any."""
+    asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
+    tour = _Tour(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
+    if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
+        tour.run()
+    refusal: AutoparError | None = tour.error if asked else None
+    if not asked:
+        cutoff = replace(options.search, cutoff_seconds=DOUBT * tour.seconds)
+        try:
+            flat = mesh_search.search(captured, devices, replace(options, search=cutoff), name, report)
+            told = flat.meshes
+        except BeyondCutoff as error:
+            told = error.tried
+        except AutoparError as error:
+            refusal = error
+    staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
+    if (
+        staged is None and flat is None and refusal is None and not asked
+    ):  # what was estimated does not fit when it is judged
+        flat = mesh_search.search(captured, devices, options, name, report)
+        told = flat.meshes
+    tried = tuple(sorted((*told, *tour.told()), key=_order))
+    if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
+        return replace(staged, plan=replace(staged.plan, meshes=tried))
+    if flat is None:
+        raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
+                                    fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
+    return replace(flat, meshes=tried)
+
+
+class _Tour:
+    """Searches of combinations, and the best estimates so far."""
+
+    def __init__(self, captured: Captured, devices: int, options: PlanOptions, name: str, kinds: list[tuple[str, int]],
+                 report: Report):  # fmt: skip
+        self.captured, self.options, self.name, self.report = captured, replace(options, baselines=False), name, report
+        self.kinds, self.batch = kinds, samples_of(captured.signature)
+        self.room = float(options.memory_bytes or options.hardware.memory_bytes) - options.hardware.reserve_bytes
+        node = options.hardware.links[0].devices or devices
+        self.pieces = _pieces(captured)
+        self.every = combinations(devices, node, self.batch, self.pieces // 2)
+        self.found: dict[Combination, list[Estimate]] = {}
+        self.error: AutoparError | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the best estimate that fits."""
+        return min((one.step_seconds for one in self._estimates() if one.fits), default=math.inf)
+
+    def run(self) -> None:
+        """Searches the combinations that promise most."""
+        try:
+            guesses = sorted(self._guesses(), key=lambda pair: (pair[0], str(pair[1].mesh), pair[1].samples))
+            for guess, one in guesses[:MOST_SEARCHED]:
+                if guess > DOUBT * self.seconds or guess == math.inf:
+                    break
+                self.found[one] = self._search(one).estimates()
+        except MicroBatchError as error:
+            self.error = error
+
+    def planned(self) -> PipelinePlanned | None:
+        """The best of what was searched, judged; None if nothing fits."""
+        tried: list[Tried] = []
+        for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_JUDGED]:
+            fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
+            if one.step_seconds < fastest:
+                tried.append(one.search.judged(one))
+        fitting = sorted((t for t in tried if t.fits), key=lambda t: t.judged.step_seconds)
+        if not fitting:
+            return None
+        return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
+
+    def told(self) -> list[MeshTried]:
+        rows = []
+        for one, estimates in self.found.items():
+            best = min(estimates, key=promise)
+            note = f"{best.schedule}, {one.micro_batches} micro-batches" + ("" if best.fits else ", does not fit")
+            gap = 1 - best.search.bound / best.step_seconds
+            rows.append(MeshTried(str(one.mesh), best.search.bound, best.step_seconds, best.peak_bytes, gap, note))
+        return rows
+
+    def _estimates(self) -> list[Estimate]:
+        return [e for estimates in self.found.values() for e in estimates]
+
+    def _search(self, one: Combination) -> PipelineSearch:
+        return PipelineSearch(
+            self.captured, one.micro_batches, one.mesh, self.options, self.name, self.kinds, self.report
+        )
+
+    def _guesses(self) -> Iterator[tuple[float, Combination]]:
+        """Every combination with the seconds of a step that it may take."""
+        by_tp: dict[int, list[Combination]] = {}
+        for one in self.every:
+            by_tp.setdefault(dict(zip(one.mesh.names, one.mesh.sizes)).get("tp", 1), []).append(one)
+        for own in by_tp.values():
+            singles = [one for one in own if one.samples == 1]
+            points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
+            yield from (
+                (min(point.guess(one, self.kinds, self.room, self.pieces) for point in points), one) for one in own
+            )
+
+
+def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
+    kinds = kinds_of(schedule, stages_per_rank)
+    return [one for one in kinds if one[0] in SCHEDULES] or kinds
+
+
+def _pieces(captured: Captured) -> int:
+    """About as many as a model can be cut into: two of each block, or, without equal blocks, one of each op with
+    FLOPs."""
+    if captured.compact is not None:
+        return 2 * captured.compact.count
+    return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))
+
+
+def _order(one: MeshTried) -> tuple:
+    return math.inf if one.step_seconds is None else one.step_seconds, one.bound, one.mesh

@@ -1,0 +1,234 @@
+"""Plan a pipeline: how many micro-batches, how each is sharded inside a stage, where stages begin, in which order they
+run.
+
+Every number of micro-batches is a search of its own (autopar/planner/pipeline/search.py); the most promising pipelines
+are judged, and the fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch takes
+less than the search's bound, so no pipeline with as many of them takes less than that, divided over the ranks with
+nobody waiting. The gap to that bound is mostly the bubble; that no other combination is faster is not proven.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
+from ...frontend.export import Captured
+from ...ir.mesh import Mesh
+from ...passes.pipeline.micro_batch import MicroBatched
+from ...plans.pipeline import axis_of, inside
+from ...plans.plan import Alternative, Plan, fingerprint
+from ...schedule.catalogue import KINDS, canonical
+from ...utils.format import percent, size
+from ..batch import data_ways, samples_of
+from ..fixed_recompute import AUTO
+from ..plan import Planned, PlanOptions
+from .baselines import experts, judged_if_faster
+from .evaluate import Judged
+from .search import Estimate, PipelineSearch, Tried
+
+SCHEDULES = (
+    "1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "interleaved_zero_bubble",
+    "zbv",
+)  # that are tried if none is asked for
+COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PipelinePlanned:
+    """A finished search of a captured graph: the plan, that of a micro-batch on the mesh of a stage, and all that was
+    tried."""
+
+    captured: Captured
+    plan: Plan
+    inner: Planned
+    micro: MicroBatched
+    judged: Judged
+    tried: tuple[Judged, ...]
+    best: Tried
+
+
+def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
+                  micro_batches: int | None = None, stages_per_rank: int | None = None,
+                  report: Report = lambda text: None) -> PipelinePlanned:  # fmt: skip
+    """The best pipeline found for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
+    of the rest of the mesh. None and "auto" leave a choice to the search. Raises PipelineError, MicroBatchError,
+    StageError, StrategyError, and MemoryInfeasibleError with the fullest rank of what came closest."""
+    axis = axis_of(mesh)
+    if axis is None:
+        raise MeshError(f"mesh {mesh} has no axis pp of more than one device", fix="name one: pp=2,dp=4")
+    _check_options(options, axis)
+    options.check(inside(mesh, axis))
+    kinds = kinds_of(schedule, stages_per_rank)
+    batch = samples_of(captured.signature)
+    searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
+    estimates = [one for search in searches for one in search.estimates()]
+    for search in reversed(searches):  # the smallest micro-batches first
+        if not any(one.fits for one in estimates):
+            estimates += search.smaller([one for one in estimates if one.search is search])
+    tried = judged(estimates)
+    if not tried[0].fits and options.refuses:
+        raise _refusal(tried[0], tried[0].limit)
+    others = experts(tried[0]) if options.baselines and tried[0].fits else {}
+    others = {
+        name: judged_if_faster(one, tried[0].judged.step_seconds) for name, one in others.items()
+    }  # never worse than one
+    tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Tried))])
+    return described(tried[0], tried, captured, mesh, warnings, batch, others)
+
+
+def judged(estimates: Sequence[Estimate]) -> list[Tried]:
+    """The most promising estimates, judged, the best first: those that fit by their seconds, then others by their
+    bytes. With one number of micro-batches all its schedules are; another number only if it may be faster than all of
+    them."""
+    best_of: dict[tuple[int, str, int], Estimate] = {}
+    for one in sorted(estimates, key=promise):
+        best_of.setdefault((id(one.search), one.schedule, one.stages_per_rank), one)
+    tried: list[Tried] = []
+    cut: set[int] = set()
+    for one in best_of.values():
+        fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
+        if not tried or id(one.search) in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
+            tried.append(one.search.judged(one))
+            cut.add(id(one.search))
+    return _sorted(tried)
+
+
+def _sorted(tried: Sequence[Tried]) -> list[Tried]:
+    return sorted(tried, key=lambda t: (0, t.judged.step_seconds) if t.fits else (1, t.judged.peak_bytes))
+
+
+def promise(one: Estimate) -> tuple:
+    return (0, one.step_seconds) if one.fits else (1, one.peak_bytes)
+
+
+def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]]) -> list[Judged]:
+    """Other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with its
+    best cut. Those that need more stages than there are pieces are left out."""
+    return [tried.judged for tried in planned.best.search.with_kinds(planned.best.base, kinds)]
+
+
+def kinds_of(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
+    """Schedules to try, with their stages a rank. Raises StrategyError for one that there is not, or not with so
+    many."""
+    names = SCHEDULES if schedule in (None, AUTO) else (canonical(schedule),)
+    found = [
+        (name, v) for name in names if (v := stages_per_rank or KINDS[name].chunks or 2) == (KINDS[name].chunks or v)
+    ]
+    found = [(name, v) for name, v in found if KINDS[name].chunks is not None or v > 1 or len(names) == 1]
+    if not found:
+        able = [name for name, kind in KINDS.items() if kind.chunks in (None, stages_per_rank)]
+        raise StrategyError(
+            f"{schedule} has no form with {stages_per_rank} stages a rank", fix=f"use {' or '.join(able)}"
+        )
+    return found
+
+
+def _check_options(options: PlanOptions, axis: str) -> None:
+    for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
+        for text in texts:
+            if f"{axis}:" in text.replace(" ", ""):
+                raise StrategyError(f"the {what} {text!r} shards over {axis}, which carries stages",
+                                    fix=f"name the other axes, or call {axis} something else")  # fmt: skip
+
+
+def _searches(captured: Captured, batch: int, mesh: Mesh, options: PlanOptions, micro_batches: int | None,
+              kinds: list[tuple[str, int]], name: str,
+              report: Report) -> tuple[list[PipelineSearch], list[str]]:  # fmt: skip
+    """One for each number of micro-batches to try, and what is to be said of them. Raises PipelineError or
+    MicroBatchError for a number that was asked for and cannot be."""
+
+    def search(count: int) -> PipelineSearch:
+        return PipelineSearch(captured, count, mesh, options, name, kinds, report)
+
+    ranks = mesh.size(axis_of(mesh))
+    if micro_batches is not None:
+        if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+            raise PipelineError(f"{micro_batches!r} is no number of micro-batches", fix="use 1 or more, such as 8")
+        return [search(micro_batches)], []
+    divisors = [k for k in range(1, batch + 1) if batch % k == 0]
+    ways = data_ways(inside(mesh), options.strategy)
+    full = [k for k in divisors if batch // k % ways == 0] or divisors
+    wanted = {full[-1], *(next((k for k in full if k >= times * ranks), full[-1]) for times in COUNTS)}
+    try:
+        return [search(k) for k in sorted(wanted)], []
+    except MicroBatchError as error:
+        where = f" at {error.source}" if error.source else ""
+        return [search(1)], [f"{error.message}{where}"]
+
+
+def _refusal(closest: Tried, limit: float) -> MemoryInfeasibleError:
+    judged = closest.judged
+    rank, pipeline = judged.fullest, judged.pipeline
+    missing = judged.peak_bytes - limit
+    stages = ", ".join(f"{s} ({pipeline.costs[s].name})" for s in pipeline.stages_of(rank))
+    several = "s" if pipeline.stages_per_rank > 1 else ""
+    label = _label(judged)
+    return MemoryInfeasibleError(
+        f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with "
+        f"stage{several} {stages} needs {size(judged.peak_bytes)}, {size(missing)} "
+        "more", missing_bytes=math.ceil(missing),
+        breakdown=judged.memory[rank], mesh=closest.inner.options.within,
+        fix="use more ranks along pp, more devices on its other axes, or more micro-batches",
+    )  # fmt: skip
+
+
+def _label(judged: Judged) -> str:
+    p = judged.pipeline
+    several = f", {p.stages_per_rank} stages a rank" if p.stages_per_rank > 1 else ""
+    return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
+
+
+def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
+              others: Mapping[str, Estimate | Tried | AutoparError] | None = None) -> PipelinePlanned:  # fmt: skip
+    """`others`: strategies of experts, as they are told beside the plan."""
+    judged, pipeline = best.judged, best.judged.pipeline
+    inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
+    step, rank = judged.step_seconds, judged.fullest
+    if m < ranks:
+        share = percent(judged.waiting_share, 1.0)
+        many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {share} of the step"
+        warnings = ["; ".join([many, *warnings])]
+    by_label = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
+    alternatives = [
+        Alternative(label, t.judged.step_seconds, t.judged.communication_seconds, t.judged.peak_bytes, t.fits)
+        for label, t in sorted(by_label.items(),
+                               key=lambda pair: pair[1].judged.step_seconds) if label != _label(judged)
+    ]  # fmt: skip
+    alternatives += [_told(name, one) for name, one in (others or {}).items()]
+    bound = min(best.bound, step)
+    plan = replace(
+        inner, mesh=mesh, pipeline=pipeline, micro_batches=1, reduces_once=False, samples=batch,
+        fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
+        step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
+        compute_seconds=inner.compute_seconds * best.search.share / ranks,
+        recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
+        communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged),
+        peak_bytes=judged.peak_bytes, memory=judged.memory[rank], at_peak=judged.memory[rank],
+        alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
+        planning_seconds=sum({id(t.inner): t.inner.seconds for t in tried}.values()),
+    )  # fmt: skip
+    return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried), best)
+
+
+def _told(name: str, one: Estimate | Tried | AutoparError) -> Alternative:
+    if isinstance(one, AutoparError):
+        return Alternative(name, None, None, None, False, one.message)
+    if isinstance(one, Estimate):
+        return Alternative(name, one.step_seconds, None, one.peak_bytes, one.fits)
+    return Alternative(name, one.judged.step_seconds, one.judged.communication_seconds, one.judged.peak_bytes, one.fits)
+
+
+def _exposed(judged: Judged) -> float:
+    """Seconds of a step that the mean rank spends on communication and on nothing else."""
+    works = list(itertools.chain.from_iterable(part.work.values() for part in judged.parts))
+    overlap = judged.parts[0].overlap
+    alone = sum(w.seconds(overlap) - w.compute - w.again for w in works)
+    return (max(0.0, alone) * sum(judged.pipeline.shares) + sum(judged.once_seconds)) / judged.pipeline.ranks

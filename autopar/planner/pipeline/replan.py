@@ -1,0 +1,79 @@
+"""Plans for further calls of a model that a pipeline runs: other shapes, eval, no_grad. Parameters stay on their
+stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from ...errors import MicroBatchError, StageError
+from ...frontend.export import Captured
+from ...ir.graph import is_op
+from ...ir.stage_placement import Places
+from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
+from ...passes.pipeline.stages import cut
+from ...plans.plan import Plan, fingerprint
+from ..batch import samples_of
+from ..plan import PlanOptions, search
+
+
+def with_owners(captured: Captured, plan: Plan) -> Plan:
+    """A plan that says which parameters and buffers its stages read."""
+    micro = micro_batch(captured, plan.pipeline.micro_batches)
+    owners = tuple(tuple(sorted(stage.leaves)) for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
+    return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
+
+
+def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, model: str) -> Plan:
+    """A plan for another capture of the model of `first`, with its stages. `options` fix the parameters' layouts.
+    Raises StageError if the call reads parameters of a stage in an earlier one."""
+    pipeline = first.pipeline
+    micro = _micro_batched(captured, pipeline.micro_batches)
+    options = replace(options, micro_batches=micro.micro_batches, beside=micro.smaller and micro.smaller.graph)
+    planned = search(micro.captured, first.sharding.mesh, options, model)
+    cuts = cuts_of(micro.captured.graph, pipeline.owners)
+    samples = micro.samples if micro.smaller is not None else 0
+    pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
+    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline, micro_batches=1, reduces_once=False,
+                   fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))  # fmt: skip
+    plan = with_owners(captured, plan)
+    for stage, (theirs, mine) in enumerate(zip(first.pipeline.owners, plan.pipeline.owners)):
+        if moved := sorted({*mine} - {*theirs}):
+            raise StageError(
+                f"this call reads {', '.join(moved[:4])} in stage {stage}, which does not have them",
+                fix="compile with example_inputs of the call that reads most, or use a mesh without pp for this one",
+            )
+    return plan
+
+
+def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
+    """As many micro-batches as there were or the batch has samples; one if this call cannot run part by part."""
+    count = min(wanted, samples_of(captured.signature))
+    with contextlib.suppress(MicroBatchError):
+        return micro_batch(captured, count)
+    return micro_batch(captured, 1)
+
+
+def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The first forward ops that read a parameter or buffer of each stage but the first, and of none before it."""
+    places = Places(graph, ())
+    earliest: dict[str, int] = {}
+    for stage, names in enumerate(owners):
+        for name in names:
+            earliest.setdefault(name, stage)
+    cuts: list[str] = []
+    for node in places.nodes:
+        if not is_op(node) or node.meta["phase"] != "forward" or node in places.free:
+            continue
+        roots = {root for a in node.all_input_nodes for root in places.roots.get(a, ())}
+        roles = [r.meta["role"] for r in roots if r.op == "placeholder"]
+        read = [earliest.get(role.name, 0) for role in roles if role.kind in ("parameter", "buffer")]
+        while read and max(read) > len(cuts):
+            cuts.append(node.name)
+    if len(cuts) + 1 != len(owners) or len(set(cuts)) != len(cuts):
+        raise StageError(f"this call has no op for {len(owners) - len(set(cuts)) - 1} of the {len(owners)} stages",
+                         fix="compile with example_inputs of the call that does most")  # fmt: skip
+    return tuple(cuts)

@@ -1,0 +1,360 @@
+"""The pipelines of one mesh and one number of micro-batches: plans of a micro-batch, and for each schedule the best cut
+of them.
+
+    plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it   (planner/plan.py)
+        for some schedules                                                             (schedule/catalogue.py)
+            the best cut into stages, and how much of each is computed again           (segments, cut, cut_interleaved)
+                estimated: the schedule played with the seconds of the cut's pieces
+                judged: the same with the whole graph's seconds and bytes, stage by stage              (evaluate.py)
+
+Estimates need the few blocks of a deep model's compact graph alone; what is judged is the whole graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...cost.collectives import CollectiveCost
+from ...errors import MemoryInfeasibleError
+from ...frontend.export import Captured
+from ...ir.mesh import Mesh
+from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
+from ...plans.pipeline import Pipeline, axis_of, inside, sizes_of
+from ...schedule.catalogue import KINDS
+from ...schedule.play import play
+from ...utils.format import size
+from ..batch import samples_of
+from ..fixed_recompute import AUTO, NONE
+from ..objective.evaluate import Evaluation
+from ..objective.expand import recomputes_alike
+from ..plan import Planned, PlanOptions, search, solvers_of
+from ..problem.recipes import Restriction
+from ..solver.minimize import Search
+from ..solver.search import Run
+from ..solver.solver import Solver, replaced
+from .checkpoint import Again
+from .cut import cut_stages
+from .cut_interleaved import cut_looped
+from .evaluate import Judged, judge, timing_of
+from .model import StageCut
+from .segments import Chain, chain
+from .stage_costs import Part
+
+LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
+MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
+MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
+LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
+MEMORY_PRICES = (0.1, 1.0)  # the same to others
+ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
+MOST_AGAIN = 4  # times that a cut is given more to compute again
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A cut of a plan of a micro-batch for a schedule, by formulas. `peak_bytes`: of the fullest rank."""
+
+    search: PipelineSearch
+    inner: Planned
+    schedule: str
+    stages_per_rank: int
+    step_seconds: float
+    peak_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A pipeline that was judged, the plan of a micro-batch that it was cut from, and the same with what stages compute
+    again."""
+
+    judged: Judged
+    base: Planned
+    inner: Planned
+    search: PipelineSearch
+
+    @property
+    def micro(self) -> MicroBatched:
+        return self.search.micro
+
+    @property
+    def bound(self) -> float:
+        return self.search.bound
+
+    @property
+    def limit(self) -> float:
+        return self.search.limit
+
+    @property
+    def fits(self) -> bool:
+        return self.judged.peak_bytes <= self.limit
+
+
+class PipelineSearch:
+    """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules
+    with their stages a rank. Raises MicroBatchError if the batch cannot be cut so."""
+
+    def __init__(self, captured: Captured, micro_batches: int, mesh: Mesh, options: PlanOptions, name: str,
+                 kinds: Sequence[tuple[str, int]], report: Report):  # fmt: skip
+        axis = axis_of(mesh)
+        self.captured, self.micro_batches, self.axis, self.whole_mesh = captured, micro_batches, axis, mesh
+        self.name, self.kinds, self.report = name, kinds, report
+        self.ranks, self.mesh = mesh.size(axis), inside(mesh, axis)
+        self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
+        self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
+        self.collectives = CollectiveCost(options.hardware, mesh)
+        self._known: dict[
+            int, tuple[Planned, tuple[Planned, Chain, Again | None]]
+        ] = {}  # with what has the id, so that it stays
+        report(f"{mesh}, {micro_batches} micro-batches")
+        if captured.compact is None:
+            self.micro = micro_batch(captured, micro_batches)
+        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
+        batch = samples_of(captured.signature)
+        self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
+        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
+        smaller = smaller or (self.micro.smaller if self.share < 1 else None)
+        self.options = replace(self.options, beside=smaller and smaller.graph)
+        self.solvers = solvers_of(self.few, self.mesh, self.options, report)
+
+    @cached_property
+    def fastest(self) -> Planned:
+        """The fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small one."""
+        return self._planned(math.inf)
+
+    @property
+    def bound(self) -> float:
+        """Seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean micro-batch
+        takes of the seconds of the largest, which was planned."""
+        return self.share * self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
+
+    @cached_property
+    def micro(self) -> MicroBatched:
+        self.report(f"cutting the batch into {self.micro_batches}")
+        return micro_batch(self.captured, self.micro_batches)
+
+    def send(self, bytes_: float) -> float:
+        """Seconds of a tensor of so many bytes of a device from one stage to the next."""
+        return self.collectives.seconds("send", (self.axis,), bytes_)
+
+    def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
+        """The same search of what a strategy allows, with some schedules."""
+        other = copy.copy(self)
+        other.options, other.kinds, other._known = replace(self.options, strategy=strategy), kinds, {}
+        other.__dict__.pop("fastest", None)
+        return other
+
+    def estimates(self) -> list[Estimate]:
+        """For each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those are of
+        use."""
+        found: list[Estimate] = []
+        for inner in self.plans():
+            new = self._cuts(inner)
+            found += new
+            if min(new, key=lambda one: one.step_seconds).fits:
+                break
+        return found
+
+    def plans(self) -> Iterator[Planned]:
+        """Plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher prices."""
+        yield self.fastest
+        if self.options.recompute != AUTO:
+            return
+        solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
+        restriction = replace(Restriction.of(self.options.strategy, self.mesh), forbidden=self.options.forbid)
+        run = Run(solver, restriction, solver.allowed(restriction, dict(self.options.pin)), solver.search)
+        for price in MEMORY_PRICES:
+            one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
+            if one.evaluation.choice not in seen:
+                seen.append(one.evaluation.choice)
+                yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+
+    def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
+        """The same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
+        new: list[Estimate] = []
+        for _ in range(MOST_LIMITS if self.options.recompute == AUTO else 0):
+            closest = min((*new, *found), key=lambda one: one.peak_bytes)
+            reserve = closest.inner.problem.reserve_bytes
+            share = (self.limit - reserve) / max(closest.peak_bytes - reserve, 1.0)
+            limit = reserve + (closest.inner.evaluation.bytes_ - reserve) * min(LESS, share)
+            try:
+                new += self._cuts(self._planned(limit)) if limit > reserve else []
+            except MemoryInfeasibleError:
+                break
+            if limit <= reserve or any(one.fits for one in new):
+                break
+        return new
+
+    def _cuts(self, inner: Planned) -> list[Estimate]:
+        pieces = self._chain(inner if recomputes_alike(inner.evaluation) else self._of_whole(inner))
+        return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
+
+    def _planned(self, limit: float) -> Planned:
+        """The fastest plan of a micro-batch that holds so many bytes at most."""
+        solvers = [replaced(solver, solver.search, min(limit, self.ranks * self.limit)) for solver in self.solvers]
+        options = replace(self.options, refuses=True)
+        if limit == math.inf:
+            level = NONE if self.options.recompute == AUTO else self.options.recompute
+            options = replace(self.options, refuses=False, recompute=level)
+            for solver in solvers:
+                solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
+        return search(self.few, self.mesh, options, self.name, self.report, solvers)
+
+    def _chain(self, inner: Planned) -> Chain:
+        fewest = self.ranks * max(1, min(v for _, v in self.kinds))
+        prices = inner.solver.free if self.options.recompute == AUTO else None
+        return chain(inner.problem, inner.evaluation, inner.pricer, fewest, self.send, prices=prices)
+
+    def _possible(self, pieces: Chain) -> list[tuple[str, int]]:
+        """Schedules for which there are pieces enough; the only one whatever there are, for its error."""
+        enough = [(kind, v) for kind, v in self.kinds if self.ranks * v <= len(pieces.pieces)]
+        return enough if len(self.kinds) > 1 else list(self.kinds)
+
+    def _estimate(self, inner: Planned, pieces: Chain, kind: str, v: int) -> Estimate:
+        reserve, timing = inner.problem.reserve_bytes, timing_of(kind, self.ranks, v)
+        once = pieces.once_seconds / self.ranks
+        try:
+            self._check_state(pieces, self.limit - reserve)
+            found = self._cut(pieces, kind, v, self.limit - reserve, is_rough=True)
+        except MemoryInfeasibleError as error:
+            even = [sum(piece.levels[0].seconds for piece in pieces.pieces) / self.ranks] * self.ranks
+            missing = error.missing_bytes * (v if KINDS[kind].v_shaped else 1)
+            return Estimate(
+                self, inner, kind, v, timing.step_seconds(even, self.micro_batches) + once, self.limit + missing, False
+            )
+        bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
+        seconds = self._played(pieces, found, kind, v) + once
+        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True)
+
+    def _played(self, pieces: Chain, cut: StageCut, kind: str, v: int) -> float:
+        """Seconds of the schedule with the seconds of a cut's pieces; what is computed again is in the backward."""
+        works = {}
+        for stage in cut.stages:
+            spans = [pieces.parts[first:end] for first, end in stage.spans]
+            own = [_seconds(span) for span in spans]
+            seconds = sum(map(sum, own))
+            again = stage.seconds / seconds if seconds else 1.0  # a stage may have views alone
+            for (first, _), (forward, inputs, weight) in zip(stage.spans, own):
+                works[first] = forward, (forward + inputs + weight) * again - forward - weight, weight
+        firsts = sorted(works)
+        sends = [max(pieces.pieces[first - 1].boundary_seconds) for first in firsts[1:]]
+        pipeline = self._pipeline(kind, v, ("",) * (self.ranks * v - 1))
+        return play(
+            pipeline.orders, *map(list, zip(*(works[first] for first in firsts))), sends, shares=pipeline.shares
+        ).seconds
+
+    def _pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
+        """One without costs."""
+        return Pipeline(
+            self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0
+        )
+
+    def _check_state(self, pieces: Chain, room: float) -> None:
+        """Raises MemoryInfeasibleError if even cuts leave no room for activations, so that no cut has to be looked
+        for."""
+        state = sum(piece.state_bytes for piece in pieces.pieces) - sum(one.bytes_ for one in pieces.shared)
+        if state / self.ranks > room:
+            missing = state / self.ranks - room
+            raise MemoryInfeasibleError(f"parameters and optimizer state need {size(missing)} more a device",
+                                        missing_bytes=math.ceil(missing), fix="use more devices")  # fmt: skip
+
+    def _cut(self, pieces: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
+        """Raises MemoryInfeasibleError for one that does not fit."""
+        timing = timing_of(kind, self.ranks, v)
+        if KINDS[kind].v_shaped:
+            return cut_stages(pieces.pieces, self.ranks * v, self.micro_batches, room / v, timing, pieces.shared)
+        return cut_looped(pieces.pieces, self.ranks, self.micro_batches, room, timing, pieces.shared, is_rough)
+
+    # judging
+
+    def judged(self, one: Estimate) -> Tried:
+        """The best cut for a schedule that the judge lets fit, else the one that holds least of those tried."""
+        inner, _, _ = self.prepared(one.inner)
+        looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
+        # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
+        # stage
+        found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
+        fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
+        judged, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
+        return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+
+    def _fitted(self, one: Estimate, is_rough: bool) -> tuple[Judged, Evaluation]:
+        """A cut, with less and less memory until the judge lets it fit; the one that holds least if that does not
+        help."""
+        inner, pieces, again = self.prepared(one.inner)
+        room = self.limit - inner.problem.reserve_bytes
+        best: tuple[Judged, Evaluation] | None = None
+        for _ in range(MOST_CUTS):
+            try:
+                cut = self._cut(pieces, one.schedule, one.stages_per_rank, room, is_rough)
+            except MemoryInfeasibleError:
+                if best is not None:
+                    break
+                cut, room = self._cut(pieces, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
+            pipeline = self._pipeline(one.schedule, one.stages_per_rank, pieces.cuts(cut.cuts))
+            judged, e = self._settled(inner, pipeline, again)
+            if best is None or judged.peak_bytes < best[0].peak_bytes:
+                best = judged, e
+            excess = judged.peak_bytes - self.limit
+            if excess <= 0 or room < 0:
+                break
+            room -= excess
+        return best
+
+    def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Tried]:
+        """Other schedules for a plan of a micro-batch, judged; without those that need more stages than it has
+        pieces."""
+        _, pieces, _ = self.prepared(inner)
+        possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(pieces.pieces)]
+        return [self.judged(self._estimate(inner, pieces, kind, v)) for kind, v in possible]
+
+    def _settled(self, inner: Planned, pipeline: Pipeline, again: Again | None) -> tuple[Judged, Evaluation]:
+        """A pipeline with as much computed again on each rank as its memory demands, or as can be."""
+        problem, e = inner.whole
+        judged = judge(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
+        for _ in range(MOST_AGAIN if again is not None else 0):
+            if judged.peak_bytes <= self.limit:
+                break
+            more = again.more(e, judged, self.limit) or again.all()
+            if more.recompute_seconds == e.recompute_seconds:
+                break
+            e = more
+            judged = judge(problem, e, inner.pricer, pipeline, self.send)
+        return judged, e
+
+    def prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
+        """A plan of the whole graph, its pieces, and what may be computed again if that is free."""
+        if id(inner) not in self._known:
+            whole = self._of_whole(inner)
+            is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
+            self._known[id(inner)] = inner, (whole, self._chain(whole), Again(whole) if is_free else None)
+        return self._known[id(inner)][1]
+
+    def _of_whole(self, inner: Planned) -> Planned:
+        """The same plan of the whole graph."""
+        if self.few.compact is None or self.few.compact.whole:
+            return inner
+        if self.micro.captured.compact is None:  # its blocks are not cut alike
+            return search(
+                self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report
+            )
+        solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
+        return replace(inner, captured=self.micro.captured, solver=solver)
+
+    @property
+    def _whole_options(self) -> PlanOptions:
+        return replace(self.options, beside=self.micro.smaller and self.micro.smaller.graph)
+
+    @cached_property
+    def _whole_solvers(self) -> list[Solver]:
+        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report)
+
+
+def _seconds(parts: Sequence[Part]) -> tuple[float, float, float]:
+    """Of a stage: forward, input gradients, weight gradients."""
+    return tuple(sum(getattr(part, f"{what}_seconds") for part in parts) for what in ("forward", "input", "weight"))

@@ -1,0 +1,178 @@
+"""From a plan of one micro-batch to the chain of pieces that the stage solver cuts: where a cut is cheap, and what lies
+between.
+
+A place to cut is looked for between each two ops that have FLOPs: where the fewest bytes of a device pass. Of those
+places the ones stay that are no worse than the one before and the one after: block borders and the place between
+attention and mlp, not the middle of either; a cut through a decoder passes what it reads of the encoder as well, and is
+still one of these. In a U-Net, where ever more skips pass, those stay too that have none near them with far fewer
+bytes. Where that leaves few pieces for many stages, so do the next best: what they send is weighed against even stages
+by the solver.
+
+Of a deep model the few blocks of its compact graph are cut, and their pieces stand for those of the blocks that it
+leaves out. A piece has a level for some of the steps in which its blocks may be computed again
+(autopar/planner/objective/checkpoint_blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from torch import fx
+
+from ...cost.compute import flops_of
+from ...errors import StageError
+from ...ir.stage_placement import Places
+from ..objective.checkpoint_blocks import Blocks, taking
+from ..objective.evaluate import Evaluation, Pricer
+from ..objective.expand import few_of, recomputes_alike, whole_of
+from ..objective.memory_timeline import LiveBytes
+from ..problem.multipliers import Prices
+from ..problem.problem import Problem
+from .model import Level, Piece, Shared
+from .stage_costs import Part, Parts, crossing_bytes
+
+NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
+FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
+# Pieces a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
+ENOUGH = 16
+DIGITS = 9  # that the seconds of two equal pieces share
+MOST_PIECES = 256  # but not more than so many in all: the solver's time grows with their square
+MOST_LEVELS = 4  # of a piece: the levels of a stage are counted, which takes longer the more there are
+
+Send = Callable[[float], float]  # seconds of a tensor of so many bytes from one stage to the next
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Pieces that begin at the forward ops `starts` of the whole graph, all but the first. `shared`: parameters that
+    several of them have. `parts`: of each piece, with nothing computed again."""
+
+    pieces: tuple[Piece, ...]
+    shared: tuple[Shared, ...]
+    starts: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+    def cuts(self, firsts: Sequence[int]) -> tuple[str, ...]:
+        """The ops at which stages begin that begin at these pieces, in order; the first stage begins at none."""
+        return tuple(self.starts[i - 1] for i in sorted(firsts) if i)
+
+    @property
+    def once_seconds(self) -> float:
+        """Of a step, for all micro-batches, over all pieces."""
+        return sum(part.once_seconds for part in self.parts)
+
+
+def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send, live: LiveBytes | None = None,
+          prices: Prices | None = None) -> Chain:  # fmt: skip
+    """The pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides, None
+    if nothing may. Raises StageError if they are too few for so many stages."""
+    compact, first, seconds = problem.compact, e.first, e.compute["forward"]
+    if not recomputes_alike(e):
+        (problem, e), compact = whole_of(problem, e), None
+    else:
+        problem, e = few_of(problem, e, pricer)
+    nodes = {node.name: node for node in problem.graph.nodes}
+    copies = {n: len(compact.stands_for(compact.block(n), first)) for n in compact.home} if compact else {}
+    places = places_to_cut(problem, e, pricer, stages, seconds / stages, copies)
+    starts = tuple(places)
+    blocks = [0, *(compact.block(nodes[name]) for name in starts)] if compact else []
+    order = (
+        _repeated(blocks, lambda block: len(compact.stands_for(block, first))) if compact else range(len(starts) + 1)
+    )
+    found = Parts(problem, e, pricer, starts, live=None if compact else live)
+    levels = [Parts(problem, one, pricer, starts).found for one in _levels(problem, e, pricer, prices)]
+    place = {i: at for at, i in reversed([*enumerate(order)])}
+    shared = [
+        Shared(place[a], place[b], int(tied.state_bytes), 2 * send(tied.gradient_bytes))
+        for tied in found.tied for a, b in zip(tied.parts, tied.parts[1:])
+    ]  # fmt: skip
+    more = [0.0] * len(found.found)  # each part but the first has a tied parameter as well
+    for tied in found.tied:
+        for at in tied.parts[1:]:
+            more[at] += tied.state_bytes
+    pieces = _pieces(list(zip(found.found, *levels)), more, send, [*places.values(), 0.0])
+    names = starts if compact is None else _names(compact, [nodes[name] for name in starts], order, first)
+    return Chain(tuple(pieces[i] for i in order), tuple(shared), names, tuple(found.found[i] for i in order))
+
+
+def _repeated(blocks: Sequence[int], copies: Callable[[int], int]) -> list[int]:
+    """Pieces in the order of the whole model: those that begin in one block follow each other once for each of its
+    copies."""
+    return [i for block, own in groupby(range(len(blocks)), blocks.__getitem__) for i in [*own] * copies(block)]
+
+
+def _names(compact, starts: Sequence[fx.Node], order: Sequence[int], first: int) -> tuple[str, ...]:
+    """The ops of the whole graph at which the pieces begin, "" if only the compact one is known."""
+    seen, names = [0] * (len(starts) + 1), []
+    for i in order[1:]:
+        origin, block = compact.home[starts[i - 1]]
+        node = compact.whole.get((origin, compact.stands_for(block, first)[seen[i]]))
+        seen[i] += 1
+        names.append(node.name if node is not None else "")
+    return tuple(names)
+
+
+def _levels(problem: Problem, e: Evaluation, pricer: Pricer, prices: Prices | None) -> list[Evaluation]:
+    """The plan with every block computed again up to some of its steps, the last of them included."""
+    if prices is None or e.recomputed:
+        return []
+    steps: dict[str, list] = {}
+    for step in Blocks(problem, pricer).recomputation(e, prices):
+        steps.setdefault(step.block, []).append(step)
+    most = max(map(len, steps.values()), default=0)
+    counts = sorted({max(1, round(most * i / (MOST_LEVELS - 1))) for i in range(1, MOST_LEVELS)}) if most else []
+    return [taking(e, [(step, 1) for own in steps.values() for step in own[:count]]) for count in counts]
+
+
+def _pieces(
+    parts: Sequence[tuple[Part, ...]], more: Sequence[float], send: Send, crossing: Sequence[float]
+) -> list[Piece]:
+    """`parts`: of every piece at each level; what comes and goes is that of the level where it is most. `crossing`:
+    bytes that pass after each part. Where all parts are stages, more may pass: values that the backward of one part
+    reads of others, which a stage of several parts has itself. So a message is no more than what passes."""
+    known: dict[tuple, str] = {}
+    pieces = []
+    for levels, tied, most in zip(parts, more, crossing):
+        part, found = levels[0], [Level(p.forward_seconds, p.backward_seconds, round(p.saved_bytes)) for p in levels]
+        found = tuple(l for i, l in enumerate(found) if not i or l.activation_bytes < found[i - 1].activation_bytes)
+        key = tuple(
+            (f"{l.forward_seconds:.{DIGITS}g}", f"{l.backward_seconds:.{DIGITS}g}", l.activation_bytes) for l in found
+        )
+        kind = known.setdefault(key, (f"{part.name} {len(known)}", found))
+        ahead, back = (min(sum(map(send, passing)), send(most)) for passing in (part.sent, part.returned))
+        pieces.append(Piece(
+            *kind, round(part.state_bytes + tied), round(max(p.transient_bytes for p in levels)),
+            round(min(sum(part.sent), most) + min(sum(part.returned), most)), (ahead, back), True,
+        ))  # fmt: skip
+    return pieces
+
+
+def places_to_cut(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
+                  copies: Mapping[fx.Node, int]) -> dict[str, float]:  # fmt: skip
+    """The forward ops at which a piece may begin, in order, with the bytes of a device that pass a cut there, for
+    stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raises StageError if there
+    are fewer than the stages need."""
+    order, crossing = crossing_bytes(problem, e, pricer, Places(problem.graph, ()).free)
+    seconds = {
+        v.node: float(problem.choices(v.index).seconds[e.choice[v.index]]) for v in problem.vertices if v.kind == "op"
+    }
+    ends = np.cumsum([seconds.get(node, 0.0) for node in order])
+    heavy = [i for i, node in enumerate(order) if flops_of(node)]
+    best = [min(range(a + 1, b + 1), key=crossing.__getitem__) for a, b in zip(heavy, heavy[1:])]
+    count = np.array([copies.get(order[i], 1) for i in best], dtype=int)
+    if 1 + count.sum() < stages:
+        raise StageError(f"a model of {count.sum() + 1} ops with FLOPs cannot be cut into {stages} stages",
+                         fix=f"use {count.sum() + 1} stages or less: fewer ranks along pp, or stages_per_rank=1")  # fmt: skip
+    bytes_, at = np.array([crossing[i] for i in best]), np.array([ends[i - 1] for i in best])
+    padded = np.concatenate([[np.inf], bytes_, [np.inf]])
+    is_least = (bytes_ <= padded[:-2]) & (bytes_ <= padded[2:])
+    fewest = np.array([bytes_[np.abs(at - t) <= NEAR * stage_seconds].min() for t in at])
+    worse = np.where(is_least, 1.0, bytes_ / np.maximum(fewest, 1.0))  # times the bytes of the best place near
+    rank = np.argsort(worse, kind="stable")
+    wanted = max(stages, min(ENOUGH * stages, MOST_PIECES)) - 1
+    needed = worse[rank][: np.searchsorted(count[rank].cumsum(), wanted) + 1]
+    kept = worse <= max(FAR_FEWER, needed.max(initial=0.0))
+    return {order[i].name: crossing[i] for i, good in zip(best, kept) if good}

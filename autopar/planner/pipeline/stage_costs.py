@@ -1,0 +1,396 @@
+"""What the parts of a cut model cost under one plan of the whole of it: seconds, bytes, and what passes from part to
+part.
+
+A plan decides how every op of one micro-batch is sharded; autopar/ir/stage_placement.py says in which part each op
+runs. So a part's cost is a sum over its ops, the transfers for them and what they hold. What several parts need (a mask
+that each computes, a copy that each gathers) is counted in the first of them, so that parts add up to the plan, or,
+`repeated`, in each of them, as stages run it.
+
+W, the part of the backward that may wait, is what only one parameter's gradient follows from
+(passes/pipeline/split_backward.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
+from ...ir.stage_placement import Places, first_of
+from ..objective.checkpoint_blocks import block_of, recomputed_vertices
+from ..objective.checkpoint_min_cut import key_of
+from ..objective.evaluate import Evaluation, Pricer, Transfer, unreduced_bytes, uses_by_tensor
+from ..objective.memory_timeline import (
+    AGAIN,
+    BUCKETS,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    PASSING,
+    LiveBytes,
+    bucket_bytes,
+    live_bytes,
+    staying_of,
+)
+from ..problem.problem import Problem
+from ..problem.vertices import STATE
+
+SEVERAL = ""  # in place of a parameter's name: the gradients of several follow from an op
+FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
+
+
+@dataclass
+class Work:
+    """Seconds of a micro-batch: of compute and of what is computed again, of transfers that wait, and of those that may
+    hide."""
+
+    compute: float = 0.0
+    again: float = 0.0
+    moved: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.compute + other.compute, self.again + other.again, self.moved + other.moved, self.hidden + other.hidden
+        )
+
+    def seconds(self, overlap: float) -> float:
+        """As Evaluation.seconds counts a phase."""
+        compute = self.compute + self.again
+        return compute + self.moved + self.hidden - overlap * min(self.hidden, compute)
+
+
+@dataclass
+class Part:
+    """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients
+    reduced, parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from
+    its forward to its backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
+    of parameters in the type that computes; `kept_bytes`: those that are gathered once and stay through the step;
+    `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
+    `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
+    gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs. `sent`,
+    `returned`: bytes of each tensor that goes on to the next part in the forward, and of each that comes back from
+    there. `modules`: of its forward ops, in order. All bytes are a device's."""
+
+    work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
+    overlap: float = 0.0
+    once_seconds: float = 0.0
+    saved_bytes: float = 0.0
+    staying: Counter = field(default_factory=Counter)
+    computing_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    whole_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    reducing_bytes: float = 0.0
+    output_bytes: float = 0.0
+    parameters: int = 0
+    sent: list[float] = field(default_factory=list)
+    returned: list[float] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.work[FORWARD].seconds(self.overlap)
+
+    @property
+    def backward_seconds(self) -> float:
+        return (self.work[INPUT] + self.work[WEIGHT]).seconds(self.overlap)
+
+    @property
+    def weight_seconds(self) -> float:
+        return min(self.work[WEIGHT].seconds(self.overlap), self.backward_seconds)
+
+    @property
+    def input_seconds(self) -> float:
+        return self.backward_seconds - self.weight_seconds
+
+    @property
+    def resident_bytes(self) -> float:
+        return sum(self.staying.values())
+
+    @property
+    def state_bytes(self) -> float:
+        """What stays, whatever runs: several micro-batches' gradients are there all the time."""
+        return self.resident_bytes + self.computing_bytes + self.kept_bytes + self.gradient_bytes + self.whole_bytes
+
+    @property
+    def name(self) -> str:
+        """`h.0 to h.5`, the first and the last block."""
+        blocks = list(dict.fromkeys(block_of(m) or m for m in self.modules))
+        return " to ".join(dict.fromkeys((blocks[0], blocks[-1]))) if blocks else ""
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter of several parts, in order: bytes that each holds for it, by kind, and of the gradient that they add
+    up."""
+
+    parts: tuple[int, ...]
+    kinds: dict[str, float]
+    gradient_bytes: float
+
+    @property
+    def state_bytes(self) -> float:
+        return sum(self.kinds.values())
+
+
+class Parts:
+    """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters.
+    `live`: the memory of the whole plan, if it is known."""
+
+    def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
+                 live: LiveBytes | None = None):  # fmt: skip
+        self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
+        self.places = Places(problem.graph, cuts)
+        self.found = [Part(overlap=e.overlap) for _ in range(self.places.count)]
+        self.tied: list[Tied] = []
+        self.again = recomputed_vertices(e)
+        self.where = self._where()
+        waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
+        self.once = {
+            key_of(t): self._mask(t) for t in waiting
+        }  # by copy that all micro-batches share, the parts that make it
+        self.gradient_of = _gradients(problem.graph)
+        self._vertices()
+        self._transfers()
+        self._saved()
+        self._passing()
+        self._outputs()
+        self._transients(live or live_bytes(problem, e, pricer))
+
+    def _where(self) -> dict[fx.Node, int]:
+        """The parts of every node, as bits: of what is computed wherever it is read, those that read it."""
+        where: dict[fx.Node, int] = {}
+        for node in reversed(self.problem.graph.nodes):
+            if node.op == "output":
+                continue
+            if node in self.places.terms:
+                where[node] = self.places.parameters[self.places.terms[node]]
+            elif node in self.places.stage:
+                where[node] = 1 << self.places.stage[node]
+            else:
+                mask = 0
+                for user in node.users:
+                    mask |= where.get(user, 0)
+                where[node] = mask
+        return where
+
+    def _charged(self, mask: int) -> Iterator[Part]:
+        """The parts that pay for something that the parts of a mask need."""
+        if not self.repeated or not mask:
+            yield self.found[first_of(mask, 0)]
+            return
+        while mask:
+            yield self.found[first_of(mask, 0)]
+            mask &= mask - 1
+
+    def _strategy(self, vertex: int):
+        return self.problem.choices(vertex).strategies[self.e.choice[vertex]]
+
+    def _vertices(self) -> None:
+        passes = self.pricer.micro_batches
+        whole = self._whole_bytes()
+        for v in self.problem.vertices:
+            if v.node is None or v.kind == "output":
+                continue
+            options, k = self.problem.choices(v.index), self.e.choice[v.index]
+            seconds, mask, staying = (
+                float(options.seconds[k]),
+                self.where.get(v.node, 0),
+                staying_of(self.problem, self.e, v),
+            )
+            gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
+            copy = 0.0
+            if (
+                v.kind == "parameter"
+                and 0 in v.casts
+                and not options.strategies[k].on_host
+                and self._is_read_alone(v.index)
+            ):
+                copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
+            for part in self._charged(mask):
+                if v.kind == "op":
+                    part.work[self._kind(v.node)].compute += seconds
+                    if (
+                        v.phase != "backward"
+                        and (module := v.node.meta.get("module"))
+                        and v.node not in self.places.free
+                    ):
+                        part.modules.append(module)
+                else:
+                    part.once_seconds += seconds * passes
+                part.staying.update(staying)
+                part.gradient_bytes += gradient
+                part.whole_bytes += waiting
+                part.computing_bytes += copy
+                part.parameters += v.node.meta["val"].numel() if v.kind == "parameter" else 0
+            if v.index in self.again:
+                for part in self._charged(mask):
+                    part.work[INPUT].again += seconds
+            if v.kind == "parameter" and mask.bit_count() > 1:
+                parts = tuple(i for i in range(len(self.found)) if mask >> i & 1)
+                kinds = Counter(staying) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
+                self.tied.append(Tied(parts, dict(kinds), gradient))
+
+    def _is_read_alone(self, parameter: int) -> bool:
+        """Whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered once."""
+        uses = [u for u in uses_by_tensor(self.problem)[parameter, 0] if u.slot != STATE]
+        return any((parameter, 0, self._strategy(u.consumer).inputs[u.slot]) not in self.once for u in uses) or not uses
+
+    def _kind(self, node: fx.Node) -> str:
+        if node.meta["phase"] != "backward":
+            return FORWARD
+        return WEIGHT if self.gradient_of.get(node, SEVERAL) != SEVERAL else INPUT
+
+    def _whole_bytes(self) -> dict[int, float]:
+        """By parameter, what its gradient is more before its reduction, where that waits for all micro-batches."""
+        found: dict[int, float] = {}
+        if self.e.reduces_once:
+            for (producer, output), uses in uses_by_tensor(self.problem).items():
+                made = self._strategy(producer).outputs[output]
+                if bytes_ := unreduced_bytes(self.problem, self.e.choice, self.pricer, uses, made):
+                    found[uses[0].consumer] = found.get(uses[0].consumer, 0.0) + bytes_
+        return found
+
+    def _transfers(self) -> None:
+        for t in self.e.transfers:
+            self._transfer(t, self._mask(t))
+        for t in self.e.again_transfers:
+            self._transfer(t, self._mask(t))
+
+    def _mask(self, t: Transfer) -> int:
+        """The parts that make a transfer: those of its readers, or, of a gradient for its parameter, where it is
+        made."""
+        vertices, mask = self.problem.vertices, 0
+        for consumer in t.consumers:
+            if vertices[consumer].kind == "op":
+                mask |= self.where.get(vertices[consumer].node, 0)
+        return mask or self.where.get(vertices[t.producer].node, 0)
+
+    def _transfer(self, t: Transfer, mask: int) -> None:
+        seconds, passes = t.seconds * t.copies, self.pricer.micro_batches
+        kinds = {self._kind(v.node) for c in t.consumers if (v := self.problem.vertices[c]).kind == "op"}
+        kind = FORWARD if t.phase == "forward" else INPUT if kinds - {WEIGHT} else WEIGHT
+        for part in self._charged(mask):
+            if t.times < passes:
+                part.once_seconds += seconds * passes
+            elif t.is_hidden:
+                part.work[kind].hidden += seconds
+            else:
+                part.work[kind].moved += seconds
+
+    def _saved(self) -> None:
+        uses_of, vertices = uses_by_tensor(self.problem), self.problem.vertices
+        for (v, output, layout), bytes_ in self.e.saved.items():
+            if (v, output, layout) in self.once:
+                for part in self._charged(self.once[v, output, layout]):
+                    part.kept_bytes += bytes_
+                continue
+            exact = mask = 0
+            for use in uses_of[v, output]:
+                consumer = vertices[use.consumer]
+                if consumer.kind == "op" and (use.phase == "backward" or use.consumer in self.again):
+                    mask |= self.where.get(consumer.node, 0)
+                    if self._strategy(use.consumer).inputs[use.slot] == layout:
+                        exact |= self.where.get(consumer.node, 0)
+            for part in self._charged(exact or mask or self.where.get(vertices[v].node, 0)):
+                part.saved_bytes += bytes_
+
+    def _passing(self) -> None:
+        """What is sent over each border: from where it is made to its last reader, or back to its first one."""
+        tensors = {
+            v.tensor(o): (v.index, o) for v in self.problem.vertices if v.kind == "op" for o in range(len(v.values))
+        }
+        for node, at in self.places.stage.items():
+            mask = self.places.read_at.get(node, 0)
+            if not mask or not is_tensor(node):
+                continue
+            last, first = mask.bit_length() - 1, first_of(mask, at)
+            if last > at or first < at:
+                bytes_ = self._local_bytes(node, tensors)
+                for border in range(at, last):
+                    self.found[border].sent.append(bytes_)
+                for border in range(first, at):
+                    self.found[border].returned.append(bytes_)
+
+    def _outputs(self) -> None:
+        """What leaves the call, in the layout in which it does."""
+        output = output_node(self.problem.graph)
+        for value, role, use in zip(output.args[0], output.meta["roles"], self.problem.output_uses):
+            if role.kind == "output" and value.meta["val"].dim():
+                strategy = self._strategy(use.consumer)
+                layout = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
+                self.found[first_of(self.where[value], 0)].output_bytes += self.pricer.bytes_of(
+                    value.meta["val"], layout
+                )
+
+    def _local_bytes(self, node: fx.Node, tensors) -> float:
+        producer, item = tensor_of(node)
+        values = producer.meta["val"]
+        position = 0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
+        if (producer, position) not in tensors:
+            return float(bytes_of(node.meta["val"]))
+        v, output = tensors[producer, position]
+        return self.pricer.bytes_of(node.meta["val"], self._strategy(v).outputs[output])
+
+    def _transients(self, live: LiveBytes) -> None:
+        passing = [live.kinds[kind] for kind in (AGAIN, GATHERED, PASSING, BUCKETS) if kind in live.kinds]
+        gathered, reduced = bucket_bytes(self.problem, self.e, self.pricer)
+        later = max(0.0, reduced - gathered) if self.e.reduces_once else 0.0  # not beside the activations
+        for part in self.found if self.e.reduces_once else ():
+            part.reducing_bytes = min(reduced, 2 * (part.gradient_bytes + part.whole_bytes))
+        for i, run in enumerate(live.order.runs):
+            bytes_ = float(sum(kind[i] for kind in passing)) - (later if run.phase == "backward" else 0.0)
+            for part in self._charged(self.where.get(self.problem.vertices[run.vertex].node, 0)):
+                part.transient_bytes = max(part.transient_bytes, bytes_)
+
+
+def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
+    """By node of the backward, the parameter whose gradient alone follows from it, or SEVERAL."""
+    output = output_node(graph)
+    found: dict[fx.Node, str] = {}
+    for value, role in zip(output.args[0], output.meta["roles"]):
+        if role is not None and not role.is_forward and isinstance(value, fx.Node):
+            name = role.name if role.kind == "gradient" and found.get(value, role.name) == role.name else SEVERAL
+            found[value] = name
+    for node in reversed(graph.nodes):
+        for user in node.users:
+            if user in found:
+                found[node] = found[user] if found.get(node, found[user]) == found[user] else SEVERAL
+    return found
+
+
+def crossing_bytes(
+    problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx.Node]
+) -> tuple[list[fx.Node], list[float]]:
+    """Forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a cut before
+    each."""
+    order = [n for n in problem.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and n not in free]
+    place = {node: i for i, node in enumerate(order)}
+    change = [0.0] * (len(order) + 1)
+    for v in problem.vertices:
+        if v.kind != "op" or v.node not in place:
+            continue
+        strategy, last = problem.choices(v.index).strategies[e.choice[v.index]], {}
+        for user in v.node.users:
+            item = tensor_of(user)[1] if tensor_of(user)[0] is v.node and user is not v.node else 0
+            for reader in user.users if tensor_of(user)[0] is v.node and user is not v.node else (user,):
+                last[item] = max(last.get(item, -1), place.get(reader, -1))
+        values = v.node.meta["val"]
+        for item, end in last.items():
+            position = (
+                0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
+            )
+            if end > place[v.node]:
+                change[place[v.node] + 1] += (bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position]))
+                change[end + 1] -= bytes_
+    crossing, now = [], 0.0
+    for i in range(len(order)):
+        now += change[i]
+        crossing.append(now)
+    return order, crossing

@@ -1,0 +1,245 @@
+"""From a captured graph to a finished search, which autopar/planner/describe.py writes down as a Plan."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import fx
+
+from ..cost.collectives import CollectiveCost
+from ..cost.host import HostCost
+from ..cost.memory import StateBytes
+from ..cost.redistribute import Redistributor
+from ..errors import AutoparError, UnsupportedOpError
+from ..frontend.export import Captured
+from ..frontend.precision import compute_dtype
+from ..hardware.profile import Hardware
+from ..ir.graph import describe
+from ..ir.layout import Layout
+from ..ir.mesh import Mesh
+from ..plans.plan import MeshTried, Plan
+from ..utils.gc_pause import paused_collector
+from . import accumulation as passes
+from . import fixed_recompute
+from .objective.evaluate import Evaluation, Pricer
+from .objective.expand import whole_of
+from .objective.memory_timeline import LiveBytes, live_bytes
+from .objective.timeline import Timeline, simulate
+from .problem import offload
+from .problem.overlay import fitting
+from .problem.problem import Problem, build
+from .problem.recipes import RECIPES, Restriction
+from .problem.symmetry import fold, unfolded
+from .solver.minimize import Search
+from .solver.search import Outcome
+from .solver.solver import Solver
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
+    that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one
+    of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is
+    planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are
+    on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines.
+    `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole mesh,
+    gradients are reduced once a step, and copies of parameters that are kept are gathered once. `beside`: another graph
+    that runs with the same decisions, of fewer samples."""
+
+    hardware: Hardware
+    memory_bytes: float | None = None
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    strategy: str | None = None
+    pin: Mapping[str, str] = field(default_factory=dict)
+    forbid: tuple[tuple[str, str], ...] = ()
+    fixed: Mapping[str, Layout] = field(default_factory=dict)
+    strict: bool = False
+    baselines: bool = True
+    folded: bool = True
+    micro_batches: int = 1
+    recompute: str = "auto"
+    refuses: bool = True
+    offload: str = offload.NONE
+    on_host: frozenset[str] = frozenset()
+    styles: Mapping[str, str] = field(default_factory=dict)
+    search: Search = Search()
+    within: Mesh | None = None
+    beside: fx.Graph | None = None
+
+    def around(self, mesh: Mesh) -> Mesh:
+        """The mesh on which the distances between the devices of a planned mesh are measured."""
+        if self.within is None:
+            return mesh
+        alone = [name for name in mesh.names if name not in self.within.names]  # of a stage that is one device
+        return Mesh((*self.within.names, *alone), (*self.within.sizes, *map(mesh.size, alone)))
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
+        Restriction.of(self.strategy, mesh)
+        compute_dtype(self.precision)
+        passes.check(self.micro_batches)
+        fixed_recompute.check(self.recompute)
+        offload.check(self.offload, self.on_host, self.hardware)
+        StateBytes.of(self.optimizer, 4, 0)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A finished search with all that it knows: what explanations, reports and traces read."""
+
+    model: str
+    captured: Captured
+    options: PlanOptions
+    solver: Solver
+    chosen: Outcome
+    others: Mapping[str, Outcome | AutoparError]  # expert strategies, by name
+    warnings: tuple[str, ...]
+    seconds: float  # that planning took
+    meshes: tuple[MeshTried, ...] = ()  # if the mesh was searched for too
+    written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one compute not the same again
+
+    @property
+    def problem(self) -> Problem:
+        return self.solver.problem
+
+    @property
+    def pricer(self) -> Pricer:
+        return self.solver.pricer
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return self.chosen.evaluation
+
+    @cached_property
+    def whole(self) -> tuple[Problem, Evaluation]:
+        """The problem and the plan with every block of the model, which timelines and traces are about."""
+        return self.written or whole_of(self.problem, self.evaluation)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The chosen plan played through with the hardware's overlap."""
+        return self.played(self.options.hardware.overlap_slowdown)
+
+    def played(self, slowdown: float) -> Timeline:
+        """The same with another slowdown of compute beside a collective."""
+        return simulate(*self.whole, slowdown)
+
+    @cached_property
+    def live_bytes(self) -> LiveBytes:
+        """The memory of a device over the step."""
+        return live_bytes(*self.whole, self.pricer)
+
+    @cached_property
+    def plan(self) -> Plan:
+        from .describe import describe_plan
+
+        return describe_plan(self)
+
+
+def make_plan(captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model",
+              report: Callable[[str], None] = lambda t: None) -> Plan:  # fmt: skip
+    """Raises UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
+    return search(captured, mesh, options, model, report).plan
+
+
+@paused_collector()
+def search(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+    solvers: list[Solver] | None = None,
+) -> Planned:
+    """The best plan of a captured graph, with the search that found it; `solvers`: what `solvers_of` gave, if it was
+    called before. Raises as `make_plan` does."""
+    options.check(mesh)
+    start = time.perf_counter()
+    restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
+    solvers = solvers or solvers_of(captured, mesh, options, report)
+    warnings = _unruled(solvers[0].problem, options.strict)
+    others = passes.baselines(solvers, options.styles) if options.baselines else {}
+    report("searching")
+    solver, chosen = fixed_recompute.fastest(
+        solvers, restriction, dict(options.pin), options.recompute, options.refuses
+    )
+    chosen = not_worse(chosen, others, options)
+    if options.refuses:
+        offload.check_host(solver.problem, chosen.evaluation)
+    report("done")
+    return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
+
+
+def solvers_of(
+    captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None
+) -> list[Solver]:
+    """One for each way to reduce gradients, all of the same problem."""
+    hardware, around = options.hardware, options.around(mesh)
+    links, tiers = hardware.links_for(around), hardware.tiers_for(around)
+    redistribute = Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second)
+    report("building the problem")
+    cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
+    problem = build(
+        captured, mesh, hardware, options.optimizer,
+        fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
+        offload.Offload(options.offload, cost, options.on_host),
+    )  # fmt: skip
+    problem.fits = fitting(problem, options.beside) if options.beside is not None else {}
+    bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
+    limit = float(options.memory_bytes or hardware.memory_bytes)
+    collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain
+    ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
+    has_stages = options.within is not None and options.micro_batches > 1
+    pricers = [
+        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=has_stages)
+        for once in ((True,) if has_stages else ways)
+    ]
+    return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
+
+
+def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
+    """What is said of ops without a rule: they run whole on every device."""
+    if not problem.unruled:
+        return ()
+    lines = []
+    for target, nodes in sorted(_by_target(problem).items()):
+        seconds = sum(float(problem.choices(v).seconds[0]) for v in nodes)
+        first = problem.vertices[nodes[0]].node
+        where = f" at {first.meta['source']}" if first.meta.get("source") else ""
+        lines.append(
+            f"{target} has no sharding rule: {len(nodes)} ops run whole on every device, {seconds * 1e3:.3g} ms{where}"
+        )
+    if strict:
+        raise UnsupportedOpError(
+            f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
+            node=describe(problem.unruled[0]), mesh=problem.mesh,
+            fix="leave out strict=True to run them whole on every device",
+        )  # fmt: skip
+    return tuple(lines)
+
+
+def _by_target(problem: Problem) -> dict[str, list[int]]:
+    unruled = set(problem.unruled)
+    found = defaultdict(list)
+    for v in problem.vertices:
+        if v.node in unruled and v.kind == "op":
+            found[str(v.node.target)].append(v.index)
+    return found
+
+
+def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], options: PlanOptions) -> Outcome:
+    """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap).
+    What was asked for stays."""
+    if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != fixed_recompute.AUTO:
+        return chosen
+    for name, other in others.items():
+        if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
+            restriction = other.restriction if name in RECIPES else chosen.restriction  # one that can be asked for
+            bound = min(chosen.bound_seconds, other.evaluation.seconds)
+            chosen = Outcome(restriction, other.evaluation, bound, True)
+    return chosen

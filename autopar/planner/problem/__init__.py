@@ -1,0 +1,1 @@
+"""What may be chosen: strategies of every op, and what the user forbids, pins or asks for."""

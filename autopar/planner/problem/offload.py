@@ -1,0 +1,99 @@
+"""Which parameters may live on the host, and what those cost that a plan puts there.
+
+A parameter on the host is a shard in the host's memory in one of its layouts: the user's optimizer makes its state
+beside it and steps there. On the device stays the copy that computes, in that layout, as long as the step lasts; from
+there on it is gathered like any other. So a layout on the host makes the same tensors travel as on the device, and
+which of the two is better depends on the price of memory alone: the search has no more layouts than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...cost.host import HostCost
+from ...errors import MemoryInfeasibleError, StrategyError
+from ...hardware.profile import Hardware
+from ...ir.layout import largest_local_numel
+from ...plans.plan import Offloaded
+from .vertices import Vertex
+
+if TYPE_CHECKING:
+    from ..objective.evaluate import Evaluation
+    from .problem import Problem
+
+NONE, AUTO, OPTIMIZER = "none", "auto", "optimizer"
+LEVELS = (NONE, AUTO, OPTIMIZER)
+
+
+def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
+    """Raises StrategyError for an unknown level, or where there is no host to offload to."""
+    if level not in LEVELS:
+        raise StrategyError(f"no offload {level!r} is known", fix=f"use one of {', '.join(LEVELS)}")
+    if (level == OPTIMIZER or on_host) and hardware.host is None:
+        raise StrategyError(
+            f"profile {hardware.name} says nothing of a host beside the device's own memory",
+            fix="pass the hardware= that the plan was made for"
+            if on_host
+            else "leave offload out, or add a [host] table to the profile, as h100.toml has one",
+        )
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The user's choice: trainable parameters on the host never, where memory is short ("auto"), or all of them
+    ("optimizer"). `on_host`: placeholders of parameters that are there already. `cost`: None without a host."""
+
+    level: str = NONE
+    cost: HostCost | None = None
+    on_host: Collection[str] = ()
+
+    def places(self, v: Vertex) -> tuple[bool, ...]:
+        """Whether a parameter may be on the device (False) and on the host (True)."""
+        if v.name in self.on_host or self.level == OPTIMIZER and v.node.meta["role"].trainable:
+            return (True,)
+        is_free = self.level == AUTO and self.cost is not None and v.node.meta["role"].trainable
+        return (False, True) if is_free else (False,)
+
+
+def break_even(problem: Problem, gradients: float) -> float | None:
+    """Seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be in both
+    places. `gradients`: whether those are held when memory peaks (1) or not (0)."""
+    prices = []
+    for options in problem.classes.values():
+        here = [k for k, s in enumerate(options.strategies) if not s.on_host]
+        there = [k for k, s in enumerate(options.strategies) if s.on_host]
+        if here and there:  # the same layouts in the same order, and the same price for all
+            held = options.resident_bytes + gradients * options.gradient_bytes
+            prices.append(float(options.seconds[there[0]] / max(held[here[0]] - held[there[0]], 1.0)))
+    return max(prices, default=None)
+
+
+def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
+    """What an evaluated plan has on the host. Seconds are of a step, bytes of a device's share."""
+    parameters, bytes_, copies, steps = 0, 0.0, 0.0, 0.0
+    for v in problem.vertices:
+        strategy = problem.choices(v.index).strategies[e.choice[v.index]]
+        if not strategy.on_host:
+            continue
+        cost, state, trainable = problem.offload.cost, v.state_bytes(problem.optimizer), v.node.meta["role"].trainable
+        elements = float(largest_local_numel(v.node.meta["val"].shape, strategy.outputs[0], problem.mesh))
+        parameters += v.copies
+        bytes_ += v.copies * elements * (state.master + (state.gradient + state.optimizer if trainable else 0))
+        copies += v.copies * cost.copy_seconds(elements, state, trainable) * cost.passes
+        steps += v.copies * cost.optimizer_seconds(elements, state, trainable)
+    return Offloaded(parameters, bytes_, copies, steps)
+
+
+def check_host(problem: Problem, e: Evaluation) -> None:
+    """Raises MemoryInfeasibleError if a plan puts more on the host than it has."""
+    cost, need = problem.offload.cost, offloaded(problem, e).host_bytes
+    if cost is not None and need > cost.host.memory_bytes:
+        missing = need - cost.host.memory_bytes
+        raise MemoryInfeasibleError(
+            f"the plan keeps {need / 2**30:.3g} GiB on the host for each device, {missing / 2**30:.3g} GiB more than "
+            f"there are",
+            missing_bytes=int(missing), mesh=problem.mesh,
+            fix='use more devices or hosts with more memory, or offload="none"',
+        )  # fmt: skip

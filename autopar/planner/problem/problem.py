@@ -1,0 +1,152 @@
+"""The joint graph as an optimization problem: vertices with strategies to choose from, and uses of tensors between
+them.
+
+Every vertex belongs to a class; the vertices of a class share one choice, as those of repeated blocks do
+(autopar/planner/problem/symmetry.py).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from ... import rules
+from ...cost.compute import ComputeCost
+from ...frontend.export import Captured
+from ...frontend.repeated_blocks import Compact
+from ...ir.graph import bytes_of, output_node, values_of
+from ...ir.layout import Layout
+from ...ir.mesh import Mesh
+from ...rules import Rule
+from .offload import Offload
+from .strategies import Choices, choices_of
+from .vertices import Use, Vertex, vertices_of
+
+
+@dataclass
+class Problem:
+    """Everything the solver reads. Tensors are keyed (vertex, output). `compact`: the graph that is planned instead of
+    `whole`."""
+
+    mesh: Mesh
+    vertices: list[Vertex]
+    uses: list[Use]
+    classes: dict[int, Choices]
+    tensor_bytes: dict[tuple[int, int], int]
+    unruled: list[fx.Node]
+    graph: fx.Graph
+    rule_of: dict[int, Rule | None]
+    output_uses: list[Use]  # one an output of the graph
+    whole: fx.Graph
+    optimizer: str
+    reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
+    offload: Offload = Offload()
+    compact: Compact | None = None
+    uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/objective/evaluate.py
+    fits: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # by class, strategies that another graph allows (see overlay.py)
+    first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
+
+    def split(self, first: int) -> None:
+        """Let `first` of the blocks left out decide as block 2 does, the others as block 5."""
+        if first == self.first:
+            return
+        self.first = first
+        for v in self.vertices:
+            if v.block is not None:
+                v.copies = len(self.compact.stands_for(v.block, first))
+
+    def whole_nodes(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of the whole graph that a node of the planned graph stands for."""
+        return [node] if self.compact is None else self.compact.nodes(node, self.first)
+
+    def choices(self, vertex: int) -> Choices:
+        return self.classes[self.vertices[vertex].cls]
+
+
+def build(
+    captured: Captured,
+    mesh: Mesh,
+    hardware,
+    optimizer: str,
+    fold: Callable[[list[Vertex], list[Use]], list[int]],
+    fixed: dict[str, Layout] | None = None,
+    pins: dict[str, str] | None = None,
+    offload: Offload = Offload(),
+) -> Problem:
+    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes;
+    leaves that different `pins` name do not share one."""
+    compact = captured.compact
+    graph = compact.graph if compact else captured.graph
+    vertices, uses = vertices_of(graph)
+    for v in vertices if compact else ():
+        v.block = compact.block(v.node) if v.kind != "output" else None
+    part_sets = rules.propagate_parts(graph)
+    rule_of: dict[int, Rule | None] = {}
+    unruled = []
+    tensors_of = {
+        v.index: [(vertices[p].node, o) for p, o in v.inputs] + [(v.node, o) for o in range(len(values_of(v.node)))]
+        for v in vertices
+        if v.kind == "op"
+    }
+    for v in vertices:
+        if v.kind == "op":
+            rule = rule_of[v.index] = rules.rule_of(v.node)
+            if rule is None:
+                unruled.append(v.node)
+            v.signature = (*v.signature, tuple(part_sets.get(t) for t in tensors_of[v.index]))
+        elif v.kind == "parameter":
+            v.signature = (*v.signature, str(part_sets.get((v.node, 0))))
+        if v.kind in ("parameter", "input", "buffer"):
+            named = [p for p in pins or {} if fnmatch.fnmatchcase(v.node.meta["role"].name, p)]
+            v.signature = (*v.signature, str((fixed or {}).get(v.name)), v.name in offload.on_host, tuple(named))
+    for v, cls in zip(vertices, fold(vertices, uses)):
+        v.cls = cls
+    _couple(vertices, uses)
+    cost = ComputeCost(hardware)
+    classes: dict[int, Choices] = {}
+    for v in vertices:
+        if v.cls not in classes:
+            pins = (fixed or {}).get(v.name)
+            classes[v.cls] = choices_of(
+                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins, offload
+            )
+        classes[v.cls].members.append(v.index)
+    tensor_bytes = {
+        (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
+        for i, value in enumerate(v.values)
+    }  # fmt: skip
+    outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
+    problem = Problem(
+        mesh,
+        vertices,
+        uses,
+        classes,
+        tensor_bytes,
+        unruled,
+        graph,
+        rule_of,
+        outputs,
+        captured.graph,
+        optimizer,
+        hardware.reserve_bytes,
+        offload,
+        compact,
+    )
+    if compact:
+        problem.split(compact.most // 2)
+    for v in vertices:
+        classes[v.cls].copies += v.copies
+    return problem
+
+
+def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
+    """Name each class after its first member, so that the representative's index is the class."""
+    first: dict[int, int] = {}
+    for v in vertices:
+        v.cls = first.setdefault(v.cls, v.index)

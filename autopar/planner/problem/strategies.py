@@ -1,0 +1,148 @@
+"""What a vertex may choose: strategies with their seconds and bytes, in arrays that the solver adds up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import fx
+
+from ... import rules
+from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...ir.graph import bytes_of, tensor_arguments, values_of
+from ...ir.layout import Layout, is_even, is_legal, largest_local_numel
+from ...ir.mesh import Mesh
+from ...rules import Rule, Strategy
+from .offload import Offload
+from .vertices import PASS_PARTIAL, STATE, Vertex
+
+
+@dataclass
+class Choices:
+    """What a class may choose: strategies with their price for one of its `copies` vertices of the whole graph."""
+
+    strategies: list[Strategy]
+    seconds: np.ndarray
+    resident_bytes: np.ndarray
+    gradient_bytes: np.ndarray
+    members: list[int] = field(default_factory=list)
+    copies: int = 0
+
+    def layouts(self, slot: int) -> list[Layout]:
+        """Layout at an input slot (or the vertex's own layout: STATE) for every strategy."""
+        return [s.outputs[0] if slot == STATE else s.inputs[slot] for s in self.strategies]
+
+    def output_layouts(self, output: int) -> list[Layout]:
+        return [s.outputs[output] for s in self.strategies]
+
+
+def choices_of(
+    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, optimizer: str, pinned: Layout | None, offload: Offload
+) -> Choices:
+    if v.kind == "op":
+        return _op_choices(v.node, rule, part_sets, mesh, cost)
+    value = v.node.meta["val"]
+    shape = tuple(value.shape)
+    if v.kind == "output":
+        options = [Layout.replicated(0)] if not shape else leaf_layouts(shape, mesh, {}, orders=False)
+        return _free([Strategy((o,), (o,), (), 1) for o in options])
+    if pinned is not None:
+        options = [pinned]
+    elif v.kind == "parameter":
+        parts = dict(enumerate(part_sets.get((v.node, 0), ())))
+        options = leaf_layouts(shape, mesh, parts, orders=True)
+    elif v.kind in ("input", "tangent"):
+        options = leaf_layouts(shape, mesh, {}, orders=False)
+    else:
+        options = [Layout.replicated(len(shape))]
+    elements = np.array([float(largest_local_numel(shape, o, mesh)) for o in options])
+    if v.kind == "parameter":
+        return _parameter_choices(v, options, elements, optimizer, offload)
+    choices = _free([Strategy((), (o,), (), 1) for o in options])
+    if v.kind in ("buffer", "constant"):
+        choices.resident_bytes = elements * value.element_size()
+    return choices
+
+
+def _parameter_choices(
+    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload
+) -> Choices:
+    """Every layout in every place that a parameter may be in. Of one on the host the device holds the copy that
+    computes."""
+    state, trainable, places = v.state_bytes(optimizer), v.node.meta["role"].trainable, offload.places(v)
+    choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in places for o in options])
+    seconds, resident, gradient = [], [], []
+    for on_host in places:
+        seconds.append(elements * 0.0 if not on_host else offload.cost.pass_seconds(elements, state, trainable))
+        resident.append(elements * (state.computing if on_host else state.resident(trainable)))
+        gradient.append(elements * (state.gradient if trainable and not on_host else 0))
+    choices.seconds, choices.resident_bytes, choices.gradient_bytes = map(np.concatenate, (seconds, resident, gradient))
+    return choices
+
+
+def _free(options: list[Strategy]) -> Choices:
+    """Choices that cost nothing."""
+    return Choices(options, *(np.zeros(len(options)) for _ in range(3)))
+
+
+def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bool) -> list[Layout]:
+    """All legal layouts without Partial: per axis a dim or none; `orders` also permutes axes that share a dim (a
+    ZeRO-sharded column-parallel weight is cut by tp first); `parts` adds layouts inside the parts of a dim."""
+    result: dict[Layout, None] = {}
+    names = [axis for axis in mesh.names if mesh.size(axis) > 1] or list(mesh.names)
+    for placed in itertools.product([None, *range(len(shape))], repeat=len(names)):
+        for order in itertools.permutations(range(len(names))) if orders else [range(len(names))]:
+            dims = tuple(tuple(names[i] for i in order if placed[i] == d) for d in range(len(shape)))
+            layout = Layout(dims)
+            in_mesh_order = list(order) == list(range(len(names)))
+            # DTensor cuts unevenly only in the mesh's order
+            if is_legal(shape, layout, mesh) and (in_mesh_order or is_even(shape, layout, mesh)):
+                result[layout] = None
+            for d, counts in parts.items():
+                for p in counts:
+                    if len(dims[d]) == 1 and p > 1:
+                        inside = replace(layout, parts=tuple(p if e == d else 1 for e in range(len(shape))))
+                        if is_legal(shape, inside, mesh):
+                            result[inside] = None
+    return list(result)
+
+
+def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: ComputeCost) -> Choices:
+    arguments = [a.meta["val"] for a in tensor_arguments(node)]
+    outputs = values_of(node)
+    if rule is None:
+        whole = Strategy(
+            tuple(Layout.replicated(a.dim()) for a in arguments),
+            tuple(Layout.replicated(o.dim()) for o in outputs),
+            (),
+            1,
+        )
+        options = [whole]
+    else:
+        if node.target not in PASS_PARTIAL:
+            rule = replace(rule, linear=())
+        parts = rules.factor_parts(node, rule, part_sets)
+        options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
+    fuses = cost.hardware.kernels.fuses
+    fused = [fuses and is_fused for is_fused in fused_inputs(node)]
+    is_fused_away = (
+        fuses
+        and len(node.users) == 1
+        and any(
+            user
+            for user in node.users
+            if any(f and a is node for f, a in zip(fused_inputs(user), tensor_arguments(user)))
+        )
+    )
+    seconds = []
+    for option in options:
+        traffic = 0.0
+        for value, layout, skip in zip(arguments, option.inputs, fused):
+            traffic += 0.0 if skip else bytes_of(value) * fraction(layout, mesh)
+        if not is_fused_away:
+            traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
+        seconds.append(cost.seconds(node, option, mesh, traffic))
+    choices = _free(options)
+    choices.seconds = np.array(seconds)
+    return choices

@@ -1,0 +1,142 @@
+"""The vertices of a joint graph and the uses of tensors between them.
+
+A vertex is an op, a leaf (parameter, buffer, input, tangent, constant) or an output. Some couplings are part of the
+problem itself, such as a gradient that must arrive in the layout of its parameter: such a use has the parameter as
+consumer and `STATE` as slot.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ...cost.memory import StateBytes
+from ...ir.casts import output_of, own_casts
+from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ...ops.counter_rng import STREAM
+
+aten = torch.ops.aten
+STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
+
+# Partial values pass only through these: more pass-through ops never improved a plan and grow the problem.
+PASS_PARTIAL = {
+    aten.add.Tensor, aten.sub.Tensor, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._to_copy.default, aten.cat.default,
+    aten.neg.default,
+}  # fmt: skip
+
+
+@dataclass
+class Vertex:
+    """One node of the unfolded graph. `inputs` are tensors as (vertex index, output index).
+
+    `casts` are nodes that belong to the vertex, by output: the cast of a parameter to what it computes in, and that of
+    a gradient to its parameter's type. So a parameter is never gathered before its cast, nor a gradient reduced before
+    its own."""
+
+    index: int
+    name: str
+    kind: str  # "op", "parameter", "buffer", "input", "tangent", "constant", "random", "output"
+    node: fx.Node | None
+    phase: str
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    signature: tuple = ()
+    cls: int = -1
+    casts: dict[int, fx.Node] = field(default_factory=dict)
+    block: int | None = None  # of a compact graph (see autopar/frontend/repeated_blocks.py)
+    copies: int = 1  # vertices of the whole graph that it stands for
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """What the vertex hands on, one tensor an output."""
+        return [self.casts[i].meta["val"] if i in self.casts else value for i, value in enumerate(values_of(self.node))]
+
+    def tensor(self, output: int) -> tuple[fx.Node, int]:
+        """An output as the lowering knows it: its node, and which output of that node it is."""
+        return (self.casts[output], 0) if output in self.casts else (self.node, output)
+
+    def state_bytes(self, optimizer: str) -> StateBytes:
+        """Of a parameter: bytes of an element."""
+        copy = self.casts[0].meta["val"].element_size() if 0 in self.casts else 0
+        return StateBytes.of(optimizer, self.node.meta["val"].element_size(), copy)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A tensor read by a consumer, which wants it in the layout of input `slot` of its strategy (or its own: STATE)."""
+
+    producer: int
+    output: int
+    consumer: int
+    slot: int
+    phase: str
+
+
+def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
+    """The vertices of a joint graph, each without a class, and the uses of their tensors, those by the graph's outputs
+    last."""
+    vertices: list[Vertex] = []
+    uses: list[Use] = []
+    where: dict[fx.Node, int] = {}
+    casts = own_casts(graph, PASS_PARTIAL)
+    source_of = {cast: source for source, cast in casts.items()}
+
+    def add(name, kind, node, phase, signature) -> Vertex:
+        vertex = Vertex(len(vertices), name, kind, node, phase, signature=signature)
+        vertices.append(vertex)
+        return vertex
+
+    def tensor(node: fx.Node) -> tuple[int, int]:
+        source = source_of.get(node, node)
+        return where[tensor_of(source)[0]], output_of(source)
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            role, value = node.meta["role"], node.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                continue
+            key = role.name if role.kind in ("input", "tangent", "constant") else _no_digits(role.name)
+            v = add(node.name, role.kind, node, node.meta["phase"],
+                    (role.kind, key, tuple(value.shape), str(value.dtype), role.trainable))  # fmt: skip
+            where[node] = v.index
+            if node in casts:
+                v.casts[0] = casts[node]
+                v.signature = (*v.signature, str(v.values[0].dtype))
+        elif is_op(node) and values_of(node) and node not in source_of:
+            v = add(node.name, "op", node, node.meta["phase"], ())
+            v.casts = {output_of(n): casts[n] for n in (node, *node.users) if n in casts and tensor_of(n)[0] is node}
+            shapes = tuple((tuple(x.shape), str(x.dtype)) for x in v.values)
+            constants = tuple(str(a) for a in _constants(node))
+            v.signature = (str(node.target), shapes, constants, v.phase)
+            v.inputs = [tensor(a) for a in tensor_arguments(node)]
+            where[node] = v.index
+            uses += [Use(p, o, v.index, slot, v.phase) for slot, (p, o) in enumerate(v.inputs)]
+    by_role = {(v.kind, v.node.meta["role"].name): v for v in vertices if v.node.op == "placeholder"}
+    output = output_node(graph)
+    for node, role in zip(output.args[0], output.meta["roles"]):
+        p, o = tensor(node)
+        partner = next(filter(None, (by_role.get((kind, role.name)) for kind in PARTNERS.get(role.kind, ()))), None)
+        phase = "backward" if role.kind in ("gradient", "input_gradient") else "forward"
+        is_loss = role.kind == "output" and not node.meta["val"].dim()
+        if partner is not None and not is_loss:
+            uses.append(Use(p, o, partner.index, STATE, phase))
+        else:
+            v = add(f"{role.kind}:{role.name}", "output", node, phase, ("output", role.kind, role.name))
+            v.inputs = [(p, o)]
+            uses.append(Use(p, o, v.index, 0, phase))
+    return vertices, uses
+
+
+def _constants(node: fx.Node) -> list:
+    """Arguments that are not tensors, nested ones too, with node names left out, and stream numbers, which change no
+    price."""
+    stream = STREAM.get(node.target)
+    args = [a for i, a in enumerate(node.args) if i != stream]
+    return [a for a in flatten((args, node.kwargs)) if not isinstance(a, fx.Node)]
+
+
+def _no_digits(name: str) -> str:
+    return re.sub(r"\d+", "#", name)

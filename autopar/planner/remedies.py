@@ -1,0 +1,252 @@
+"""What would fit instead of a plan that does not: one change at a time to what was asked for, each priced by planning
+again.
+
+    recomputation      as much as the memory demands, if a level was asked for
+    strategy           a free one, and the next stages of ZeRO (zero1 -> zero2 -> fsdp), if a strategy was asked for
+    mesh               an axis twice as large, or as much larger as the smallest plan is than the limit
+    offload            parameters on the host, with their gradients and optimizer state
+    micro-batches      twice as many of half the size, or as many as the activations of the smallest plan must shrink
+    adapters           LoRA on all linear layers instead of training the model
+
+All but the last two of these plan the graph that is there; those trace the model again. Of several steps of one change
+the gentlest that fits is told, else the last. If nothing fits alone, numbers are doubled once more, and what costs no
+devices is tried together. Searches stop at a larger gap than those for plans. What cannot be planned at all is left
+out, so that the refusal that it is for is never hidden by another error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..adapt import LoRA
+from ..adapt.targets import ALL_LINEAR
+from ..errors import MemoryInfeasibleError
+from ..frontend.export import Captured
+from ..ir.mesh import Mesh
+from ..utils.format import ms, size
+from . import fixed_recompute, plan
+from .objective.memory_timeline import AGAIN, PASSING, SAVED
+from .problem import offload
+from .problem.recipes import ALIASES, RECIPES, Restriction
+from .solver.minimize import Search
+
+SEARCH = Search(gap=2e-2, rounds=8, largest_program=0)
+STAGES = {  # that hold less of every device, by what they follow
+    "ddp": ("zero1", "zero2", "fsdp"), "zero1": ("zero2", "fsdp"), "zero2": ("fsdp",), "hsdp": ("fsdp",),
+}  # fmt: skip
+MOST_TOLD = 3  # in a sentence
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change, as arguments of `autopar.plan` and as options of the command line, and the plan that it leads to:
+    seconds of a step on so many `devices` and bytes of each. Without seconds it does not fit, and these are the bytes
+    of the smallest plan."""
+
+    argument: str
+    option: str
+    devices: int
+    peak_bytes: float
+    missing_bytes: float = 0.0
+    step_seconds: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.step_seconds is not None
+
+    @property
+    def device_seconds(self) -> float:
+        """What a step costs, in seconds of one device."""
+        return math.inf if self.step_seconds is None else self.step_seconds * self.devices
+
+    def __str__(self) -> str:
+        many = "s" if self.devices > 1 else ""
+        return (
+            f"{self.argument} ({ms(self.step_seconds)} a step on {self.devices} device{many}, {size(self.peak_bytes)})"
+        )
+
+
+@dataclass(frozen=True)
+class _Change:
+    argument: str
+    option: str
+    mesh: Mesh
+    options: plan.PlanOptions
+    captured: Callable[[], Captured]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for and did not fit: `samples` of one pass; `adapts`: whether there are adaptations already.
+    `retrace` traces the model again with so many samples and more adaptations."""
+
+    captured: Captured
+    mesh: Mesh
+    options: plan.PlanOptions
+    samples: int
+    adapts: bool
+    retrace: Callable[[int, Sequence[LoRA]], Captured]
+
+    def change(self, argument: str, option: str, mesh: Mesh | None = None,
+               captured: Callable[[], Captured] | None = None, **options) -> _Change:  # fmt: skip
+        options = replace(self.options, baselines=False, search=SEARCH, **options)
+        return _Change(argument, option, mesh or self.mesh, options, captured or (lambda: self.captured))
+
+
+def with_fixes(
+    error: MemoryInfeasibleError, request: Request, report: Callable[[str], None] = lambda text: None
+) -> MemoryInfeasibleError:
+    """The refusal of a request with what would fit instead, cheapest first, and after that what would not, nearest
+    first."""
+    found: dict[str, Fix] = {}
+    for changes in (_changes, _further_changes):  # the second only if nothing fits yet
+        for kind, steps in changes(error, request):
+            for change in steps:
+                report(f"no plan fits, trying {change.argument}")
+                tried = _tried(change)
+                found |= {kind: tried} if tried else {}
+                if tried and tried.fits:
+                    break
+        if any(fix.fits for fix in found.values()):
+            break
+    fixes = sorted(found.values(), key=lambda fix: (fix.device_seconds, fix.missing_bytes, fix.argument))
+    fitting = [str(fix) for fix in fixes if fix.fits]
+    return MemoryInfeasibleError(
+        error.message, missing_bytes=error.missing_bytes, breakdown=error.breakdown, fixes=fixes, mesh=error.mesh,
+        fix=", or ".join(fitting[:MOST_TOLD]) or error.fix,
+    )  # fmt: skip
+
+
+def _tried(change: _Change) -> Fix | None:
+    """None for what cannot be planned for another reason than memory."""
+    try:
+        planned = _planned(change)
+    except MemoryInfeasibleError as error:
+        need = sum(error.breakdown.values())
+        return Fix(change.argument, change.option, change.mesh.devices, need, error.missing_bytes)
+    except Exception:  # the user's error is the refusal
+        return None
+    e, passes = planned.evaluation, change.options.micro_batches
+    return Fix(change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=e.seconds * passes)
+
+
+def _planned(change: _Change) -> plan.Planned:
+    """The search that a change asks for, if its smallest plan fits. Raises AutoparError."""
+    captured, mesh, options = change.captured(), change.mesh, change.options
+    options.check(mesh)
+    solvers = plan.solvers_of(captured, mesh, options)
+    restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
+    least = [(solver, solver.smallest(restriction, dict(options.pin))) for solver in solvers]
+    solver, smallest = min(least, key=lambda pair: pair[1].bytes_)
+    if smallest.bytes_ > solver.limit_bytes:
+        raise solver.refusal("the smallest plan needs", smallest)
+    return plan.search(captured, mesh, options, solvers=solvers)
+
+
+def _changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[str, Iterator[_Change]]]:
+    """Kinds of change, each as steps of which a later one gains more memory."""
+    yield "recomputation", _recomputation(request)
+    yield "strategy", _free_strategy(request)
+    yield "stage", _higher_stages(request)
+    yield "offload", _offload(request)
+    yield from _larger_changes(error, request, 1)
+    yield "adapters", _adapters(request)
+
+
+def _further_changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[str, Iterator[_Change]]]:
+    yield from _larger_changes(error, request, 2)
+    yield "together", _together(request)
+
+
+def _larger_changes(
+    error: MemoryInfeasibleError, request: Request, times: int
+) -> Iterator[tuple[str, Iterator[_Change]]]:
+    """Changes by a number, `times` as large as the smallest plan seems to need."""
+    for axis in request.mesh.names:
+        yield axis, _larger_axis(error, request, axis, times)
+    yield "micro-batches", _micro_batches(error, request, times)
+
+
+def _recomputation(request: Request) -> Iterator[_Change]:
+    if request.options.recompute != fixed_recompute.AUTO:
+        yield request.change('recompute="auto"', "--recompute auto", recompute=fixed_recompute.AUTO)
+
+
+def _free_strategy(request: Request) -> Iterator[_Change]:
+    if ALIASES.get(request.options.strategy, request.options.strategy):
+        yield request.change('strategy="auto"', "--strategy auto", strategy=None)
+
+
+def _higher_stages(request: Request) -> Iterator[_Change]:
+    """Higher stages of ZeRO; of a tensor-parallel strategy on its data axes."""
+    name = ALIASES.get(request.options.strategy, request.options.strategy) or ""
+    tensor, plus, data = name.rpartition("+")
+    if data in RECIPES and not RECIPES[data].data:
+        tensor, plus, data = data, "+", "ddp"
+    for stage in STAGES.get(data, ()):
+        strategy = f"{tensor}{plus}{stage}"
+        yield request.change(f'strategy="{strategy}"', f"--strategy {strategy}", strategy=strategy)
+
+
+def _offload(request: Request) -> Iterator[_Change]:
+    if request.options.offload == offload.NONE and request.options.hardware.host is not None:
+        yield request.change(f'offload="{offload.AUTO}"', f"--offload {offload.AUTO}", offload=offload.AUTO)
+
+
+def _larger_axis(error: MemoryInfeasibleError, request: Request, axis: str, times: int) -> Iterator[_Change]:
+    need = sum(error.breakdown.values())
+    factor = times * _power_of_two(need / (need - error.missing_bytes))
+    sizes = [size_ * factor if name == axis else size_ for name, size_ in request.mesh.axis_sizes.items()]
+    mesh = Mesh(request.mesh.names, tuple(sizes))
+    yield request.change(f'mesh="{mesh}"', f"--mesh {mesh}", mesh=mesh)
+
+
+def _micro_batches(error: MemoryInfeasibleError, request: Request, times: int) -> Iterator[_Change]:
+    """None if what does not shrink with the samples has no room."""
+    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, AGAIN, PASSING))
+    room = shrinking - error.missing_bytes
+    factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
+    if factor in _divisions(request):
+        yield _passes(request, factor)
+
+
+def _together(request: Request) -> Iterator[_Change]:
+    """A free strategy and recomputation with some micro-batches, and with as many as there can be."""
+    possible = _divisions(request)
+    for factor in dict.fromkeys((possible[len(possible) // 2], possible[-1]) if possible else ()):
+        yield _passes(
+            request, factor, 'strategy="auto", recompute="auto", ', "--strategy auto --recompute auto ",
+            strategy=None, recompute=fixed_recompute.AUTO,
+        )  # fmt: skip
+
+
+def _divisions(request: Request) -> list[int]:
+    """Powers of two that divide the samples and leave the first axis as many as it divides, if it divides them now."""
+    samples, ways = request.samples, request.mesh.sizes[0]
+    powers = (2**i for i in range(1, samples.bit_length()))
+    return [k for k in powers if samples % k == 0 and (samples % ways or samples // k % ways == 0)]
+
+
+def _passes(request: Request, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
+    """So many times as many passes of as much smaller samples."""
+    passes, samples = request.options.micro_batches * factor, request.samples // factor
+    return request.change(
+        f"{arguments}micro_batches={passes} of {samples} samples", f"{flags}--micro-batches {passes}",
+        captured=lambda: request.retrace(samples, ()), micro_batches=passes, **options,
+    )  # fmt: skip
+
+
+def _adapters(request: Request) -> Iterator[_Change]:
+    if not request.adapts:
+        lora = LoRA(r=RANK, target_modules=ALL_LINEAR)
+        yield request.change(
+            f'adapt=[LoRA(r={RANK}, target_modules="{ALL_LINEAR}")]', f"--lora r={RANK}",
+            captured=lambda: request.retrace(request.samples, (lora,)),
+        )  # fmt: skip
+
+
+def _power_of_two(at_least: float) -> int:
+    return 2 ** max(1, math.ceil(math.log2(at_least)))

@@ -1,0 +1,205 @@
+"""Lower bounds fast: block-coordinate ascent on the dual of the integer program's relaxation.
+
+The objective of autopar/planner/solver/ilp.py is a sum of a cost for every class and one for every hub, which depends
+on the layout p that the producer gives and the layouts q that the consumers want: each distinct q is paid for once.
+Sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5), 2015; on
+pairs of variables it is TRW-S) visits the classes in order, forward and backward; each collects what its hubs know and
+hands its own cost on to the hubs that reach further. The sum of the minima of all classes and hubs is a lower bound of
+every plan and never falls. The messages of a hub are in autopar/planner/solver/factor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from ..problem.multipliers import Prices
+from ..problem.problem import Problem
+from ..problem.vertices import STATE
+from .factor import IMPOSSIBLE_SECONDS, End, Factor, Side
+from .hyperedges import BACKWARD, HubPrices, Mode
+
+MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost
+
+
+def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
+    """Of every strategy of a class: the priced seconds and bytes of all its copies."""
+    options, v = problem.classes[cls], problem.vertices[cls]
+    weight = (
+        prices.compute(v.phase) if v.kind == "op" else 1.0
+    )  # communication hides behind compute, not behind the host
+    bytes_ = options.resident_bytes + prices.gradients * options.gradient_bytes
+    return (options.seconds * weight + prices.byte_seconds * bytes_) * options.copies
+
+
+def _order(problem: Problem) -> list[int]:
+    """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in
+    the graph: rounding decides a class when most of what it touches is decided."""
+    place = {cls: float(cls) for cls in problem.classes}
+    leaves = {cls for cls in problem.classes if not problem.vertices[cls].inputs}
+    for cls in leaves:
+        consumers = [problem.vertices[u.consumer].cls for u in problem.uses if u.producer == cls and u.slot != STATE]
+        place[cls] = min(consumers, default=cls) - 0.5
+    return sorted(problem.classes, key=lambda cls: (place[cls], cls))
+
+
+class Dual:
+    """The dual of one problem for given allowed strategies. It may be priced again and again: what it has learned
+    stays.
+
+    A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is
+    strategy k run twice. `choice` maps classes to options."""
+
+    def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
+                 keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
+        """`reruns`: classes whose ops may run again in the backward, so that what they make need not be saved; with
+        them the bound also holds for plans that recompute."""
+        self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
+        self.reruns = frozenset(reruns)
+        self.classes = _order(problem)
+        self.position = {cls: i for i, cls in enumerate(self.classes)}
+        self.index = []
+        for cls in self.classes:
+            once = np.flatnonzero(allowed[cls])
+            self.index.append(np.concatenate([once, once + len(allowed[cls])]) if cls in self.reruns else once)
+        self.factors: list[Factor] = []
+        self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
+        self._loops: list[HubPrices] = []
+        for hub in hubs:
+            parts = -(
+                -len(hub.hub.consumers) // MOST_CONSUMERS
+            )  # of a hub with many consumers each factor takes a share
+            for i in range(parts):
+                self._add(hub, range(len(hub.hub.consumers))[i::parts], parts)
+        # hubs of every class that reach to earlier classes, and to later ones
+        self.earlier = [[(f, end) for f, end in ends if f.first < i] for i, ends in enumerate(self.ends)]
+        self.later = [[(f, end) for f, end in ends if f.last > i] for i, ends in enumerate(self.ends)]
+        self.weights = [1.0 / max(1, len(before), len(after)) for before, after in zip(self.earlier, self.later)]
+        self.price(prices)
+
+    def _add(self, hub: HubPrices, consumers: Sequence[int], parts: int) -> None:
+        sources, tail = self._end(hub.hub.producer, hub.source_of)
+        wanted, ends = [], []
+        for i in consumers:
+            cls = hub.hub.consumers[i][0]
+            columns, end = self._end(cls, hub.target_of[i])
+            end.phase = hub.phases[i]
+            wanted.append(columns)
+            ends.append(end)
+        if len(ends) == 1 and ends[0].position == tail.position:  # a class that feeds itself: part of its own cost
+            self._loops.append(hub)
+            return
+        universe = np.unique(np.concatenate(wanted))
+        for columns, end in zip(wanted, ends):
+            end.columns = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
+        factor = Factor(hub, sources, universe, hub.hub.copies / parts, tail, ends)
+        self.factors.append(factor)
+        for end in (tail, *ends):
+            self.ends[end.position].append((factor, end))
+
+    def _end(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, End]:
+        """The layouts of a tensor that the allowed options of a class have, with the class's end of a factor."""
+        twice, position = cls in self.reruns, self.position[cls]
+        once = self.index[position][: len(self.index[position]) // (1 + twice)]
+        layouts, which = np.unique(layout_of[once], return_inverse=True)
+        side = Side(np.concatenate([which, which + len(layouts)]) if twice else which)
+        return layouts, End(position, side, np.zeros(len(layouts) * (1 + twice)), twice)
+
+    def price(self, prices: Prices) -> None:
+        """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""
+        self.prices = prices
+        self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
+        for hub in self._loops:
+            position = self.position[hub.hub.producer]
+            again, k = np.divmod(self.index[position], len(hub.source_of))
+            p, q, phase = hub.source_of[k], hub.target_of[0][k], hub.phases[0]
+            late = (again == 1) & (phase != BACKWARD)
+            values = [
+                m.base[again, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
+                for m in self.modes(hub)
+            ]
+            self.unary[position] += np.minimum.reduce(values) * hub.hub.copies
+        priced = {}
+        for factor in self.factors:
+            if id(factor.hub) not in priced:
+                priced[id(factor.hub)] = self.modes(factor.hub)
+            factor.price(priced[id(factor.hub)])
+
+    def own(self, cls: int) -> np.ndarray:
+        """Of every option of a class: the priced seconds and bytes of all its copies."""
+        once, options = own_cost(self.problem, cls, self.prices), self.problem.classes[cls]
+        if cls not in self.reruns:
+            return once
+        return np.concatenate([once, once + options.seconds * (self.prices.compute("backward") * options.copies)])
+
+    def modes(self, hub: HubPrices) -> list[Mode]:
+        """The ways to serve one copy of a hub at the prices of the dual."""
+        is_read_again = any(cls in self.reruns for cls, _, _ in hub.hub.consumers)
+        return hub.modes(self.prices, self.keep_parameters, is_read_again)
+
+    def strategies(self, choice: dict[int, int]) -> dict[int, int]:
+        """The strategies of a choice, without what runs again."""
+        return {cls: option % len(self.allowed[cls]) for cls, option in choice.items()}
+
+    # ascent
+
+    def _collected(self, i: int) -> np.ndarray:
+        theta = self.unary[i].copy()
+        for _, end in self.ends[i]:
+            theta += end.side.spread(end.message)
+        return theta
+
+    def _refresh(self, factor: Factor, end: End) -> None:
+        end.message = factor.to_tail() if end is factor.tail else factor.to_head(end)
+
+    def sweep(self, forward: bool) -> None:
+        """One pass over the classes in order, or against it."""
+        known, told = (self.earlier, self.later) if forward else (self.later, self.earlier)
+        for i in range(len(self.classes)) if forward else range(len(self.classes) - 1, -1, -1):
+            for factor, end in known[i]:
+                self._refresh(factor, end)
+            if told[i]:
+                theta = self._collected(i)
+                theta -= np.minimum.reduce(theta)
+                theta *= self.weights[i]
+                for _, end in told[i]:
+                    end.message = end.message - end.side.smallest(theta)
+
+    def bound(self) -> float:
+        """Sum of the minima of all classes and hubs: no plan costs less."""
+        return sum(float(self._collected(i).min()) for i in range(len(self.classes))) + sum(
+            f.smallest() for f in self.factors
+        )
+
+    def reduced_costs(self) -> tuple[float, list[np.ndarray]]:
+        """The bound, and for every strategy how far it lies above it at least if the strategy is taken."""
+        reduced = []
+        for i in range(len(self.classes)):
+            for factor, end in self.ends[i]:
+                self._refresh(factor, end)
+            theta = self._collected(i)
+            reduced.append(theta - theta.min())
+            share = 1.0 / (len(self.ends[i]) + 1)
+            for _, end in self.ends[i]:
+                end.message = end.message - end.side.smallest((theta - theta.min()) * share)
+        return self.bound(), reduced
+
+    def round(self) -> dict[int, int]:
+        """A choice by class: in order, each the best given the classes before it and what the hubs know of those
+        after."""
+        before = [[end.message for _, end in ends] for ends in self.ends]
+        chosen: dict[int, int] = {}
+        for i, cls in enumerate(self.classes):
+            theta = self.unary[i].copy()
+            for factor, end in self.ends[i]:
+                theta += end.side.spread(factor.to_tail() if end is factor.tail else factor.to_head(end))
+            k = int(theta.argmin())
+            chosen[cls] = int(self.index[i][k])
+            for _, end in self.ends[i]:  # a decided end says: this layout, no other
+                end.message = np.full(len(end.message), -IMPOSSIBLE_SECONDS)
+                end.message[end.side.which[k]] = 0.0
+        for ends, messages in zip(self.ends, before):
+            for (_, end), message in zip(ends, messages):
+                end.message = message
+        return chosen

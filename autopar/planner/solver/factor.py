@@ -1,0 +1,181 @@
+"""The payments of a hub in the dual, minimized exactly over the layouts of its consumers.
+
+A hub with n consumers is minimized over all ways of sharing payments: for a fixed layout p of the producer, consumers
+that take the same q form a block, so the minimum is over partitions of the consumers into blocks, min_q (cost(p, q) +
+what the block's consumers add). A producer that may run again has its layouts twice, once as it runs once; so has a
+forward consumer that may run again, which then reads in both phases.
+
+Sweeps call these functions hundreds of thousands of times on small arrays: they spare calls, not flops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .hyperedges import BACKWARD, BOTH, FORWARD, HubPrices, Mode
+
+IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
+_least = np.minimum.reduce
+
+
+class Side:
+    """How the options of a class map to layouts of one tensor."""
+
+    def __init__(self, which: np.ndarray):
+        self.which = which
+        self.order = np.argsort(which, kind="stable")
+        self.starts = np.searchsorted(which[self.order], np.arange(which.max() + 1))
+        self.is_identity = len(self.starts) == len(which) and bool((which == np.arange(len(which))).all())
+
+    def smallest(self, values: np.ndarray) -> np.ndarray:
+        """Minimum of a class's values over the options of each layout."""
+        return values if self.is_identity else np.minimum.reduceat(values.take(self.order), self.starts)
+
+    def spread(self, message: np.ndarray) -> np.ndarray:
+        """A message by layout as one by option."""
+        return message if self.is_identity else message.take(self.which)
+
+
+@dataclass(eq=False)
+class End:
+    """One variable of a factor: the class at `position` and the message that the factor sends it, by layout; if it may
+    run again (`twice`) by layout as it runs once, then by layout as it runs again."""
+
+    position: int
+    side: Side
+    message: np.ndarray
+    twice: bool
+    columns: np.ndarray | slice | None = None  # a consumer's layouts as columns of the factor's prices
+    phase: int = FORWARD
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The message, one row or two."""
+        return self.message.reshape(1 + self.twice, -1)
+
+
+class _Block:
+    """Consumers that take the same layout: the phases in which they read, what they add by column, and what they add at
+    least where one of them may run again (else None)."""
+
+    def __init__(self, phases: int = 0, once: np.ndarray | float = 0.0, least: np.ndarray | float | None = None):
+        self.phases, self.once, self.least = phases, once, least
+
+    def joined(self, other: _Block) -> _Block:
+        if self.least is None and other.least is None:
+            return _Block(self.phases | other.phases, self.once + other.once)
+        least = (self.once if self.least is None else self.least) + (other.once if other.least is None else other.least)
+        return _Block(self.phases | other.phases, self.once + other.once, least)
+
+    def seconds(self, mode: Mode, phases: int = 0) -> np.ndarray:
+        """What the block costs by producer layout and column, with a consumer more that reads in `phases`."""
+        if not self.phases:
+            return mode.block[phases]
+        phases |= self.phases
+        if self.least is None:
+            return mode.block[phases] + self.once
+        late = mode.block[phases | BACKWARD] + self.least
+        return late if phases & BACKWARD else np.minimum(mode.block[phases] + self.once, late)
+
+
+class Factor:
+    """The payments of a hub with one producer and a few consumers: the cheapest of its modes."""
+
+    def __init__(
+        self, hub: HubPrices, sources: np.ndarray, universe: np.ndarray, scale: float, tail: End, heads: list[End]
+    ):
+        self.hub, self.sources, self.universe, self.scale, self.tail, self.heads = (
+            hub,
+            sources,
+            universe,
+            scale,
+            tail,
+            heads,
+        )
+        self.width = len(universe)
+        positions = [tail.position, *(h.position for h in heads)]
+        self.first, self.last = min(positions), max(positions)
+        self.others = {id(head): [h for h in heads if h is not head] for head in heads}
+
+    def price(self, modes: list[Mode]) -> None:
+        """Take over the part of a hub's prices that is allowed, times its share of the copies. Where others of the
+        hub's consumers are in other factors, a block costs no more than with these: what both phases read may be
+        cheaper than what one does."""
+        if len(self.heads) < len(self.hub.hub.consumers):
+            modes = [Mode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes]
+        place, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
+        modes = [
+            Mode(
+                np.minimum(mode.base[rows] * self.scale, IMPOSSIBLE_SECONDS),
+                {
+                    phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS)
+                    for phase, price in mode.block.items()
+                },
+            )
+            for mode in modes
+        ]
+        if len(self.heads) == 1:  # nothing to share: one matrix says all
+            self.alone = _least([self._alone(mode, self.heads[0]) for mode in modes])
+        else:
+            self.modes = modes
+
+    def _alone(self, mode: Mode, head: End) -> np.ndarray:
+        """What the only consumer costs, by the producer's layouts and its own, either twice if it may run again."""
+        columns = np.hstack([mode.block[head.phase], mode.block[head.phase | BACKWARD]][: 1 + head.twice])
+        return np.vstack([base[:, None] + columns for base in mode.base])
+
+    def _block(self, head: End) -> _Block:
+        """A consumer alone in its block; impossible where it does not want the column."""
+        added = np.full((1 + head.twice, self.width), IMPOSSIBLE_SECONDS)
+        added[:, head.columns] = -head.rows
+        return _Block(head.phase, added[0], _least(added) if head.twice else None)
+
+    def _blocks(self, heads: list[End]) -> list[_Block]:
+        """For every set of these consumers (a bit mask) the block that they form."""
+        blocks = [_Block()]
+        for i, head in enumerate(heads):
+            one = self._block(head)
+            blocks += [one, *(blocks[rest].joined(one) for rest in range(1, 1 << i))]
+        return blocks
+
+    def _partitions(self, mode: Mode, blocks: list[_Block]) -> list[np.ndarray]:
+        """For every set of consumers, by p, the minimum over all ways in which they share payments."""
+        best = [np.zeros(len(self.sources))]
+        alone = [None, *(_least(block.seconds(mode), axis=1) for block in blocks[1:])]
+        for mask in range(1, len(blocks)):
+            lowest = mask & -mask
+            rest, result = mask ^ lowest, alone[mask]
+            sub = rest
+            while sub:  # blocks that hold the first consumer of the set, but not all
+                sub = (sub - 1) & rest
+                result = np.minimum(result, alone[sub | lowest] + best[rest ^ sub])
+            best.append(result)
+        return best
+
+    def to_tail(self) -> np.ndarray:
+        """Minimum over the consumers, by the producer's layout."""
+        if len(self.heads) == 1:
+            return _least(self.alone - self.heads[0].message, axis=1)
+        blocks = self._blocks(self.heads)
+        values = [m.base + self._partitions(m, blocks)[-1] for m in self.modes]
+        return (values[0] if len(values) == 1 else _least(values)).ravel()
+
+    def to_head(self, head: End) -> np.ndarray:
+        """Minimum over the producer and the other consumers, by this consumer's layout."""
+        if len(self.heads) == 1:
+            return _least(self.alone - self.tail.message[:, None], axis=0)
+        blocks = self._blocks(self.others[id(head)])
+        everyone, cases = len(blocks) - 1, []
+        for mode in self.modes:
+            before, best = _least(mode.base - self.tail.rows), self._partitions(mode, blocks)
+            for mask, block in enumerate(blocks):  # the others that join this consumer's block
+                start = before + best[everyone ^ mask] if mask != everyone else before
+                cases.append((mode, block, start[:, None]))
+        phases = (head.phase, head.phase | BACKWARD)[: 1 + head.twice]
+        rows = [_least([_least(block.seconds(mode, p) + start) for mode, block, start in cases]) for p in phases]
+        return np.concatenate([row[head.columns] for row in rows])
+
+    def smallest(self) -> float:
+        return float((self.to_tail() - self.tail.message).min())

@@ -1,0 +1,253 @@
+"""The fastest plan that fits, where the fastest plan of all does not.
+
+Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds
+of every plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
+(autopar/planner/solver/cutting_planes.py). At these prices every op decides together with its sharding whether it runs
+again in the backward. The plans that this gives are then made to fit: by copies that are given up, by as much
+recomputation as it takes, or, where there is room left, by parts of faster plans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ...utils.format import size
+from ..objective.checkpoint_blocks import recomputed_vertices
+from ..objective.evaluate import Evaluation
+from ..problem.multipliers import Prices
+from ..problem.offload import break_even
+from .cutting_planes import FIRST_PRICE
+from .dual import Dual
+from .ilp import Solution
+from .interpolate import between, keep_copies, mix
+from .local_search import Tied
+from .minimize import BeyondCutoff, minimize
+from .search import Outcome, Run
+
+MOST_PRICES = 9  # of one search; the cuts seldom ask for more
+MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
+SMALL_DOUBT = 0.003  # of the bound: better prices would hardly say more
+# the searches for the bound try a plan at each of their prices: with so many tried, and one that fits, no others are
+# looked for; with fewer, few more
+ENOUGH_TRIES, FEW_PRICES = 3, 4
+# what has to be made to fit is changed more than this anyway, so that its search may stop early
+PLAN_GAP, ROUNDS = 5e-3, 40
+BOUND_GAP = 1e-2  # of the first searches for the bound
+MOST_MIXED = 3  # plans that meet at the highest bound, of which mixtures are tried
+MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
+LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
+STEP = 1e-5  # between two points, for a slope
+
+
+class WithinLimit:
+    """The second half of a search, whose first half found `fastest`."""
+
+    def __init__(self, run: Run, fastest: Outcome):
+        self.run, self.solver, self.problem, self.limit_bytes = run, run.solver, run.problem, run.limit_bytes
+        self.fast = fastest.evaluation  # the least memory among fast plans, so far
+        self.bound, self.smallest = fastest.bound_seconds, self.fast
+        self.best: Evaluation | None = None
+        self.tries = 0
+        self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
+
+    def outcome(self) -> Outcome:
+        """The fastest plan found. Raises MemoryInfeasibleError if none fits."""
+        first = self.run.accumulates or self.fast.peaks_early
+        for early, is_sure in ((first, False), (not first, True)):
+            if self._search(early, is_sure) and self.best is not None:
+                break
+        best = self.best or self.run.smallest(self.smallest)
+        if best.bytes_ > self.limit_bytes:
+            kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
+            raise self.solver.refusal(
+                f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
+            )
+        return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True)
+
+    def _search(self, early: bool, is_sure: bool) -> bool:
+        """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is
+        sure."""
+        free = replace(self.solver.free, saved=early, gradients=float(self.run.accumulates or not early))
+        found = self._highest_bound(free, is_sure)
+        if found is None:
+            return False
+        point, plans = found
+        if self.best is None or self.tries < ENOUGH_TRIES and not self._is_near():
+            self._bisect(free, point)
+        for one, other in itertools.combinations(plans[:MOST_MIXED], 2):
+            if self.best is not None and not self._is_near() and one.choice != other.choice:
+                self._mix(one, other, self._prices(free, point))
+        return True
+
+    def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:
+        """Where the bound is highest, from the point of view of plans that may recompute, and the plans that meet
+        there. None if memory peaks elsewhere."""
+        run, cuts = self.run, self.run.cuts.copy()
+        cuts.high[2] = MOST_PRICE
+        reruns = self.solver.blocks.reruns if free.saved else ()
+        dual = Dual(self.problem, self.solver.hubs, run.allowed, free, run.restriction.keep, reruns)
+        for _ in range(MOST_PRICES):
+            point, doubt, met = cuts.highest(self.bound)
+            if doubt <= SMALL_DOUBT or cuts.is_known(point) or self._is_near():
+                break
+            prices = self._prices(free, point)
+            dual.price(prices)
+            starts = [*self.solver.found, *([] if self.best is None else [self._joint(dual, self.best)])]
+            solution = minimize(dual, starts, replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP))))
+            self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
+            if self.bound >= run.search.cutoff_seconds:
+                raise BeyondCutoff(self.bound)
+            line = self._line(dual, free, point, solution)
+            tried, _ = self._try(prices, dual.strategies(solution.choice))
+            if (
+                not is_sure
+                and tried.bytes_ > self.limit_bytes
+                and (self.run.accumulates or tried.peaks_early) != free.saved
+            ):
+                return None
+            cuts.add(point, *line, tried)
+        return point, met
+
+    def _mix(self, one: Evaluation, other: Evaluation, prices: Prices) -> None:
+        """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it
+        recomputes."""
+
+        def judge(choice: dict[int, int]) -> Evaluation:
+            e = self.run.judge(prices, choice)
+            return self.solver.blocks.fit(e, self.limit_bytes, prices)[0] or e
+
+        self.solver.report("mixing plans")
+        mixed = between(self.problem, one, other, judge, self.limit_bytes)  # leaves the problem split as in the mixture
+        self._keep(self._fitted(self.run.settled(self.run.judge(prices, mixed.choice)), prices)[0])
+
+    def _keep(self, e: Evaluation | None) -> None:
+        """Remember a plan that fits if it is the fastest."""
+        if e is not None and (self.best is None or e.seconds < self.best.seconds):
+            self.best = e
+
+    def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
+        """An evaluated plan as a choice of options."""
+        again = {self.problem.vertices[v].cls for v in recomputed_vertices(e)} & dual.reruns
+        choice = {v.cls: e.choice[v.index] for v in self.problem.vertices}
+        return {cls: k + len(dual.allowed[cls]) if cls in again else k for cls, k in choice.items()}
+
+    def _bisect(self, free: Prices, point: np.ndarray) -> None:
+        """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the
+        price: then neither more sharding nor more recomputation would be cheaper."""
+        host = break_even(self.problem, free.gradients)
+        low, high, seen = 0.0, None, []
+        price = max(point[2], FIRST_PRICE) if host is None else host / self.solver.unit_price
+        for _ in range(MOST_PRICES if self.best is None else FEW_PRICES):
+            prices = self._prices(free, np.array([*point[:2], price]))
+            tried, dearest = self._try(prices)
+            if self._is_near() or self.best is not None and tried.choice in seen:
+                break
+            seen.append(tried.choice)
+            if dearest > prices.byte_seconds:
+                low = price
+            else:
+                high = price
+            if high is not None and high < 1.1 * low:
+                break
+            price = 8 * price if high is None else math.sqrt(low * high) if low else high / 8
+
+    def _is_near(self) -> bool:
+        return self.best is not None and self.run.is_near(self.best, self.bound)
+
+    def _prices(self, free: Prices, point: np.ndarray) -> Prices:
+        forward, backward, units = point.tolist()
+        return replace(
+            free, hidden_forward=forward, hidden_backward=backward, byte_seconds=units * self.solver.unit_price
+        )
+
+    def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
+        """What a choice costs at a point, less what the limit is worth there, and its slopes. Around the point the cost
+        is linear, so that a difference is the slope."""
+
+        def seconds(at: np.ndarray) -> float:
+            dual.price(self._prices(free, at))
+            return Tied(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.solver.room_bytes
+
+        here = seconds(point)
+        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
+
+    def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
+        """The plan of a choice by class, by default of the one that costs least at these prices without recomputation,
+        and what a byte costs that is recomputed to make it fit, infinite if it does not. The fastest one that fits is
+        kept."""
+        self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
+        self.tries += 1
+        if choice is None:
+            tried = self.run.at(prices, self.rough).evaluation
+        else:
+            tried = self.run.settled(self.run.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
+        self.smallest = min(self.smallest, tried, key=self.solver.blocks.least_bytes)
+        fitted, dearest = self._fitted(tried, prices)
+        self._keep(fitted)
+        if self.limit_bytes < tried.bytes_ < self.fast.bytes_:
+            self.fast = tried
+        return tried, dearest
+
+    def _fitted(self, tried: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
+        """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan
+        and of copies kept for the backward; and the price in seconds a byte of what it recomputes."""
+        limit, judge = self.limit_bytes, partial(self.run.judge, prices)
+        for _ in range(MOST_TRIES):
+            self.run.passing_bytes = tried.passing_bytes
+            fitted, dearest = self._recomputed(tried, limit, prices)
+            if fitted is None:
+                break
+            if dearest == 0.0:
+                fitted = between(self.problem, fitted, self.fast, judge, limit)
+                fitted = mix(self.problem, fitted, self.fast, limit, judge)
+            if self.run.restriction.keep is None:
+                fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
+            fitted = self.run.settled(fitted)
+            if fitted.bytes_ <= self.limit_bytes:
+                return self._filled(fitted, judge), dearest
+            limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
+        return None, math.inf
+
+    def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
+        """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again;
+        and the price of the dearest step."""
+        fit = self.solver.blocks.fit
+        best, dearest = fit(tried, limit_bytes, prices)
+        if dearest <= prices.byte_seconds or self.run.restriction.keep is not None:
+            return best, dearest
+        least = max(prices.byte_seconds, dearest / LOWEST_PART)
+        most = least * LOWEST_PART if best is None else dearest
+        # what is gathered again is hidden, or is not: the backward may have compute enough for it or not
+        for again, weight in itertools.product((most, math.sqrt(most * least), least), (1.0 - prices.overlap, 1.0)):
+            dear = replace(prices, byte_seconds=again, hidden_backward=weight, saved=True)
+            leaner, last = fit(self.run.judge(dear, tried.choice), limit_bytes, dear)
+            if leaner is not None and (best is None or leaner.seconds < best.seconds):
+                best, dearest = leaner, last
+        return best, dearest
+
+    def _filled(self, fitted: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
+        """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what
+        is cheaper to compute again makes room for."""
+        price = break_even(self.problem, self.run.prices.gradients)
+        if price is None or not fitted.offload_seconds:
+            return fitted
+        blocks = self.solver.blocks
+        room = self.limit_bytes + blocks.freed_bytes(judge(fitted.choice), price, self.run.prices)
+        for _ in range(MOST_TRIES):
+            self.run.passing_bytes = fitted.passing_bytes
+            more = mix(self.problem, judge(fitted.choice), self.fast, room, judge)
+            less, _ = blocks.fit(more, self.limit_bytes, self.run.prices)
+            less = self.run.settled(less or more)
+            if less.bytes_ <= self.limit_bytes and less.seconds >= fitted.seconds:
+                break
+            if less.bytes_ <= self.limit_bytes:
+                fitted = less
+            else:
+                room -= less.bytes_ - self.limit_bytes
+        return fitted

@@ -1,0 +1,148 @@
+"""One search: the strategies that a restriction allows, at changing prices, until the fastest plan is found.
+
+Communication that may hide behind compute has a weight (autopar/planner/problem/multipliers.py). Any weights give a
+lower bound; the best ones are found by cutting planes (autopar/planner/solver/cutting_planes.py). The plan is then one
+of those found on the way, or a mixture of two of them: one in the first blocks of a deep model, the other in the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..objective.checkpoint_min_cut import FULL
+from ..objective.evaluate import Evaluation, evaluate
+from ..problem.multipliers import Prices
+from ..problem.recipes import Restriction
+from .cutting_planes import Cuts
+from .dual import Dual
+from .interpolate import between
+from .minimize import Search, minimize
+
+if TYPE_CHECKING:
+    from .solver import Solver
+
+MOST_WEIGHTS = 10
+DEAREST_PRICE = 1e4  # units, at which nothing but memory counts
+LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
+
+
+@dataclass
+class Outcome:
+    """A plan's cost on the unfolded graph, with the bound that certifies it."""
+
+    restriction: Restriction
+    evaluation: Evaluation
+    bound_seconds: float
+    fits: bool
+
+    @property
+    def gap(self) -> float:
+        seconds = self.evaluation.seconds
+        return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
+
+
+class Run:
+    """One search: the allowed strategies of one restriction at changing prices."""
+
+    def __init__(self, solver: Solver, restriction: Restriction, allowed: dict[int, np.ndarray], search: Search):
+        self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
+        self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
+        self.dual = Dual(solver.problem, solver.hubs, allowed, solver.free, restriction.keep)
+        self.prices = solver.free
+        least = 1.0 - solver.free.overlap
+        self.cuts = Cuts((least, least, 0.0), (1.0, 1.0, 0.0))
+        self.passing_bytes = 0.0  # of the last plan: a guess for the next one
+        self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
+
+    def fastest(self, is_limited: bool = False) -> Outcome:
+        """The fastest plan, whether it fits or not; if only plans that fit are of use, less exactly where none do."""
+        best, bound, doubt = None, -math.inf, 0.0
+        for _ in range(MOST_WEIGHTS):
+            tried = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
+            best = tried if best is None or tried.evaluation.seconds < best.evaluation.seconds else best
+            bound = max(bound, tried.bound_seconds)
+            self._cut(tried.evaluation)
+            if not self.prices.overlap or self.is_near(best.evaluation, bound):
+                break
+            point, doubt, met = self.cuts.highest(bound)
+            if is_limited and self._far_from_limit(doubt):
+                break
+            if doubt <= self.search.gap or self.cuts.is_known(point):
+                best = self._mixed(best, met)
+                break
+            self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
+        return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
+
+    def _far_from_limit(self, doubt: float) -> bool:
+        """Whether fast plans are so much too large that prices of memory will change everything."""
+        least = min(plan.bytes_ for plan in self.cuts.plans)
+        return (
+            least > self.limit_bytes
+            and doubt <= LIMITED_DOUBT
+            or least > FAR * self.limit_bytes
+            and len(self.cuts.plans) > 1
+        )
+
+    def _cut(self, e: Evaluation) -> None:
+        """What the plan that was found last says of the bound for all prices."""
+        point = np.array([self.prices.hidden_forward, self.prices.hidden_backward, 0.0])
+        held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
+        slope = [e.exposed("forward"), e.exposed("backward"), (held - self.solver.room_bytes) * self.solver.unit_price]
+        seconds = e.priced(replace(self.prices, byte_seconds=0.0))
+        self.cuts.add(point, seconds, np.array(slope), e)
+
+    def is_near(self, e: Evaluation, bound: float) -> bool:
+        return e.seconds - bound <= self.search.gap * e.seconds
+
+    def _mixed(self, best: Outcome, plans: list[Evaluation]) -> Outcome:
+        """The best of all mixtures of two of the plans, or what there is."""
+        for one, other in itertools.combinations(plans, 2):
+            mixed = self.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
+            if mixed.seconds < best.evaluation.seconds:
+                best = Outcome(self.restriction, mixed, best.bound_seconds, mixed.bytes_ <= self.limit_bytes)
+        return best
+
+    def at(self, prices: Prices, search: Search | None = None) -> Outcome:
+        """The plan that costs least at these prices, as exactly as a search goes, by default the run's own."""
+        self.dual.price(prices)
+        solution = minimize(self.dual, self.solver.found, search or self.search)
+        self.solver.found.append(solution.choice)
+        evaluation = self.judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
+        self._check(solution.objective, evaluation, prices)
+        evaluation = self.settled(evaluation)
+        bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
+        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
+
+    def smallest(self, *found: Evaluation) -> Evaluation:
+        """The smallest plan that recomputes all: of those found so far, and of two at a price above all seconds, where
+        the one prices what cannot be made again, the other everything."""
+        prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
+        blocks = self.solver.blocks
+        dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, blocks.reruns)
+        choice = dual.strategies(minimize(dual, self.solver.found, self.search).choice)
+        last = self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
+        least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)
+        return self.settled(blocks.at_level(least, FULL))
+
+    def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
+        """Cost of a choice by vertex, with what passes by as in the last plan."""
+        e = evaluate(self.problem, choice, self.solver.pricer, prices, self.restriction.keep)
+        return replace(e, passing_bytes=self.passing_bytes)
+
+    def settled(self, e: Evaluation) -> Evaluation:
+        """`Solver.settled`, remembered for the plans that are judged next."""
+        e = self.solver.settled(e)
+        self.passing_bytes = e.passing_bytes
+        return e
+
+    def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
+        """The objective of the folded problem must be the cost of the unfolded plan."""
+        priced = evaluation.priced(prices)
+        if abs(priced - objective) > 1e-6 * abs(priced) + 1e-12:
+            raise AssertionError(f"the folded objective {objective} is not the unfolded cost {priced}")

@@ -1,0 +1,118 @@
+"""The searches of one problem: for the fastest plan under a memory limit, and for the plans of the expert
+strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ...errors import AutoparError, MemoryInfeasibleError, not_compared
+from ...utils.format import size
+from ..objective.checkpoint_blocks import Blocks
+from ..objective.evaluate import Evaluation, Pricer
+from ..objective.memory_timeline import LiveBytes, live_bytes
+from ..problem.hf_tp_plan import TensorPlan
+from ..problem.multipliers import Prices
+from ..problem.problem import Problem
+from ..problem.recipes import Restriction, allowed_strategies
+from .hyperedges import HubPrices, hubs_of
+from .memory_limit import WithinLimit
+from .minimize import BeyondCutoff, Search
+from .search import Outcome, Run
+
+BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
+
+
+class Solver:
+    """Searches one problem under one memory limit. `overlap`: share of a second that is gained when communication runs
+    beside compute. `report(text)` is told what is being done."""
+
+    def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
+                 report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
+        self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
+        self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
+        self.search, self.report, self.blocks = search, report, Blocks(problem, pricer)
+        self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
+        self.found: list[
+            dict[int, int]
+        ] = []  # choices of all searches so far: each next one starts from the best of them
+        fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
+        room = self.room_bytes if self.room_bytes > 0 else limit_bytes
+        self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
+        weight = 1.0 - overlap
+        # among equally fast plans the smaller one
+        self.free = Prices(
+            self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap
+        )
+
+    def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
+        """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing, and BeyondCutoff."""
+        run = Run(self, restriction, self.allowed(restriction, pins), self.search)
+        fastest = run.fastest(is_limited=True)
+        if fastest.bound_seconds >= self.search.cutoff_seconds:
+            raise BeyondCutoff(fastest.bound_seconds)
+        return fastest if fastest.fits else WithinLimit(run, fastest).outcome()
+
+    def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
+        """A mask over the strategies of every class. What may be on the device stays there if gradients wait for one
+        reduction: on the host they would wait unreduced."""
+        masks = allowed_strategies(self.problem, restriction, pins)
+        for cls, options in self.problem.classes.items() if self.pricer.reduces_once else ():
+            on_device = np.array([not s.on_host for s in options.strategies])
+            masks[cls] &= on_device | ~on_device.any()
+        return masks
+
+    def settled(self, e: Evaluation) -> Evaluation:
+        """The evaluation with all that is alive at its peak."""
+        live = self._live(e)
+        return replace(e, passing_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)
+
+    def _live(self, e: Evaluation) -> LiveBytes:
+        self.problem.split(e.first)
+        return live_bytes(self.problem, e, self.pricer)
+
+    def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
+        """The fastest plan, whether it fits or not."""
+        return Run(self, restriction, self.allowed(restriction, pins), self.search).fastest()
+
+    def smallest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Evaluation:
+        """A plan that holds few bytes, whatever time it takes: what does not fit so is not likely to fit otherwise."""
+        return Run(self, restriction, self.allowed(restriction, pins), self.search).smallest()
+
+    def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
+        """The error of a message that ends before the bytes that are needed; `smallest`: a plan that needs fewest."""
+        need, missing = smallest.bytes_, smallest.bytes_ - self.limit_bytes
+        reserve, enough = self.problem.reserve_bytes, size(1.01 * need).replace(" ", "")
+        times = math.ceil((need - reserve) / max(self.room_bytes, 1.0))  # what is reserved no device shares
+        devices = f"about {times}x the devices, a smaller batch, or " if self.room_bytes > 0 else ""
+        return MemoryInfeasibleError(
+            f"{message} {size(need)}, {size(missing)} more",
+            missing_bytes=math.ceil(missing), breakdown=self._live(smallest).at_peak, mesh=self.problem.mesh,
+            fix=f"{devices}memory={enough} would fit",
+        )  # fmt: skip
+
+    def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
+        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or
+        not, or why there is none."""
+        try:
+            mesh = self.problem.mesh
+            restriction = (
+                Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
+            )
+            self.report(name)
+            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
+            return Run(self, restriction, self.allowed(restriction), search).fastest()
+        except Exception as error:
+            return not_compared(error)
+
+
+def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:
+    """A solver of the same problem that goes so far, under another limit if one is given, and knows the choices found
+    so far."""
+    limit = old.limit_bytes if limit_bytes is None else limit_bytes
+    new = Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
+    new.found = old.found
+    return new

@@ -1,0 +1,64 @@
+"""Find what each axis of a plan's mesh carries, whatever its name says.
+
+Without a strategy a name decides nothing: the planner puts on every axis what is fastest, and where nothing gains by it
+an axis may carry nothing, so that its devices all do the same. The plan's text says so, and `strict=True` refuses it.
+"""
+
+from __future__ import annotations
+
+from ..errors import StrategyError
+from ..ir.layout import Layout
+from .plan import Plan
+
+BATCH, INPUTS, PARAMETERS, VALUES = "the batch", "another dim of the inputs", "parameters", "values between ops"
+PROMISES = {
+    "ep": "experts",
+    "cp": "the sequence",
+    "sp": "the sequence",
+}  # by the names of axes, what nothing gives them
+
+
+def carried(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Return, for each axis of more than one device, the kinds of tensors that it cuts; a pipeline's axis carries its
+    stages."""
+    mesh, layouts = plan.sharding.mesh, plan.sharding.leaves.items()
+    inputs = [layout for name, layout in layouts if name.startswith("x_")]
+    parameters = [layout for name, layout in layouts if name.startswith("p_")]
+    values = [x for node in plan.sharding.nodes.values() for x in (*node.inputs, *node.outputs)]
+    found = {}
+    for axis in (axis for axis in mesh.names if mesh.size(axis) > 1):
+        kinds = {
+            BATCH: any(x.dims and axis in x.dims[0] for x in inputs),
+            INPUTS: any((x.dim_of(axis) or 0) > 0 for x in inputs),
+            PARAMETERS: any(x.dim_of(axis) is not None for x in parameters),
+            VALUES: any(_cuts(x, axis) for x in values),
+        }  # fmt: skip
+        found[axis] = tuple(kind for kind, is_cut in kinds.items() if is_cut)
+    return found
+
+
+def _cuts(layout: Layout, axis: str) -> bool:
+    return layout.dim_of(axis) is not None or layout.reduction_of(axis) is not None
+
+
+def axis_lines(plan: Plan) -> list[str]:
+    """A line for every axis that carries nothing, and for every one whose name says what it does not carry."""
+    lines = []
+    for axis, kinds in carried(plan).items():
+        if not kinds:
+            lines.append(f"axis {axis} carries nothing: its {plan.mesh.size(axis)} devices all do the same")
+        elif axis in PROMISES:
+            lines.append(f"axis {axis} carries {' and '.join(kinds)}: its name gives it no part of {PROMISES[axis]}")
+    return lines
+
+
+def check_axes(plan: Plan, strict: bool) -> None:
+    """Raises StrategyError, if `strict`, for a plan in which an axis carries nothing."""
+    idle = [axis for axis, kinds in carried(plan).items() if not kinds] if strict else []
+    if idle:
+        others = ",".join(f"{name}={size}" for name, size in plan.mesh.axis_sizes.items() if name not in idle)
+        raise StrategyError(
+            f"axis {' and axis '.join(idle)} would carry nothing: {plan.model} is neither faster nor smaller if it is "
+            f"cut over it",
+            mesh=plan.mesh, fix=f"use mesh {others}" if others else "use one device, or a larger batch",
+        )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Whether the decisions of a plan that comes from a file can be right for a graph.
+
+A plan's hash says that nobody changed it by accident, its fingerprint that it was made for this graph. Neither says
+that what it decides gives right numbers: so every decision is derived again from the op's rule before it is used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from .. import rules
+from ..errors import PlanIncompatible
+from ..ir.casts import CAST
+from ..ir.graph import PARTNERS, describe, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ..ir.layout import Layout, is_even, is_legal
+from ..ir.mesh import Mesh
+from .sharding import NodeSharding, Sharding
+
+
+def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
+    """Raises PlanIncompatible naming the first node whose decision its rule does not offer, or that the graph does not
+    have."""
+    mesh = sharding.mesh
+    nodes = {n.name: n for n in graph.nodes}
+    ops = {n.name for n in graph.nodes if is_op(n)}
+    early = {name for name in ops if nodes[name].meta["phase"] == "forward"}
+    leaves = {n.name for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    parameters = {n.name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
+    for names, known, what in (
+        (sharding.nodes, ops, "op"), (sharding.leaves, leaves, "placeholder"),
+        (sharding.again, early, "op of the forward"), (sharding.on_host, parameters, "parameter"),
+        ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
+    ):  # fmt: skip
+        if unknown := sorted(set(names) - known):
+            raise PlanIncompatible(f"the plan decides about {unknown[0]:.80}, an unknown {what}", fix="plan again")
+    for name, decision in sharding.nodes.items():
+        if not _is_offered(nodes[name], decision, mesh):
+            raise _wrong(nodes[name], f"the plan shards {name} in a way that its rule does not offer")
+    _check_partial(graph, sharding)
+    for name, layout in sharding.leaves.items():
+        node = nodes[name]
+        if not _fits(layout, node.meta["val"].shape, mesh) or _is_buffer(node) and not layout.is_replicated:
+            raise _wrong(node, f"the plan gives {name} the layout {layout}, which it cannot have")
+    for name, index, layout in sharding.kept:
+        values = values_of(nodes[name])
+        if (
+            index >= len(values)
+            or len(layout.dims) != values[index].dim()
+            or not is_legal(values[index].shape, layout, mesh)
+        ):
+            raise _wrong(nodes[name], f"the plan keeps {name} as {layout}, which it cannot be")
+    _check_outputs(graph, sharding)
+
+
+def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
+    """An op is promised partial terms only of a value that is made as such: no collective splits a sum again."""
+    for node in graph.nodes:
+        decision = sharding.nodes.get(node.name) if is_op(node) else None
+        for argument, wanted in zip(tensor_arguments(node), decision.inputs if decision else ()):
+            producer, index = tensor_of(argument)
+            made = sharding.nodes.get(producer.name)
+            position = index and sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:index])
+            partial = made.outputs[position].partial if made else ()
+            if any(term not in partial and sharding.mesh.size(term[0]) > 1 for term in wanted.partial):
+                raise _wrong(
+                    node, f"the plan passes {argument.name} to {node.name} as {wanted}, which no collective makes of it"
+                )
+
+
+def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
+    """Every output has a layout that a DTensor can have; gradients and new values that of what they belong to."""
+    output = output_node(graph)
+    values, roles = output.args[0], output.meta["roles"]
+    if len(sharding.outputs) != len(values):
+        raise PlanIncompatible(
+            f"the plan has {len(sharding.outputs)} outputs, the graph {len(values)}", fix="plan again"
+        )
+    leaves = {(n.meta["role"].kind, n.meta["role"].name): n for n in graph.nodes if n.op == "placeholder"}
+    for value, role, layout in zip(values, roles, sharding.outputs):
+        if not isinstance(value, fx.Node):
+            continue
+        if layout is None or not _fits(layout, value.meta["val"].shape, sharding.mesh):
+            raise _wrong(value, f"the plan returns {value.name} as {layout}, which it cannot be")
+        if role is not None and role.kind in PARTNERS and role.kind != "output":
+            owner = next(leaves[kind, role.name] for kind in PARTNERS[role.kind] if (kind, role.name) in leaves)
+            wanted = sharding.leaves.get(owner.name, Layout.replicated(owner.meta["val"].dim()))
+            if layout != wanted:
+                raise _wrong(value, f"the plan returns the {role.kind} of {role.name} as {layout}, not as {wanted}")
+
+
+def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
+    inputs = [a.meta["val"].shape for a in tensor_arguments(node)]
+    outputs = [v.shape for v in values_of(node)]
+    if all(x.is_replicated for x in (*decision.inputs, *decision.outputs)):
+        dims = [len(x.dims) for x in (*decision.inputs, *decision.outputs)]
+        return (len(decision.inputs), dims) == (len(inputs), [len(shape) for shape in (*inputs, *outputs)])
+    rule = rules.rule_of(node)
+    if (
+        node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs
+    ):  # as what it casts, in any order of axes
+        (layout,) = decision.inputs
+        sums = not layout.partial or (frozenset({0}) in rule.linear and {op for _, op in layout.partial} == {"sum"})
+        return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
+    found = rule and rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
+    return found is not None and (found.inputs, found.outputs) == (decision.inputs, decision.outputs)
+
+
+def _fits(layout: Layout, shape, mesh: Mesh) -> bool:
+    """Whether a tensor that enters or leaves the graph can have a layout: DTensors cut unevenly only in the mesh's
+    order."""
+    if layout.partial or len(layout.dims) != len(shape) or not is_legal(shape, layout, mesh):
+        return False
+    in_order = all(list(axes) == sorted(axes, key=mesh.names.index) for axes in layout.dims)
+    return in_order or is_even(shape, layout, mesh)
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["role"].kind in ("buffer", "random")
+
+
+def _wrong(node: fx.Node, message: str) -> PlanIncompatible:
+    return PlanIncompatible(
+        message, node=describe(node), source=node.meta.get("source") or None, fix="plan again with this model"
+    )

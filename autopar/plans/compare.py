@@ -1,0 +1,114 @@
+"""Plans next to each other: one column a plan, the same lines for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..utils.format import byte_column, column, percent, table
+from .file import MEMORY_KINDS
+from .pipeline_text import balance
+from .plan import Plan
+from .text import waiting_seconds
+
+
+def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
+    """Costs, memory by kind and collectives of the plans under their `names`; a second line a kind where plans differ
+    in it."""
+    sections = [_made_for(plans), _costs(plans), _memory(plans), _collectives(plans)]
+    titles = ["", "ms", _memory_unit(plans), f"collectives: count, {_wire_unit(plans)} sent"]
+    rows = [[title, *cells] for title, cells in sections[0]]
+    for title, section in zip(titles[1:], sections[1:]):
+        if section:
+            rows += [[""] * (len(plans) + 1), [title, *[""] * len(plans)]]
+            rows += [[f"  {label}", *cells] for label, cells in section]
+    return "\n".join(table(["plan", *names], rows)) + "\n"
+
+
+MOST_STAGES = 16  # that are listed
+STAGED: dict[str, Callable[[Plan], str]] = {  # of plans with a pipeline
+    "schedule": lambda p: p.pipeline.schedule,
+    "ranks x stages each": lambda p: f"{p.pipeline.ranks} x {p.pipeline.stages_per_rank}",
+    "bubble": lambda p: percent(p.pipeline.played().bubble, 1.0),
+    "slowest stage by the mean": lambda p: f"{balance(p):.2f}",
+}
+Rows = list[tuple[str, list[str]]]
+
+
+def _made_for(plans: Sequence[Plan]) -> Rows:
+    what: dict[str, Callable[[Plan], str]] = {
+        "model": lambda p: p.model, "mesh": lambda p: str(p.mesh).replace(",", " "), "hardware": lambda p: p.hardware,
+        "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
+        "recomputed blocks": _recomputed,
+    }  # fmt: skip
+    if any(p.micro_batches > 1 or p.pipeline for p in plans):
+        what["micro-batches"] = lambda p: str(p.pipeline.micro_batches if p.pipeline else p.micro_batches)
+    if any(p.pipeline for p in plans):
+        what |= {label: (lambda p, read=read: read(p) if p.pipeline else "-") for label, read in STAGED.items()}
+        most = max(len(p.pipeline.costs) for p in plans if p.pipeline)
+        what |= {f"stage {i}": (lambda p, i=i: _stage(p, i)) for i in range(min(most, MOST_STAGES))}
+    return [(label, list(map(read, plans))) for label, read in what.items()]
+
+
+def _stage(plan: Plan, i: int) -> str:
+    """What a stage holds, and on which rank."""
+    if plan.pipeline is None or i >= len(plan.pipeline.costs):
+        return "-"
+    return f"{plan.pipeline.costs[i].name}, rank {plan.pipeline.orders.rank_of_stage[i]}"
+
+
+def _recomputed(plan: Plan) -> str:
+    """How many blocks compute all again, and how many of them some: "12 and 68 in part"."""
+    some = f"{len(plan.recomputed_selectively)} in part" if plan.recomputed_selectively else ""
+    return " and ".join(filter(None, (str(len(plan.recomputed) or ""), some))) or "-"
+
+
+def _costs(plans: Sequence[Plan]) -> Rows:
+    seconds = {
+        "step": [p.step_seconds for p in plans],
+        "simulated with overlap": [p.simulated_seconds for p in plans],
+        "compute": [p.compute_seconds for p in plans],
+        "communication": [p.communication_seconds for p in plans],
+        "of it exposed": [p.exposed_seconds for p in plans],
+        "recomputation": [p.recompute_seconds for p in plans],
+        "offload": [p.offloaded.seconds for p in plans],
+        "waiting of the mean rank": [waiting_seconds(p) for p in plans],
+        "no plan takes less than": [0.0 if p.pipeline else p.bound for p in plans],
+        "even and without waiting": [p.bound if p.pipeline else 0.0 for p in plans],
+    }
+    return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))
+
+
+def _memory_unit(plans: Sequence[Plan]) -> str:
+    return f"{byte_column([p.peak_bytes for p in plans])[0]} of a device"
+
+
+def _memory(plans: Sequence[Plan]) -> Rows:
+    kinds = {
+        kind: [p.memory.get(kind, 0.0) for p in plans] for kind in MEMORY_KINDS if any(kind in p.memory for p in plans)
+    }
+    kinds["in all"] = [p.peak_bytes for p in plans]
+    return _aligned(kinds, lambda values: byte_column(values)[1], len(plans))
+
+
+def _wire_unit(plans: Sequence[Plan]) -> str:
+    return byte_column([c.wire_bytes for p in plans for c in p.collectives])[0]
+
+
+def _collectives(plans: Sequence[Plan]) -> Rows:
+    found = [{f"{c.phase} {c.kind} {','.join(c.axes)}": c for c in p.collectives} for p in plans]
+    labels = dict.fromkeys(
+        sorted({label for f in found for label in f}, key=lambda x: (not x.startswith("forward"), x))
+    )
+    cells = byte_column([f[label].wire_bytes if label in f else 0.0 for label in labels for f in found])[1]
+    sent = iter(cells)
+    return [
+        (label, [f"{f[label].count}, {cell}" if label in f else "-" for f, cell in zip(found, sent)])
+        for label in labels
+    ]
+
+
+def _aligned(values: dict[str, list[float]], show: Callable[[list[float]], list[str]], width: int) -> Rows:
+    """Rows of numbers with one number of decimals for all; those that are nothing everywhere are left out."""
+    kept = {label: row for label, row in values.items() if any(row)}
+    cells = show([v for row in kept.values() for v in row])
+    return [(label, cells[i * width : (i + 1) * width]) for i, label in enumerate(kept)]

@@ -1,0 +1,263 @@
+"""The file format of plans: JSON of one fixed form, with a version, a hash of the content and, with a key, a signature.
+
+A file is data from elsewhere. It is read in steps that each refuse what the next one must not see: size and depth, JSON
+without duplicate keys, infinite or huge numbers, then the schema, then the hash. Nothing in it names a path, a class or
+code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import PlanFormatError, PlanTampered
+from ..hardware.profile import LOWERINGS
+
+VERSION = 7
+LARGEST_FILE_BYTES = 64 * 2**20
+DEEPEST = 64
+MOST_DIGITS = 18  # of an integer
+MEMORY_KINDS = (  # in the order of the plan's text
+    "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters", "activations",
+    "recomputed block", "values between ops", "collective buffers", "allocator reserve",
+)  # fmt: skip
+
+
+def write(path: str | Path, data: dict, key: str | bytes | None = None) -> None:
+    """Writes a plan's data, hashed; with `key` also signed (HMAC-SHA256)."""
+    if key is not None:
+        data = data | {"signature": signature(data, key)}
+    Path(path).write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read(path: str | Path, key: str | bytes | None = None) -> dict:
+    """The data of a plan file. Raises PlanFormatError, or PlanTampered if hash or signature do not fit."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            raise PlanFormatError(f"{path} is larger than any plan", fix="pass a file written by plan.save")
+        data = parse(content.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanFormatError(
+            f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save"
+        ) from None
+    check(data, str(path), key)
+    return data
+
+
+# Whole strings, the last one even without an end, and brackets. Possessive: the time is linear in the length of any
+# text, and a string takes no memory.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
+_DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def parse(text: str) -> object:
+    """JSON without duplicate keys and without numbers that are infinite or huge. Raises ValueError."""
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        depth += _DEEPER.get(token[0], 0)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested deeper than {DEEPEST}")
+    return json.loads(
+        text,
+        object_pairs_hook=_without_duplicates,
+        parse_int=_short_integer,
+        parse_float=_finite,
+        parse_constant=_finite,
+    )
+
+
+def check(data: object, name: str, key: str | bytes | None = None) -> None:
+    """Raises PlanFormatError if `data` is not a plan of this version, PlanTampered if it was changed or not signed with
+    `key`."""
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is not int or version != VERSION:
+        raise PlanFormatError(
+            f"{name} has plan version {version!r:.40}, not {VERSION}", fix="plan again with this autopar"
+        )
+    body = {k: v for k, v in data.items() if k != "signature"}
+    if wrong := _mismatch(body, SCHEMA, ""):
+        raise PlanFormatError(f"{name} lacks or misstates a field: {wrong}", fix="plan again")
+    if body["hash"] != content_hash(body):
+        raise PlanTampered(f"{name} was changed after it was written: its hash does not match", fix="plan again")
+    if key is not None:
+        signed = data.get("signature")
+        if not isinstance(signed, str) or not hmac.compare_digest(signed.encode(), signature(body, key).encode()):
+            raise PlanTampered(
+                f"{name} is not signed with this key", fix="use a plan saved with plan.save(path, key=...)"
+            )
+
+
+def content_hash(data: dict) -> str:
+    """SHA-256 of everything but the hash itself, in canonical form."""
+    return hashlib.sha256(_canonical(data)).hexdigest()
+
+
+def signature(data: dict, key: str | bytes) -> str:
+    return hmac.new(key.encode() if isinstance(key, str) else key, _canonical(data), hashlib.sha256).hexdigest()
+
+
+def _canonical(data: dict) -> bytes:
+    body = {k: v for k, v in data.items() if k not in ("hash", "signature")}
+    return json.dumps(body, sort_keys=True, allow_nan=False).encode()
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has two values under one key")
+    return found
+
+
+def _short_integer(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+# The schema: a predicate, [kind] for lists, (kind, ...) for lists of fixed length, {"field": kind} for records,
+# Values(kind) for objects with any keys, Either(kind) for what may be null. Predicates are named by their docstrings.
+
+
+class Values:
+    """Objects with texts as keys and values of one kind."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+
+class Either:
+    """Values of one kind, or null."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+
+def text(value: object) -> bool:
+    """printable text"""
+    return isinstance(value, str) and value.replace("\n", "").isprintable()
+
+
+def number(value: object) -> bool:
+    """a number"""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def amount(value: object) -> bool:
+    """a number of 0 or more"""
+    return number(value) and value >= 0
+
+
+def speed(value: object) -> bool:
+    """a number above 0"""
+    return number(value) and value > 0
+
+
+def count(value: object) -> bool:
+    """an integer of 0 or more"""
+    return type(value) is int and value >= 0
+
+
+def size(value: object) -> bool:
+    """an integer from 1 to 65536"""
+    return count(value) and 0 < value <= 2**16
+
+
+def flag(value: object) -> bool:
+    """true or false"""
+    return type(value) is bool
+
+
+def lowering(value: object) -> bool:
+    """a lowering of reduce-scatter"""
+    return text(value) and value in LOWERINGS
+
+
+def rank(value: object) -> bool:
+    """a number of dims, 64 at most"""
+    return count(value) and value <= 64
+
+
+SHARDING = {
+    "links": Values((amount, speed, Either(speed))),
+    "memory_bytes_per_second": speed,
+    "nodes": Values(([count], [count], [text])),
+    "leaves": Values(count),
+    "outputs": [Either(count)],
+    "kept": [(text, count, count)],
+    "again": [text],
+    "on_host": [text],
+    "layouts": [(rank, text)],
+}
+SCHEMA = {
+    "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
+    "precision": text, "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount,
+    "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
+    "simulated_seconds": amount, "exposed_seconds": amount, "bound": amount, "gap": number, "peak_bytes": amount,
+    "memory": Values(amount), "at_peak": Values(amount),
+    "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount,
+                     "seconds": amount}],
+    "regions": [{
+        "name": text, "copies": count, "ops": count, "weights": text, "activations": text, "compute_seconds": amount,
+        "communication_seconds": amount, "bytes_": amount, "collectives": Values(count),
+    }],
+    "alternatives": [{
+        "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount),
+        "peak_bytes": Either(amount), "fits": flag, "note": text,
+    }],
+    "recomputed": [text], "recomputed_selectively": [text], "recomputed_kinds": [text],
+    "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
+    "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
+    "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
+    "micro_batches": count, "reduces_once": flag, "overlaps": flag, "samples": count,
+    "pipeline": Either({
+        "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],
+        "costs": [{
+            "forward_seconds": amount, "input_seconds": amount, "weight_seconds": amount, "transfer_seconds": amount,
+            "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount,
+            "parameters": count, "name": text,
+        }],
+        "owners": [[text]], "samples": count,
+    }),
+    "meshes": [{
+        "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
+        "gap": Either(number), "note": text,
+    }],
+}  # fmt: skip
+
+
+def _mismatch(value: object, kind: object, where: str) -> str:
+    """What is wrong with a value, "" if nothing is."""
+    if isinstance(kind, Callable):
+        return "" if kind(value) else f"{where or 'it'} is not {kind.__doc__}"
+    if isinstance(kind, Either):
+        return "" if value is None else _mismatch(value, kind.kind, where)
+    if isinstance(kind, (dict, Values)):
+        if not isinstance(value, dict):
+            return f"{where or 'it'} is not an object"
+        if isinstance(kind, dict) and kind.keys() != value.keys():
+            odd = sorted(kind.keys() ^ value.keys())[0]
+            return f"{where}.{odd:.80} is {'missing' if odd in kind else 'unknown'}".lstrip(".")
+        items = [(key, item, kind[key] if isinstance(kind, dict) else kind.kind) for key, item in value.items()]
+    else:
+        if not isinstance(value, list) or isinstance(kind, tuple) and len(value) != len(kind):
+            return f"{where} is not a list{f' of {len(kind)}' if isinstance(kind, tuple) else ''}"
+        items = [(i, item, kind[i] if isinstance(kind, tuple) else kind[0]) for i, item in enumerate(value)]
+    for key, item, inner in items:
+        if not text(str(key)):
+            return f"{where} has a key that is not printable"
+        if wrong := _mismatch(item, inner, f"{where}.{key}".lstrip(".")):
+            return wrong
+    return ""

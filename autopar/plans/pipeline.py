@@ -1,0 +1,117 @@
+"""What a plan says of its pipeline: where the stages begin, which schedule they follow, and what each of them costs.
+
+A stage is a program on the mesh without the pipeline's axis; the plan's sharding is over that mesh, for one
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..errors import StageError
+from ..ir.mesh import Mesh
+from ..schedule.actions import Schedule
+from ..schedule.catalogue import make
+from ..schedule.play import play
+from ..schedule.played import Played
+
+AXIS = "pp"
+ALONE = "device"  # the axis of a stage that is one device
+
+
+def sizes_of(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """Samples of each of the micro-batches of a batch: equal ones, or the first ones with one more than the others."""
+    least, more = divmod(samples, micro_batches)
+    return (least + 1,) * more + (least,) * (micro_batches - more)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage, of one device: seconds of a micro-batch's forward, of the gradients of its input and of its
+    parameters, and of what it sends to the next stage and back; bytes of its parameters with gradients and optimizer
+    state, of what a micro-batch saves for its backward, and at the peak of the step."""
+
+    forward_seconds: float
+    input_seconds: float
+    weight_seconds: float
+    transfer_seconds: float
+    sent_bytes: float
+    state_bytes: float
+    activation_bytes: float
+    peak_bytes: float
+    parameters: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. By
+    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and buffers that it reads. `samples`: of
+    the whole batch, 0 where all micro-batches are taken as equal."""
+
+    axis: str
+    ranks: int
+    schedule: str
+    micro_batches: int
+    stages_per_rank: int
+    cuts: tuple[str, ...]
+    costs: tuple[StageCost, ...] = ()
+    owners: tuple[tuple[str, ...], ...] = ()
+    samples: int = 0
+
+    def __post_init__(self):
+        if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
+            raise StageError(
+                f"{len(self.cuts) + 1} stages do not fill {self.ranks} ranks with {self.stages_per_rank} each"
+            )
+
+    @property
+    def orders(self) -> Schedule:
+        """The actions of all ranks. Raises StrategyError for a schedule that there is not."""
+        return _made(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """What each micro-batch takes of the seconds of the largest: work is in proportion to samples."""
+        sizes = sizes_of(self.samples, self.micro_batches) if self.samples else (1,) * self.micro_batches
+        return tuple(size / sizes[0] for size in sizes)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Of a place along the axis."""
+        return self.orders.stages_of(rank)
+
+    def played(self) -> Played:
+        """The step as it is predicted."""
+        c = self.costs
+        return play(
+            self.orders, [x.forward_seconds for x in c], [x.input_seconds for x in c], [x.weight_seconds for x in c],
+            [x.transfer_seconds for x in c[:-1]], shares=self.shares,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _made(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+    return make(name, ranks, micro_batches, stages_per_rank)
+
+
+def axis_of(mesh: Mesh) -> str | None:
+    """The pipeline's axis: the one that is named pp, if it has more than one device."""
+    return AXIS if AXIS in mesh.names and mesh.size(AXIS) > 1 else None
+
+
+def inside(mesh: Mesh, axis: str = AXIS) -> Mesh:
+    """The mesh of one stage: without the pipeline's axis, or one device if there is no other. Raises MeshError if it
+    has no such axis."""
+    mesh.size(axis)
+    left = [(n, s) for n, s in zip(mesh.names, mesh.sizes) if n != axis] or [(ALONE, 1)]
+    return Mesh(*map(tuple, zip(*left)))
+
+
+def rank_inside(mesh: Mesh, coordinate: Mapping[str, int]) -> int:
+    """The rank in the mesh of a stage of a device at `coordinate` of the whole one."""
+    rank = 0
+    for name, size in zip(mesh.names, mesh.sizes):
+        rank = rank * size + coordinate.get(name, 0)
+    return rank

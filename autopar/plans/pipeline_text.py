@@ -1,0 +1,53 @@
+"""The part of a plan's text that is about its pipeline: the schedule, a table of its stages, and a small schedule as a
+grid."""
+
+from __future__ import annotations
+
+from ..schedule.text import grid
+from ..utils.format import byte_column, column, percent, table
+from .pipeline import sizes_of
+from .plan import Plan
+
+MOST_RANKS, MOST_MICRO_BATCHES = 8, 8  # of a schedule that is drawn
+COLUMNS = 40
+
+
+def pipeline_line(plan: Plan) -> str:
+    """The schedule, how much of it is idle, and how even the stages are."""
+    p = plan.pipeline
+    sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, p.micro_batches)}, reverse=True))
+    batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {sizes} samples"
+    stages = f"{p.ranks} ranks along {p.axis}" + (
+        f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else ""
+    )
+    bubble = percent(p.played().bubble, 1.0)
+    return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {balance(plan):.2f} times the mean"
+
+
+def balance(plan: Plan) -> float:
+    """Seconds of the slowest stage by those of the mean one."""
+    times = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in plan.pipeline.costs]
+    return max(times) * len(times) / sum(times) if sum(times) else 1.0
+
+
+def pipeline_lines(plan: Plan) -> list[str]:
+    """The table of the stages, and the grid."""
+    p = plan.pipeline
+    if p is None or not p.costs:
+        return []
+    rank_of = p.orders.rank_of_stage
+    seconds = [(c.forward_seconds, c.input_seconds + c.weight_seconds, c.weight_seconds) for c in p.costs]
+    times = column([s * 1e3 for three in seconds for s in three])
+    unit, sent = byte_column([c.sent_bytes for c in p.costs])
+    peak_unit, peaks = byte_column([c.peak_bytes for c in p.costs])
+    rows = zip(
+        [str(i) for i in range(len(p.costs))], [c.name for c in p.costs], [str(r) for r in rank_of],
+        [f"{c.parameters:,}" for c in p.costs], times[::3], times[1::3], times[2::3], sent, peaks,
+    )  # fmt: skip
+    backward = ["backward ms", "of it weights"]
+    header = ["stage", "holds", "rank", "parameters", "forward ms", *backward, f"{unit} sent", f"peak {peak_unit}"]
+    lines = table(header, list(rows), left=2)
+    if p.ranks <= MOST_RANKS and p.micro_batches <= MOST_MICRO_BATCHES:
+        played = p.played()
+        lines += ["", *grid(played, played.seconds / COLUMNS or None).splitlines()]
+    return lines

@@ -1,0 +1,314 @@
+"""The plan: everything the planner decided for one model, mesh and hardware, as frozen data.
+
+`print(plan)` is stable text (autopar/plans/text.py), `plan.save(path)` and `Plan.load(path)` are JSON with a
+version, a content hash and the fingerprint of the graph that it was made for. `plan.sharding` is what the lowering
+reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from torch import fx
+
+from ..errors import AutoparError, PlanFormatError, PlanIncompatible
+from ..hardware.profile import Link
+from ..ir.graph import is_op, output_node, values_of
+from ..ir.layout import Layout
+from ..ir.mesh import Mesh
+from ..schedule.catalogue import make
+from . import file
+from .check import check_decisions
+from .file import MEMORY_KINDS, VERSION
+from .pipeline import Pipeline, StageCost, inside
+from .sharding import NodeSharding, Sharding
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind over the same axes in one phase: how many, bytes a device sends, predicted seconds."""
+
+    kind: str
+    axes: tuple[str, ...]
+    phase: str
+    count: int
+    wire_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Region:
+    """One row of the plan's table: a module, or `copies` equal ones, with layouts and costs (of all copies
+    together)."""
+
+    name: str
+    copies: int
+    ops: int
+    weights: str
+    activations: str
+    compute_seconds: float
+    communication_seconds: float
+    bytes_: float
+    collectives: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """An expert strategy costed by the same model. `note` says why there is no number."""
+
+    name: str
+    step_seconds: float | None
+    communication_seconds: float | None
+    peak_bytes: float | None
+    fits: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MeshTried:
+    """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not
+    searched on."""
+
+    mesh: str
+    bound: float
+    step_seconds: float | None
+    peak_bytes: float | None
+    gap: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What a plan keeps on the host: how many parameters, bytes for each device (gradients and optimizer state
+    included), and seconds of a step for copies to the device and back and for the optimizer there."""
+
+    parameters: int = 0
+    host_bytes: float = 0.0
+    copy_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.copy_seconds + self.optimizer_seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module. Seconds are of one training step without the optimizer's, but for its part on the host; bytes are
+    a device's. A step has `micro_batches` passes of `samples` each, over all devices; the model is called so often, but
+    for the last time inside of `no_sync` if the plan `reduces_once`. Collectives are those of all passes."""
+
+    model: str
+    mesh: Mesh
+    hardware: str
+    precision: str
+    optimizer: str
+    strategy: str
+    memory_limit_bytes: float
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    recompute_seconds: float  # of compute; what is moved again for it is communication
+    # With communication behind compute, where step_seconds is the sum (autopar/planner/objective/timeline.py).
+    simulated_seconds: float
+    exposed_seconds: float  # of it, what compute waits for communication
+    bound: float  # no plan in the search space takes fewer seconds
+    gap: float
+    peak_bytes: float
+    memory: dict[str, float]  # the most that is alive of each kind
+    at_peak: dict[str, float]  # and what is alive of it when all together are most
+    collectives: tuple[Collective, ...]
+    regions: tuple[Region, ...]
+    alternatives: tuple[Alternative, ...]
+    recomputed: tuple[str, ...]  # blocks of which the backward computes all again
+    recomputed_selectively: tuple[str, ...]  # and those of which only some of it
+    recomputed_kinds: tuple[str, ...]  # of which kinds of ops that some is, the most frequent first
+    warnings: tuple[str, ...]
+    layouts: dict[str, str]  # of every parameter and input, by its own name
+    sharding: Sharding = field(repr=False)
+    reduce_scatter: str = "native"
+    bucket_bytes: float = 0.0  # parameters and gradients travel in collectives of about this size
+    fingerprint: str = ""
+    parameter_elements: int = 0  # of the whole model, quantized weights as if they were dequantized
+    trained_elements: int = 0
+    micro_batches: int = 1
+    reduces_once: bool = False  # gradients of all passes together, not of each
+    overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
+    samples: int = 0
+    meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
+    offloaded: Offloaded = Offloaded()
+    pipeline: Pipeline | None = None  # its sharding is then of one micro-batch, on the mesh without the pipeline's axis
+    planning_seconds: float = field(default=0.0, compare=False)
+
+    def __str__(self) -> str:
+        from .text import plan_text
+
+        return plan_text(self)
+
+    def to_json(self) -> dict:
+        """Plain data, without the time that planning took, so equal plans are equal bytes."""
+        data = asdict(replace(self, sharding=None))
+        data.pop("planning_seconds")
+        data["mesh"] = str(self.mesh)
+        data["sharding"] = _sharding_to_json(self.sharding)
+        data = json.loads(json.dumps(data | {"version": VERSION}))  # lists for tuples
+        data["hash"] = file.content_hash(data)
+        return data
+
+    @property
+    def hash(self) -> str:
+        return self.to_json()["hash"]
+
+    def save(self, path: str | Path, key: str | bytes | None = None) -> None:
+        """Write the plan as JSON; with a `key`, signed by it."""
+        file.write(path, self.to_json(), key)
+
+    @staticmethod
+    def load(path: str | Path, key: str | bytes | None = None) -> Plan:
+        """Raises PlanFormatError if the file is not a plan of this version, PlanTampered if it was changed after it was
+        written or, with a `key`, not signed by it. Nothing in the file is executed or imported."""
+        return Plan._of(file.read(path, key), str(path))
+
+    @staticmethod
+    def from_json(data: object, name: str = "plan") -> Plan:
+        """The inverse of `to_json`, with the errors of `load`."""
+        file.check(data, name)
+        return Plan._of(data, name)
+
+    @staticmethod
+    def _of(data: dict, name: str) -> Plan:
+        fields = {k: v for k, v in data.items() if k not in ("version", "hash", "signature")}
+        try:
+            mesh = Mesh.parse(fields["mesh"])
+            pipeline = _pipeline_from_json(fields["pipeline"], mesh)
+            fields |= {
+                "mesh": mesh,
+                "collectives": tuple(Collective(**(c | {"axes": tuple(c["axes"])})) for c in fields["collectives"]),
+                "regions": tuple(Region(**r) for r in fields["regions"]),
+                "alternatives": tuple(Alternative(**a) for a in fields["alternatives"]),
+                **{key: {k: fields[key][k] for k in MEMORY_KINDS if k in fields[key]} for key in ("memory", "at_peak")},
+                "recomputed": tuple(fields["recomputed"]),
+                "recomputed_selectively": tuple(fields["recomputed_selectively"]),
+                "recomputed_kinds": tuple(fields["recomputed_kinds"]),
+                "warnings": tuple(fields["warnings"]),
+                "offloaded": Offloaded(**fields["offloaded"]),
+                "pipeline": pipeline,
+                "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
+                "sharding": _sharding_from_json(fields["sharding"], inside(mesh, pipeline.axis) if pipeline else mesh),
+            }
+        except (ValueError, IndexError, AutoparError) as error:
+            reason = error.message if isinstance(error, AutoparError) else error
+            raise PlanFormatError(f"{name} lacks or misstates a field: {reason}", fix="plan again") from None
+        return Plan(**fields)
+
+    def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:
+        """Raises PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
+        graph does not allow."""
+        if self.mesh != mesh:
+            raise PlanIncompatible(
+                f"the plan was made for mesh {self.mesh}, not {mesh}", mesh=mesh, fix="plan again for this mesh"
+            )
+        found = fingerprint(graph)
+        if found != self.fingerprint:
+            raise PlanIncompatible(
+                f"the plan was made for another model, input shape or torch version: {self.model} with graph "
+                f"{self.fingerprint[:12]}, this is {found[:12]}",
+                fix="plan again with this model and these example_inputs"
+                if self.micro_batches == 1
+                else f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or "
+                f"plan again",
+            )
+        if (
+            self.pipeline is None
+        ):  # else they are about the graph of a micro-batch (see autopar/codegen/lower_pipeline.py)
+            check_decisions(graph, self.sharding)
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """Hash of a joint graph: every node with its op, constants and global shapes."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        shapes = [(tuple(v.shape), str(v.dtype)) for v in values_of(node)]
+        arguments = "" if node.op in ("placeholder", "get_attr") else f"{node.args} {dict(node.kwargs)}"
+        digest.update(f"{node.name} {node.op} {node.target} {arguments} {shapes}\n".encode())
+    return digest.hexdigest()
+
+
+def leaf_and_op_names(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
+    leaves = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+    return leaves, [n for n in graph.nodes if is_op(n)], output_node(graph)
+
+
+def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
+    if data is None:
+        return None
+    costs = tuple(StageCost(**c) for c in data["costs"])
+    pipeline = Pipeline(
+        **data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))}
+    )
+    counts = {len(costs), len(pipeline.owners)}
+    if mesh.size(pipeline.axis) != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
+        raise ValueError("the pipeline does not match the mesh")
+    make(pipeline.schedule, pipeline.ranks, 1, pipeline.stages_per_rank)  # raises for one that there is not
+    return pipeline
+
+
+def _sharding_to_json(sharding: Sharding) -> dict:
+    """Layouts as text, each distinct one once: nodes refer to them by number."""
+    numbers: dict[Layout, int] = {}
+
+    def number(layout: Layout | None) -> int | None:
+        return None if layout is None else numbers.setdefault(layout, len(numbers))
+
+    nodes = {
+        name: [[number(x) for x in n.inputs], [number(x) for x in n.outputs], list(n.choice)]
+        for name, n in sorted(sharding.nodes.items())  # as a loaded plan has them, so that its hash is the same
+    }
+    leaves = {name: number(layout) for name, layout in sorted(sharding.leaves.items())}
+    outputs = [number(x) for x in sharding.outputs]
+    kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
+    return {
+        "links": {
+            a: [x.latency_seconds, x.bytes_per_second, x.all_to_all_bytes_per_second] for a, x in sharding.links.items()
+        },
+        "memory_bytes_per_second": sharding.memory_bytes_per_second,
+        "nodes": nodes,
+        "leaves": leaves,
+        "outputs": outputs,
+        "kept": kept,
+        "again": sorted(sharding.again),
+        "on_host": sorted(sharding.on_host),
+        "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
+    }
+
+
+def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
+    layouts = []
+    for ndim, text in data["layouts"]:
+        layouts.append(Layout.parse(text, ndim))
+        for axis in (*layouts[-1].sharding_axes, *(a for a, _ in layouts[-1].partial)):
+            mesh.size(axis)
+
+    def layout(number: int | None) -> Layout | None:
+        return None if number is None else layouts[number]
+
+    links = {axis: Link(*(x if x is None else float(x) for x in values)) for axis, values in data["links"].items()}
+    if set(links) != set(mesh.names):
+        raise ValueError("links do not match the mesh")
+    return Sharding(
+        mesh,
+        links,
+        float(data["memory_bytes_per_second"]),
+        {
+            name: NodeSharding(tuple(map(layout, ins)), tuple(map(layout, outs)), tuple(choice))
+            for name, (ins, outs, choice) in data["nodes"].items()
+        },
+        {name: layout(number) for name, number in data["leaves"].items()},
+        tuple(map(layout, data["outputs"])),
+        frozenset((name, index, layout(number)) for name, index, number in data["kept"]),
+        frozenset(data["again"]),
+        frozenset(data["on_host"]),
+    )

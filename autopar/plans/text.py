@@ -1,0 +1,245 @@
+"""The text of a plan: stable, sorted, diffable. One function a section; units are in autopar/utils/format.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..utils.format import byte_column, byte_unit, column, ms, percent, size, table
+from .axes import axis_lines
+from .file import MEMORY_KINDS
+from .pipeline_text import pipeline_line, pipeline_lines
+from .plan import Alternative, Plan, Region
+
+MOST_KINDS = 6  # that a line names
+
+
+def plan_text(plan: Plan) -> str:
+    """All of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload, alternatives,
+    meshes, warnings."""
+    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines,
+                _alternatives, _meshes, _warnings)  # fmt: skip
+    return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
+
+
+def summary(plan: Plan) -> str:
+    """The result alone, in four lines."""
+    return "\n".join(_result(plan))
+
+
+def _result(plan: Plan) -> list[str]:
+    devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
+    return [
+        f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
+        f"strategy {plan.strategy}",
+        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {_bound(plan)} (gap {plan.gap:.2%})",
+        pipeline_line(plan)
+        if plan.pipeline
+        else f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication "
+        f"exposed",
+        f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
+        f"{size(plan.memory_limit_bytes)}",
+        *axis_lines(plan),
+        *pass_lines(plan),
+        *_trained(plan),
+    ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.pipeline:
+        return f"an even split without waiting takes {ms(plan.bound)} or more"
+    return f"no plan takes less than {ms(plan.bound)}"
+
+
+def pass_lines(plan: Plan) -> list[str]:
+    how = "once a step" if plan.reduces_once else "every pass"
+    line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
+    return [line] if plan.micro_batches > 1 else []
+
+
+def parts_of(plan: Plan) -> str:
+    """What the step's seconds are made of."""
+    text = " + ".join(f"{name} {ms(seconds)}" for name, seconds in _parts(plan).items() if seconds) or "nothing"
+    return text + (f" - {ms(hidden)} of it hidden" if (hidden := hidden_seconds(plan)) else "")
+
+
+def hidden_seconds(plan: Plan) -> float:
+    """What the step's parts take more than the step, because they run beside each other; 0 for what is mere
+    rounding."""
+    hidden = sum(_parts(plan).values()) - plan.step_seconds
+    return hidden if hidden > 1e-6 * plan.step_seconds else 0.0
+
+
+def _parts(plan: Plan) -> dict[str, float]:
+    return {
+        "compute": plan.compute_seconds,
+        "communication": plan.communication_seconds,
+        "recomputation": plan.recompute_seconds,
+        "offload": plan.offloaded.seconds,
+        "waiting": waiting_seconds(plan),
+    }
+
+
+def waiting_seconds(plan: Plan) -> float:
+    """What the mean rank of a pipeline waits in a step."""
+    busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
+    return max(0.0, plan.step_seconds - busy) if plan.pipeline else 0.0
+
+
+def _trained(plan: Plan) -> list[str]:
+    trained, all_ = plan.trained_elements, plan.parameter_elements
+    return [f"trains {trained:,} of {all_:,} parameters, {percent(trained, all_)}"] if trained < all_ else []
+
+
+def _modules(plan: Plan) -> list[str]:
+    regions = in_tree_order(plan.regions)
+    if not regions:
+        return []
+    unit, bytes_ = byte_column([r.bytes_ for r in regions])
+    seconds = [r.compute_seconds for r in regions] + [r.communication_seconds for r in regions]
+    milliseconds = column([s * 1e3 for s in seconds])  # one number of decimals for both columns
+    rows = zip(
+        [r.name if r.copies == 1 else f"{r.name} (x{r.copies})" for r in regions],
+        [r.weights or "-" for r in regions],
+        [r.activations or "-" for r in regions],
+        [" ".join(f"{kind}:{count}" for kind, count in r.collectives.items()) or "-" for r in regions],
+        milliseconds[: len(regions)],
+        milliseconds[len(regions) :],
+        bytes_,
+    )
+    header = ["module", "weights", "activations", "collectives", "compute ms", "comm ms", unit]
+    return table(header, list(rows), left=4)
+
+
+def in_tree_order(regions: Sequence[Region]) -> list[Region]:
+    """Modules as they first appear, each followed by what is inside of it; what belongs to no module comes last."""
+    first: dict[tuple[str, ...], int] = {}  # of every module, and of every module around one
+    for position, region in enumerate(regions):
+        names = region.name.split(".")
+        for depth in range(1, len(names) + 1):
+            first.setdefault(tuple(names[:depth]), position)
+
+    def place(region: Region) -> tuple:
+        names = region.name.split(".")
+        return region.name.startswith("("), [first[tuple(names[:depth])] for depth in range(1, len(names) + 1)]
+
+    return sorted(regions, key=place)
+
+
+def _collectives(plan: Plan) -> list[str]:
+    if not plan.collectives:
+        return []
+    unit, sent = byte_column([c.wire_bytes for c in plan.collectives])
+    rows = zip(
+        [f"{c.phase} {c.kind}" for c in plan.collectives],
+        [",".join(c.axes) for c in plan.collectives],
+        [str(c.count) for c in plan.collectives],
+        sent,
+        column([c.seconds * 1e3 for c in plan.collectives]),
+    )
+    what = "collectives of all stages" if plan.pipeline else "collectives"
+    return table([what, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+
+
+def _memory(plan: Plan) -> list[str]:
+    header, rows = memory_table(plan)
+    return table(["memory of the fullest device" if plan.pipeline else "memory of a device", *header], rows)
+
+
+def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """(header without the first column, rows): by kind of memory the most ever, and what of it is there at the peak."""
+    kinds = [k for k in MEMORY_KINDS if k in plan.memory]
+    at_peak = [*(plan.at_peak.get(k, 0.0) for k in kinds), plan.peak_bytes]
+    unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak])
+    return [f"most {unit}", "at the peak", "of the limit"], [
+        [kind, most, now, percent(bytes_, plan.memory_limit_bytes)]
+        for kind, most, now, bytes_ in zip(
+            [*kinds, "in all"], [*cells[: len(kinds)], "-"], cells[len(kinds) :], at_peak
+        )
+    ]
+
+
+def in_order(memory: dict[str, float]) -> dict[str, float]:
+    """Kinds of memory in the order that they are printed in."""
+    known = [k for k in MEMORY_KINDS if k in memory] + sorted(set(memory) - set(MEMORY_KINDS))
+    return {k: memory[k] for k in known}
+
+
+def recomputed_lines(plan: Plan) -> list[str]:
+    lines = []
+    kinds = ", ".join(plan.recomputed_kinds[:MOST_KINDS]) + (", ..." if len(plan.recomputed_kinds) > MOST_KINDS else "")
+    for what, blocks in ((f"{kinds} of ", plan.recomputed_selectively), ("", plan.recomputed)):
+        if blocks:
+            few = ", ".join(blocks[:4]) + (" ..." if len(blocks) > 4 else "")
+            lines.append(
+                f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}"
+            )
+    return lines
+
+
+def offloaded_lines(plan: Plan) -> list[str]:
+    o = plan.offloaded
+    line = (
+        f"on the host: {o.parameters} parameter{'s' if o.parameters > 1 else ''} with gradients and optimizer state, "
+        f"{size(o.host_bytes)} a device; {ms(o.copy_seconds)} a step to copy, {ms(o.optimizer_seconds)} for the "
+        f"optimizer there"
+    )
+    return [line] if o.parameters else []
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    header, rows = alternatives_table(plan)
+    return table(["costed by the same model", *header], rows) + [
+        f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None
+    ]
+
+
+def costed(plan: Plan) -> list[Alternative]:
+    """The plan and the alternatives that have a price."""
+    this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)
+    return [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
+
+
+def alternatives_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(header without the first column, a row for each of `costed`); bytes in the unit that suits the plan's own."""
+    shown = costed(plan)
+    unit, scale = byte_unit(plan.peak_bytes)
+    rows = zip(
+        [a.name for a in shown],
+        column([a.step_seconds * 1e3 for a in shown]),
+        column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
+        column([None if a.peak_bytes is None else a.peak_bytes / scale for a in shown]),
+        [_against(a, plan) for a in shown],
+    )
+    return ["step ms", "comm ms", unit, "time"], list(rows)
+
+
+def _meshes(plan: Plan) -> list[str]:
+    if not plan.meshes:
+        return []
+    return table(*meshes_table(plan))
+
+
+def meshes_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
+    """(header, rows) of the meshes that were tried, best first."""
+    unit, bytes_ = byte_column([m.peak_bytes for m in plan.meshes])
+    rows = zip(
+        [m.mesh for m in plan.meshes],
+        column([m.bound * 1e3 for m in plan.meshes]),
+        column([None if m.step_seconds is None else m.step_seconds * 1e3 for m in plan.meshes]),
+        bytes_,
+        ["-" if m.gap is None else f"{m.gap:.2%}" for m in plan.meshes],
+        [m.note for m in plan.meshes],
+    )
+    return ["meshes tried", "at least ms", "step ms", unit, "gap", ""], list(rows)
+
+
+def _against(a: Alternative, plan: Plan) -> str:
+    if not a.fits:
+        return "does not fit"
+    return f"{a.step_seconds / plan.step_seconds:.2f}x" if plan.step_seconds else "-"
+
+
+def _warnings(plan: Plan) -> list[str]:
+    return [f"warning: {w}" for w in plan.warnings]

@@ -1,0 +1,225 @@
+"""What all ranks must agree on before the first step: one graph, one plan, one program of collectives, one batch.
+
+Rank 0 plans; the others receive its plan. Whatever fails on one rank fails on all of them, and all compare what they
+are going to run: a disagreement is a typed error on every rank instead of a hang or a wrong number later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import AutoparError, DesyncError, InputError
+from ..ir.mesh import Mesh
+from . import process_groups, watch
+
+T = TypeVar("T")
+
+
+def everywhere(run: Callable[[], T]) -> T:
+    """What `run` returns on this rank. If it fails on some rank, every rank raises: its own error, else the first
+    rank's."""
+    result, error = None, None
+    try:
+        result = run()
+    except Exception as caught:
+        error = caught
+    failures = _gather(_portable(error))
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        _raise(failure, rank)
+    return result
+
+
+def from_all(make: Callable[[], T]) -> list[T]:
+    """What every rank makes, in order of rank. If it fails on some rank, every rank raises, as in `everywhere`."""
+    return _gather(everywhere(make))
+
+
+def from_rank_zero(make: Callable[[], object]) -> object:
+    """The value that rank 0 makes, on every rank; if that fails, every rank raises."""
+    box, error = [None, None], None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except Exception as caught:
+            error = caught
+            box[1] = _portable(caught)
+    with watch.meeting("the plan of rank 0"):
+        dist.broadcast_object_list(box, src=0)
+    if error is not None:
+        raise error
+    _raise(box[1], 0)
+    return box[0]
+
+
+def meet(place: str, call: str) -> None:
+    """All ranks come here with the same `call`, or all raise InputError.
+
+    A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
+    step. So ranks wait for each other at the store, as long as a collective does, and then raise DesyncError. `place`
+    names the meeting."""
+    store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
+    key, patience = f"autopar/{place}", timedelta(seconds=process_groups.timeout_seconds())
+    store.set(f"{key}/{rank}", call)
+    if store.add(key, 1) == world:
+        store.set(f"{key}/all", "here")
+    try:
+        store.wait([f"{key}/all"], patience)
+    except RuntimeError:
+        missing = [str(r) for r in range(world) if not store.check([f"{key}/{r}"])]
+        store.add(key, -1)
+        store.delete_key(f"{key}/{rank}")
+        raise DesyncError(
+            f"rank {rank} is called with {call} for the first time, and rank {', '.join(missing)} is not after "
+            f"{patience.total_seconds():g} s",
+            fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch",
+        ) from None
+    for other, theirs in enumerate(_gather(call)):
+        if theirs != call:
+            raise InputError(
+                f"rank {other} is called with {theirs} and rank {rank} with {call}",
+                fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last "
+                "batch",
+            )
+
+
+def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
+    """Raises InputError or DesyncError if ranks traced other input shapes ("x (4, 8)") or another graph than rank 0."""
+    everyone = _gather((list(inputs), fingerprint))
+    first_inputs, first = everyone[0]
+    for rank, (others, found) in enumerate(everyone):
+        if others != first_inputs:
+            raise InputError(
+                f"rank {rank} compiles for {', '.join(others)} and rank 0 for {', '.join(first_inputs)}",
+                fix="pass example_inputs of the same structure and shape on every rank",
+            )
+        if found != first:
+            raise DesyncError(
+                f"rank {rank} traced another graph ({found[:12]}) than rank 0 ({first[:12]})",
+                fix="build the same model on every rank; what it computes must not depend on the rank",
+            )
+
+
+def check_programs(
+    plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True
+) -> None:
+    """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
+    as RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests
+    travel unless they differ."""
+    groups = sorted({group for group, _, _ in program})
+    digests = {"": _digest([what for _, what, _ in program])} if alike else {}
+    digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
+    everyone = _gather((plan_hash, digests))
+    for rank, (other_hash, theirs) in enumerate(everyone):
+        if other_hash != everyone[0][0]:
+            raise DesyncError(
+                f"rank {rank} has plan {other_hash[:12]}, rank 0 has {everyone[0][0][:12]}",
+                fix="pass the same plan on every rank",
+            )
+        for group, digest in theirs.items():
+            first = mesh.group(tuple(group.split(",")), rank)[0] if group else 0
+            if digest != everyone[first][1].get(group):
+                programs = _gather(list(program))
+                raise _first_difference(group, (first, programs[first]), (rank, programs[rank]))
+
+
+def _first_difference(group: str, *programs: tuple[int, Sequence]) -> DesyncError:
+    """Of two ranks' programs, in the collectives of one group (with shapes) or of all ("", without)."""
+    (one, mine), (other, theirs) = programs
+
+    def lines(program) -> list[str]:
+        return [f"{what}, {shape}" if group else what for axes, what, shape in program if group in ("", axes)]
+
+    pairs = enumerate(itertools.zip_longest(lines(mine), lines(theirs), fillvalue="nothing"))
+    where, (a, b) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    return DesyncError(
+        f"collective {where}{f' of {group}' if group else ''} is {a} on rank {one} and {b} on rank {other}",
+        fix="build the same model and use one version of torch and autopar on all ranks",
+    )
+
+
+def _digest(entries: list) -> str:
+    return hashlib.sha256(repr(entries).encode()).hexdigest()
+
+
+def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | None = None) -> None:
+    """Raises InputError on every rank if ranks pass different global batches, or different tensors for one `part` of
+    the batch: the place of this rank's part, as (axis, number) pairs."""
+    everyone = _gather((part, [_checksum(t) for t in tensors]))
+    first: dict[tuple | None, int] = {}
+    for rank, (where, others) in enumerate(everyone):
+        same = first.setdefault(where, rank)
+        for name, a, b in zip(names, everyone[same][1], others):
+            if a != b:
+                raise InputError(
+                    f"rank {rank} passes another {name} than rank {same}, {_both(where)}", fix=_same_batch(where)
+                )
+
+
+def _both(part: tuple | None) -> str:
+    if part is None:
+        return "but inputs='global' wants the same global batch on every rank"
+    place = " and ".join(f"{axis} {number}" for axis, number in part)
+    return (
+        f"but inputs='local' wants one part of the batch for all ranks at {place}"
+        if part
+        else "and no axis carries the batch"
+    )
+
+
+def _same_batch(part: tuple | None) -> str:
+    if part is None:
+        return "pass the same batch everywhere, or compile with inputs='local' if each rank loads its own part"
+    axes = ", ".join(axis for axis, _ in part)
+    return (
+        f"load the part of a rank's place along {axes}, as DistributedSampler(rank=place) does"
+        if part
+        else "load one batch"
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def union(names: Sequence[str]) -> list[str]:
+    """What any rank says, in order."""
+    return sorted({name for theirs in _gather(list(names)) for name in theirs})
+
+
+def _gather(value: object) -> list:
+    everyone: list = [None] * dist.get_world_size()
+    with watch.meeting("what ranks agree on before the first step"):
+        dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _portable(error: Exception | None) -> tuple | None:
+    """An error as plain data. Its traceback stays on the rank that it belongs to."""
+    if error is None:
+        return None
+    if not isinstance(error, AutoparError):
+        return None, f"{type(error).__name__}: {error}", {}
+    return type(error), error.message, {k: _plain(v) for k, v in error.__dict__.items() if k != "message"}
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, (str, int, float, dict, tuple)) else str(value)
+
+
+def _raise(failure: tuple | None, rank: int) -> None:
+    if failure is not None:
+        kind, message, fields = failure
+        if kind is None:
+            raise DesyncError(f"rank {rank} failed with {message}", fix="see the traceback of that rank")
+        raise kind(message, **fields)

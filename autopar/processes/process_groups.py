@@ -1,0 +1,107 @@
+"""Process groups for the logical names that a local graph uses: "dp", or "dp,tp" for several axes together.
+
+On gloo, graphs run on groups of autopar's own: how long their collectives wait can be chosen (AUTOPAR_TIMEOUT_S) and
+they can be given up without touching the caller's. Elsewhere (a communicator of NCCL takes memory) those of the
+DeviceMesh serve.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .. import _torch
+from ..errors import MeshError
+from ..ir.mesh import Mesh
+
+TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the first step if that is longer
+FIRST_STEP = 10  # times that in the first step
+STEPS = 20
+
+# Weak references, so that the caller's destroy_process_group ends the groups. By ranks; None where this rank is no
+# member.
+_world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
+_own: dict[tuple[int, ...], weakref.ref | None] = {}
+
+
+def check_world(mesh: Mesh, device_mesh) -> int:
+    """This process's rank in the mesh. Raises MeshError if the mesh is not the whole world in order."""
+    world = dist.get_world_size()
+    ranks = device_mesh.mesh.flatten().tolist()
+    if world != mesh.devices or ranks != list(range(world)):
+        raise MeshError(
+            f"the mesh has {mesh.devices} devices and the process group {world} ranks",
+            mesh=mesh, fix=f"start {mesh.devices} processes, or use a mesh of {world} devices",
+        )  # fmt: skip
+    return dist.get_rank()
+
+
+def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
+    """Name of the process group of this rank for every logical name. Collective: all ranks call it with the same
+    names."""
+    own = dist.get_backend() == "gloo" and mesh.devices > 1
+    bound = {}
+    for name in sorted({*names}):
+        axes = tuple(name.split(","))
+        if not own and len(axes) == 1 and device_mesh.mesh_dim_names:
+            bound[name] = device_mesh.get_group(axes[0]).group_name
+        elif not own and len(mesh.group(axes, rank)) == mesh.devices:
+            bound[name] = dist.group.WORLD.group_name
+        else:
+            for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
+                bound[name] = _name_of_group(ranks) or bound.get(name, "")
+    return bound
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """`bind` for the graphs of one rank and mesh."""
+
+    mesh: Mesh
+    device_mesh: object
+    rank: int
+
+    def bind(self, names: Iterable[str]) -> dict[str, str]:
+        return bind(names, self.mesh, self.device_mesh, self.rank)
+
+
+def _name_of_group(ranks: tuple[int, ...]) -> str:
+    """Of the group of these ranks, "" without this one. Collective: all ranks of the world ask for the same ones in
+    order."""
+    global _world
+    if _world() is not dist.group.WORLD:
+        _world = weakref.ref(dist.group.WORLD)
+        _own.clear()
+    if ranks not in _own:
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
+        _own[ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
+    return _own[ranks]().group_name if _own[ranks] is not None else ""
+
+
+def timeout_seconds() -> float:
+    """AUTOPAR_TIMEOUT_S, else TIMEOUT_SECONDS."""
+    return float(os.environ.get("AUTOPAR_TIMEOUT_S") or TIMEOUT_SECONDS)
+
+
+def limit_waits(step_seconds: float) -> None:
+    """From now on a collective waits no longer than AUTOPAR_TIMEOUT_S or 20 steps, whichever is more."""
+    for group in _living():
+        _torch.set_group_timeout(group, max(timeout_seconds(), STEPS * step_seconds))
+
+
+def release() -> None:
+    """Give autopar's groups up after a failure: ranks that wait for this one in a group without the failed one learn of
+    it."""
+    for group in _living():
+        dist.destroy_process_group(group)
+    _own.clear()
+
+
+def _living() -> list:
+    groups = [reference() for reference in _own.values() if reference is not None]
+    return [group for group in groups if group is not None]

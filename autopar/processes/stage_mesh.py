@@ -1,0 +1,80 @@
+"""The devices that run one stage together: the whole mesh, or a slice of it across the pipeline's axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch
+from ..ir.mesh import Mesh
+from ..plans.pipeline import ALONE, inside
+from ..plans.plan import Plan
+from . import process_groups, watch
+
+
+@dataclass(frozen=True)
+class StageMesh:
+    """`mesh`, and `device_mesh` of those of its devices that run what this rank runs. `coordinate`: of this rank in it.
+    `place`: of this rank along the pipeline's axis, 0 without one. `ranks`: by place, the world's ranks that are the
+    mesh's devices, in order. `group`: the process group of those at this place, None for all of the world; `line`: of
+    the ranks at this coordinate of all places, None without a pipeline."""
+
+    mesh: Mesh
+    device_mesh: object
+    coordinate: dict[str, int]
+    place: int
+    ranks: tuple[tuple[int, ...], ...]
+    group: object = None
+    line: object = None
+
+    @staticmethod
+    def alone(mesh: Mesh, device_mesh) -> StageMesh:
+        """The whole mesh, without a pipeline."""
+        return StageMesh(mesh, device_mesh, mesh.coordinate(dist.get_rank()), 0, (tuple(range(mesh.devices)),))
+
+    @staticmethod
+    def of(plan: Plan, device_mesh) -> StageMesh:
+        """All ranks call it together."""
+        if plan.pipeline is None:
+            return StageMesh.alone(plan.mesh, device_mesh)
+        rank, axis, mesh = dist.get_rank(), plan.pipeline.axis, inside(plan.mesh, plan.pipeline.axis)
+        coordinate = plan.mesh.coordinate(rank)
+        places = [plan.mesh.coordinate(r)[axis] for r in range(plan.mesh.devices)]
+        ranks = tuple(tuple(r for r, p in enumerate(places) if p == place) for place in range(plan.pipeline.ranks))
+        if mesh.names == (ALONE,):
+            groups = process_groups.bind([axis], plan.mesh, device_mesh, rank)
+            names = (*device_mesh.mesh_dim_names, ALONE)
+            one = DeviceMesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), mesh_dim_names=names)
+            line = _torch.group_of(groups[axis])
+            return StageMesh(mesh, one[ALONE], {ALONE: 0}, coordinate[axis], ranks, None, line)
+        together = ",".join(mesh.names)
+        groups = process_groups.bind([axis, together], plan.mesh, device_mesh, rank)
+        group, line = _torch.group_of(groups[together]), _torch.group_of(groups[axis])
+        here = {n: coordinate[n] for n in mesh.names}
+        return StageMesh(mesh, device_mesh[mesh.names], here, coordinate[axis], ranks, group, line)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_mesh.device_type)
+
+    def from_all_places(self, value: object, what: str) -> list:
+        """What the ranks along the pipeline give, in order of their places. All of them call it together."""
+        if self.line is None:
+            return [value]
+        everyone: list = [None] * len(self.ranks)
+        with watch.meeting(what):
+            dist.all_gather_object(everyone, value, group=self.line)
+        return everyone
+
+    def tensors_from_all_places(self, mine: Tensor, what: str) -> Tensor:
+        """The same of tensors of one shape, stacked."""
+        if self.line is None:
+            return mine[None]
+        everyone = [torch.empty_like(mine) for _ in self.ranks]
+        with watch.meeting(what):
+            dist.all_gather(everyone, mine.contiguous(), group=self.line)
+        return torch.stack(everyone)

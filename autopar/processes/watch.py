@@ -1,0 +1,273 @@
+"""When a collective fails: which rank is missing, since what step, and where everybody is.
+
+A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
+that a wait took too long: the rank asks all others where they are (autopar/processes/peers.py). Who is gone, who stands
+still and who is at an earlier place of the same program follows from their answers. The first to find out tells all
+others, as does a rank that ends with an exception, so that every survivor names the same first cause, also one that
+only sees its neighbour give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from ..codegen.python_code import is_collective
+from ..errors import AutoparError, CollectiveTimeout, RankFailure
+from ..ir.graph import describe
+from . import process_groups
+from .peers import GONE, SILENT, Peers
+
+PATIENCE_SECONDS = 2.0  # for a dying process to close its connections
+END = 1 << 30  # position after the last collective of a graph
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: in the call number `call` of a graph (or of an agreement of all ranks) and at `position` in it,
+    2k after k collectives, 2k + 1 in the next one. All ranks run through the same places in the same order."""
+
+    call: int
+    position: int
+    step: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What went wrong first. `kind`: "gone", "failed" (`what` says how), "late" or "unknown"."""
+
+    kind: str
+    ranks: list[int]
+    what: str
+
+
+class Watch:
+    """One a process and world; see `start`."""
+
+    def __init__(self):
+        self.world = weakref.ref(dist.group.WORLD)
+        self.thread = threading.get_ident()
+        self.calls = self.step = 0
+        self.began = 0.0
+        self.running: Guarded | str | None = None
+        self.failed_at: Place | None = None
+        self.cause: Cause | None = None
+        self.peers = Peers(self._answer)
+        self.hook, sys.excepthook = sys.excepthook, self._excepthook
+
+    # the three places where ranks meet
+
+    def begin_step(self) -> None:
+        """Called by forward graphs. The first step may take as long as it likes, the others are held to its time."""
+        self.step += 1
+        if self.step == 1:
+            self.began = time.monotonic()
+        elif self.step == 2:
+            process_groups.limit_waits(time.monotonic() - self.began)
+
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Around a collective that is not part of a graph."""
+        self.calls += 1
+        self.running = what
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.verdict(error, Place(self.calls, 1, self.step, what)) from error
+        finally:
+            self.running = None
+
+    # what happened
+
+    def verdict(self, error: RuntimeError, here: Place, node: fx.Node | None = None) -> AutoparError:
+        """The error to raise instead of what the backend says of a collective at `here`; every rank is told the
+        cause."""
+        self.failed_at = here
+        cause = self._find_cause(here, timed_out="timed out" in str(error).lower())
+        self._tell(cause)
+        process_groups.release()
+        fields = dict(step=here.step, collective=here.what)
+        if node is not None:
+            fields |= dict(node=_in_module(node), source=node.meta.get("source") or None)
+        where = f"{here.what}, step {here.step}" if here.step else here.what
+        if cause.kind == "late":
+            return CollectiveTimeout(
+                f"{_ranks(cause.ranks)} did not arrive in time at {where}: {cause.what}", ranks=tuple(cause.ranks),
+                **fields, fix="see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer",
+            )  # fmt: skip
+        rank = cause.ranks[0] if cause.ranks else None
+        fix = f"see the output of rank {rank}; start again from a checkpoint" if cause.ranks else "see the error above"
+        return RankFailure(f"{cause.what}, while rank {self.peers.rank} was at {where}", rank=rank, fix=fix, **fields)
+
+    def _find_cause(self, here: Place, timed_out: bool) -> Cause:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.cause is None:
+            answers = self.peers.ask({})
+            told = [a["cause"] for a in answers.values() if isinstance(a, dict) and a.get("cause")]
+            gone = [rank for rank, answer in answers.items() if answer == GONE]
+            if told:
+                return Cause(**told[0])
+            if gone:
+                return Cause("gone", gone, f"{_ranks(gone)} died: no process answers any more")
+            late = _late(answers, here)
+            if late and (timed_out or time.monotonic() > deadline):
+                return Cause("late", list(late), "; ".join(f"rank {rank} {text}" for rank, text in late.items()))
+            if time.monotonic() > deadline:
+                return Cause("unknown", [], "a collective failed though every rank answers")
+            time.sleep(0.1)
+        return self.cause
+
+    def _tell(self, cause: Cause) -> None:
+        if self.cause is None:
+            self.cause = cause
+            self.peers.ask({"cause": asdict(cause)}, seconds=0.5)
+
+    def _answer(self, message: dict) -> dict:
+        """To another rank, on the listening thread."""
+        if self.cause is None and message.get("cause"):
+            self.cause = Cause(**message["cause"])
+        return asdict(self._place()) | {"cause": self.cause and asdict(self.cause)}
+
+    def _excepthook(self, kind: type, value: BaseException, trace) -> None:
+        """Tells the others why this rank ends, before its connections break."""
+        if self.cause is None and self.world() is not None:
+            self.fail(value)
+        self.hook(kind, value, trace)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank is about to end with `error`: all others hear of it."""
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].strip(" :")[:300]
+        self._tell(
+            Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
+        )
+
+    def _place(self) -> Place:
+        """Where this rank's own thread is, seen from the listening thread."""
+        running, frame = self.running, sys._current_frames().get(self.thread)
+        if running is not None and self.failed_at is not None:
+            return self.failed_at
+        if isinstance(running, str):
+            return Place(self.calls, 1, self.step, running)
+        outside = ""
+        while frame is not None:
+            if running is not None and running.code in (None, frame.f_code):
+                position, what = running.at(frame.f_lineno)[:2]
+                return Place(self.calls, position, self.step, what)
+            path = frame.f_code.co_filename
+            if not outside and not path.startswith(_INTERNAL):
+                outside = f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            frame = frame.f_back
+        if running is not None:
+            return Place(self.calls, 0, self.step, f"the {running.phase} graph")
+        return Place(self.calls, END, self.step, outside or "outside of the model")
+
+
+class Guarded:
+    """A graph whose failing collectives are explained."""
+
+    def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
+        self.watch, self.module, self.phase, self.run = watch, module, phase, run
+        self.code = module.forward.__code__ if run == module.forward else None  # None: compiled, lines say nothing
+
+    def __call__(self, *values):
+        watch = self.watch
+        watch.calls += 1
+        watch.running = self
+        if self.phase == "forward":
+            watch.begin_step()
+        try:
+            return self.run(*values)
+        except RuntimeError as error:
+            position, what, node = self.at(_line_in(self.code, error))
+            if node is None and (self.code is not None or isinstance(error, torch.OutOfMemoryError)):
+                raise
+            raise watch.verdict(error, Place(watch.calls, position, watch.step, what), node) from error
+        finally:
+            watch.running = None
+
+    def at(self, line: int) -> tuple[int, str, fx.Node | None]:
+        """(position, text, collective node if there is one) of a line of the graph's code."""
+        if self.code is None:
+            return 1, f"the compiled {self.phase} graph", None
+        nodes = {node.name: node for node in self.module.graph.nodes}
+        passed = 0  # collectives
+        for number in range(1, line + 1):
+            node = nodes.get(linecache.getline(self.code.co_filename, number).split(" = ")[0].strip())
+            if number == line:
+                started = node if node is None or is_collective(node) else next(iter(node.all_input_nodes), node)
+                if started is None or not is_collective(started):
+                    return 2 * passed, f"{node.name if node else 'the end'} in the {self.phase}", None
+                return 2 * (passed - (started is not node)) + 1, f"the {started.meta['collective']}", started
+            passed += node is not None and is_collective(node)
+        return 0, f"the {self.phase} graph", None
+
+
+_INTERNAL = tuple(
+    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
+) + ("<",)
+_current: Watch | None = None
+
+
+def start() -> None:
+    """Watch the ranks of the world from now on. Collective; does nothing the second time, or in a world of one."""
+    global _current
+    if dist.get_world_size() > 1 and (_current is None or _current.world() is not dist.group.WORLD):
+        _current = Watch()
+
+
+def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
+    """`run`, the forward of a graph module or what it was compiled to; a collective in it that fails raises RankFailure
+    or CollectiveTimeout."""
+    return run if _current is None else Guarded(_current, module, phase, run)
+
+
+def meeting(what: str):
+    """A context for a collective outside of the graphs, with the same errors. All ranks enter it."""
+    return contextlib.nullcontext() if _current is None else _current.meeting(what)
+
+
+def fail(error: BaseException) -> None:
+    """Tell the other ranks that this one ends with `error`. Uncaught exceptions of a program do so by themselves."""
+    if _current is not None and not isinstance(error, (RankFailure, CollectiveTimeout)):
+        _current.fail(error)
+
+
+def _late(answers: dict[int, dict | str], here: Place) -> dict[int, str]:
+    """The ranks that keep the one at `here` waiting and where they are; not those that wait for others themselves."""
+    behind = {
+        rank: a for rank, a in answers.items() if a == SILENT or (a["call"], a["position"]) < (here.call, here.position)
+    }
+    busy = {rank: a for rank, a in behind.items() if a == SILENT or a["position"] % 2 == 0} or behind
+    return {
+        rank: "does not answer: it is stopped or cut off" if a == SILENT else f"is at {a['what']}, step {a['step']}"
+        for rank, a in busy.items()
+    }
+
+
+def _line_in(code, error: BaseException) -> int:
+    """The line of `code` that was running when `error` was raised, 0 if none was."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    return trace.tb_lineno if trace is not None else 0
+
+
+def _in_module(node: fx.Node) -> str:
+    module = node.meta.get("module")
+    return f"{describe(node)}{f', in {module}' if module else ''}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,1 @@
+"""All ranks in one process, and what they compute against one device."""

@@ -1,0 +1,233 @@
+"""Run the graphs of all ranks in one process, in lock step, and carry out their collectives.
+
+Each rank's graph runs up to its next collective; when all members of a group stand at one, and it is the same one, it
+is performed on their real tensors. Ranks that disagree, or that wait for one that never comes, are reported with
+their nodes: what hangs a cluster is an error message here. Bytes are counted by the ring formulas, for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .._torch import c10d
+from .._torch.regions import no_autocast
+from ..errors import VerifyError
+from ..ir.graph import bytes_of
+from ..ir.layout import Layout, dim_ranges, local_part
+from ..ir.mesh import Mesh
+from ..passes.distribute.partition import Parts
+
+REDUCE = {
+    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "avg": lambda stack: stack.mean(0),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A rank's call of a collective: it stands at `node` with `tensor` and waits for the others of its group."""
+
+    node: fx.Node
+    tensor: torch.Tensor
+    args: tuple
+    axes: tuple[str, ...]
+
+    @property
+    def signature(self) -> tuple:
+        """What all members must agree on. Rows that an all-to-all sends to each may differ."""
+        tail = self.tensor.shape[1:] if self.node.target is c10d.all_to_all_single.default else self.tensor.shape
+        args = () if self.node.target is c10d.all_to_all_single.default else self.args
+        return self.name, args, tuple(tail), self.tensor.dtype
+
+    @property
+    def name(self) -> str:
+        """Of the collective, whether it happens in place or not."""
+        return self.node.target.overloadpacket.__name__.removesuffix("_")
+
+    def __str__(self) -> str:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        reduction = "".join(f" {a}" for a in self.args if isinstance(a, str))
+        return (
+            f"{self.node.name} ({self.name}{reduction} over {','.join(self.axes)}, {tuple(self.tensor.shape)} {dtype})"
+        )
+
+
+class Simulator:
+    """Runs one graph a rank. `bytes_sent[rank]` and `calls` (op name, axes, ranks) add up over runs."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.bytes_sent = [0.0] * mesh.devices
+        self.calls: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
+
+    def run(self, graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple]:
+        """Outputs of every rank's graph. Raises VerifyError if the ranks' collectives do not fit together."""
+        with no_autocast():
+            return self._run(graphs, inputs)
+
+    def _run(self, graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple]:
+        programs = [_steps(graph, values) for graph, values in zip(graphs, inputs, strict=True)]
+        waiting: dict[int, Request] = {}
+        outputs: dict[int, tuple] = {}
+        answers: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(programs)))
+        while answers:
+            for rank, answer in answers.items():
+                try:
+                    waiting[rank] = programs[rank].send(answer)
+                except StopIteration as end:
+                    outputs[rank] = end.value
+            answers = self._perform(waiting, outputs)
+            for rank in answers:
+                del waiting[rank]
+        return [outputs[rank] for rank in range(len(programs))]
+
+    def _perform(self, waiting: Mapping[int, Request], outputs: Mapping[int, tuple]) -> dict[int, torch.Tensor]:
+        """Results of all collectives whose whole group has arrived, by rank."""
+        answers: dict[int, torch.Tensor] = {}
+        for rank, request in waiting.items():
+            group = self.mesh.group(request.axes, rank)
+            members = [waiting.get(r) for r in group]
+            if rank != group[0] or any(m is None or m.axes != request.axes for m in members):
+                continue
+            if any(m.signature != request.signature for m in members):
+                raise _disagreement("the ranks of a group call different collectives", waiting, group)
+            results, sent = _collective(members)
+            self.calls.append((request.name, request.axes, group))
+            for member, result, bytes_ in zip(group, results, sent):
+                answers[member] = result
+                self.bytes_sent[member] += bytes_
+        if waiting and not answers:
+            finished = f"; ranks {sorted(outputs)} have finished" if outputs else ""
+            raise _disagreement(f"deadlock: no collective has all its ranks{finished}", waiting, sorted(waiting))
+        return answers
+
+
+def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch.Tensor, tuple]:
+    """Runs a graph node by node, yields at collectives, returns the outputs. Values live until their last use."""
+    last_use = {}
+    for node in module.graph.nodes:
+        for used in node.all_input_nodes:
+            last_use[used] = node
+    values: dict[fx.Node, object] = {}
+    remaining = iter(inputs)
+    for node in module.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "get_attr":
+            values[node] = getattr(module, node.target)
+        elif node.op == "output":
+            return tuple(args[0])
+        elif node.target is c10d.wait_tensor.default:
+            values[node] = args[0]
+        elif getattr(node.target, "namespace", "") == "_c10d_functional":
+            values[node] = yield Request(node, args[0], args[1:-1], tuple(args[-1].split(",")))
+        else:
+            values[node] = node.target(*args, **kwargs)
+        for used in node.all_input_nodes:
+            if last_use[used] is node:
+                del values[used]
+    return ()
+
+
+def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
+    """Result and bytes sent of every member. Ring formulas: b is the bytes of a member's input, n their number."""
+    request, tensors, n = members[0], [m.tensor for m in members], len(members)
+    b, op, args = bytes_of(request.tensor), request.node.target, request.args
+    if op in (c10d.all_reduce.default, c10d.all_reduce_.default):
+        total = REDUCE[args[0]](torch.stack(tensors))
+        results = [t.copy_(total) if op is c10d.all_reduce_.default else total.clone() for t in tensors]
+        return results, [2 * (n - 1) / n * b] * n
+    if op is c10d.all_gather_into_tensor.default:
+        whole = torch.cat(tensors)
+        return [whole.clone() for _ in members], [(n - 1) * b] * n
+    if op is c10d.reduce_scatter_tensor.default:
+        total = REDUCE[args[0]](torch.stack(tensors))
+        return [part.clone() for part in total.chunk(n)], [(n - 1) / n * b] * n
+    if op is c10d.all_to_all_single.default:
+        return _exchange(members)
+    if op is c10d.broadcast.default:
+        return [tensors[args[0]].clone() for _ in members], [b if i == args[0] else 0.0 for i in range(n)]
+    raise VerifyError(f"the simulator does not know the collective {op}", node=request.node.name)
+
+
+def _exchange(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
+    """all_to_all_single; args are rows received from each member, then rows sent to each."""
+    for receiver, request in enumerate(members):
+        expected = [sender.args[1][receiver] for sender in members]
+        if list(request.args[0]) != expected:
+            raise VerifyError(f"{request.node.name} expects {list(request.args[0])} rows and is sent {expected}")
+    pieces = [m.tensor.split(list(m.args[1])) for m in members]
+    results = [torch.cat([sent[i] for sent in pieces]) for i in range(len(members))]
+    return results, [sum(bytes_of(p) for j, p in enumerate(sent) if j != i) for i, sent in enumerate(pieces)]
+
+
+def _disagreement(message: str, waiting: Mapping[int, Request], ranks: Sequence[int]) -> VerifyError:
+    """An error that lists where each rank stands; ranks at the same collective share a line."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(str(waiting[rank]), []).append(rank)
+    where = "; ".join(f"rank {', '.join(map(str, at))} at {place}" for place, at in places.items())
+    node = waiting[ranks[0]].node
+    return VerifyError(f"{message}: {where}", node=node.name, source=node.meta.get("source") or None)
+
+
+# whole steps ----------------------------------------------------------------------------------------------------------
+
+
+def simulate_step(
+    simulator: Simulator,
+    parts: Sequence[Parts],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    tangents: Sequence[Sequence[torch.Tensor]] = (),
+) -> tuple[list[tuple], list[tuple]]:
+    """One forward and backward on all ranks: (outputs, gradients), one tuple of local tensors a rank.
+
+    inputs[rank]: the forward's placeholders; tangents[rank]: gradients of its outputs, in the order of the graphs."""
+    results = simulator.run([p.forward for p in parts], inputs)
+    kept = [len(r) - len(p.saved) for r, p in zip(results, parts)]
+    outputs = [r[:k] for r, k in zip(results, kept)]
+    if any(p.backward is None for p in parts):
+        return outputs, [()] * len(parts)
+    backward_inputs = [(*r[k:], *t) for r, k, t in zip(results, kept, tangents, strict=True)]
+    return outputs, simulator.run([p.backward for p in parts], backward_inputs)
+
+
+def local_inputs(
+    local: fx.GraphModule, values: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(inputs, tangents) of a rank's joint graph: its parts of global `values`, which are given by placeholder name."""
+    mesh, coordinate = local.meta["mesh"], local.meta["mesh"].coordinate(local.meta["rank"])
+    inputs, tangents = [], []
+    for node in local.graph.nodes:
+        if node.op == "placeholder":
+            part = local_part(values[node.name], node.meta["layout"], mesh, coordinate)
+            (tangents if node.meta["role"].is_tangent else inputs).append(part)
+    return inputs, tangents
+
+
+def assemble(blocks: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:
+    """The global tensor of which rank r holds blocks[r]: shards are put in their place, partial values are reduced."""
+    reductions = {reduction for _, reduction in layout.partial}
+    if len(reductions) > 1:
+        raise VerifyError(f"a value that is partial in two ways cannot be assembled: {layout}")
+    largest = reductions == {"max"}
+    result = blocks[0].new_full(tuple(shape), float("-inf") if largest else 0)
+    split = {*layout.sharding_axes, *(axis for axis, _ in layout.partial)}
+    for rank, block in enumerate(blocks):
+        coordinate = mesh.coordinate(rank)
+        if any(position for axis, position in coordinate.items() if axis not in split):
+            continue  # a replica of one that was taken
+        index = []
+        for size, axes, parts in zip(shape, layout.dims, layout.parts):
+            ranges = dim_ranges(size, axes, parts, mesh, coordinate) if axes else [(0, size)]
+            index.append(torch.cat([torch.arange(*r) for r in ranges]))
+        where = torch.meshgrid(*index, indexing="ij") if index else ()
+        result[where] = torch.maximum(result[where], block) if largest else result[where] + block
+    return result

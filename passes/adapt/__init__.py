@@ -1,0 +1,1 @@
+"""Adapters and quantization in an exported forward."""

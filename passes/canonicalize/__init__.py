@@ -1,0 +1,1 @@
+"""An exported forward, and the joint graph, in canonical ops."""

@@ -1,0 +1,1 @@
+"""The joint graph of all devices as the graphs of one rank."""

@@ -1,0 +1,212 @@
+"""One redistribution step as nodes of a local graph: a functional collective and the reshapes around it.
+
+Collectives work on dim 0, so a dim d > 0 is first *stacked*: its n blocks are put one after the other on dim 0; the
+inverse, *unstacking*, joins blocks that lie on dim 0 into dim d. Both are a fixed number of views and one copy
+whatever n is, so the graph does not grow with the number of devices.
+
+Blocks are padded to the longest of their group, ceil(size / n), and the padding is cut off afterwards; where there is
+nothing to pad no node is made. So graphs of different ranks may differ in local nodes but have the same collectives.
+
+A group is written as the names of its mesh axes, "dp" or "dp,tp"; codegen.bind_groups puts in process groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..._torch import c10d, fake_mode, rename
+from ...cost.redistribute import Move, Step
+from ...ir.graph import bytes_of
+from ...ir.layout import chunk, local_shape
+from ...ir.mesh import Mesh
+from .local_values import local_value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective node does. `kind` as in Move; `wire_bytes` are sent by this device (ring); `tensor` is the
+    global tensor's name; `phase` is "forward" or "backward"."""
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: float
+    tensor: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{','.join(self.axes)}] of {self.tensor}, {self.wire_bytes:.0f} B sent"
+
+
+class Builder:
+    """Appends op nodes to a graph and computes their fake local values. Every new node gets a copy of `meta`; if that
+    names a tensor, so does the node."""
+
+    def __init__(self, graph: fx.Graph, mode=None):
+        self.graph, self.mode, self.meta = graph, mode or fake_mode(), {}
+
+    def call(self, target, *args, name: str | None = None, **kwargs) -> fx.Node:
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        value = local_value(target, fake_args, fake_kwargs, self.mode)
+        if name is None and "tensor" in self.meta:
+            name = f"{self.meta['tensor']}_{target.overloadpacket.__name__}"
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta = {**self.meta, "val": value}
+        return node
+
+    def empty(self, shape: Sequence[int], like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """A contiguous fake tensor with the dtype of `like`, on its device or another."""
+        with self.mode:
+            return torch.empty(shape, dtype=like.dtype, device=device or like.device)
+
+
+class Emitter:
+    """Turns steps into nodes on one device. `reduce_scatter`: "native", or "all_to_all" for an all-to-all and a local
+    sum (gloo's own reduce-scatter moves twice the bytes)."""
+
+    def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], reduce_scatter: str = "native"):
+        self.builder, self.mesh, self.coordinate, self.reduce_scatter = builder, mesh, coordinate, reduce_scatter
+        self.call = builder.call
+
+    def __call__(self, step: Step, x: fx.Node, shape: Sequence[int], tensor: str) -> fx.Node:
+        """The local value after `step`, given the one before it. `shape` is the global shape of `tensor`.
+
+        It is contiguous, as every value is that a kernel makes: some backward kernels of ATen read the small tensors
+        that their forward left them (a layer norm's mean) without looking at strides."""
+        move = step.move
+        axes = tuple(a for a in self.mesh.names if a in move.axes and self.mesh.size(a) > 1)
+        if not axes:
+            return x
+        count = math.prod(self.mesh.size(a) for a in axes)
+        before = local_shape(shape, step.before, self.mesh, self.coordinate)
+        after = local_shape(shape, step.after, self.mesh, self.coordinate)
+        lowering = {
+            "all_reduce": self._all_reduce,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+            "all_to_all": self._all_to_all,
+            "slice": self._slice,
+        }[move.kind]
+        bytes_ = math.prod(shape) * x.meta["val"].element_size()
+        y = contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor, bytes_), x, move, before, after))
+        rename(y, f"{tensor}_{move.kind}")
+        return y
+
+    def _all_reduce(self, group, x, move, before, after):
+        return group.run(c10d.all_reduce.default, x, move.reduction)
+
+    def _all_gather(self, group, x, move, before, after):
+        x = self._pad(x, {move.dim: -(-after[move.dim] // group.count)})
+        y = group.run(c10d.all_gather_into_tensor.default, x, group.count)
+        return self._cut(self._unstack(y, group.count, move.dim, move.parts), {move.dim: after[move.dim]})
+
+    def _reduce_scatter(self, group, x, move, before, after):
+        n, d = group.count, move.dim
+        x = self._stack(self._pad(x, {d: n * -(-before[d] // n)}), n, d, move.parts)
+        if self.reduce_scatter == "native":
+            y = group.run(c10d.reduce_scatter_tensor.default, x, "sum", n)
+        else:
+            y = group.exchange(x)
+            rows, *rest = y.meta["val"].shape
+            y = self.call(aten.sum.dim_IntList, self.call(aten.reshape.default, y, [n, rows // n, *rest]), [0])
+        return self._cut(y, {d: after[d]})
+
+    def _all_to_all(self, group, x, move, before, after):
+        n, d, e = group.count, move.dim, move.to_dim
+        x = self._pad(x, {d: -(-after[d] // n), e: n * -(-before[e] // n)})
+        y = self._unstack(group.exchange(self._stack(x, n, e, move.to_parts)), n, d, move.parts)
+        return self._cut(y, {d: after[d], e: after[e]})
+
+    def _slice(self, group, x, move, before, after):
+        d, index, count = move.dim, self.coordinate[move.axes[0]], group.count
+        if move.parts == 1:
+            return self.call(aten.slice.Tensor, x, d, *chunk(before[d], count, index))
+        block = before[d] // (move.parts * count)
+        y = self.call(aten.reshape.default, x, [*before[:d], move.parts, count, block, *before[d + 1 :]])
+        y = self.call(aten.select.int, y, d + 1, index)
+        return self.call(aten.reshape.default, y, [*before[:d], move.parts * block, *before[d + 1 :]])
+
+    def _stack(self, x, count, d, parts):
+        """(.., parts * count * b, ..) -> (count * .., parts * b, ..): block i of each part to rows i of dim 0."""
+        shape = list(x.meta["val"].shape)
+        block = shape[d] // (parts * count)
+        if d > 0 or parts > 1:
+            y = self.call(aten.reshape.default, x, [*shape[:d], parts, count, block, *shape[d + 1 :]])
+            y = self.call(aten.permute.default, y, _moved(len(shape) + 2, d + 1, 0))  # (count, .., parts, b, ..)
+            shape[d] = parts * block
+            x = self.call(aten.reshape.default, y, [count * shape[0], *shape[1:]])
+        return x
+
+    def _unstack(self, y, count, d, parts):
+        """(count * .., parts * b, ..) -> (.., parts * count * b, ..): the inverse of `_stack`."""
+        if d == 0 and parts == 1:
+            return y
+        shape = list(y.meta["val"].shape)
+        shape[0] //= count
+        block = shape[d] // parts
+        y = self.call(aten.reshape.default, y, [count, *shape[:d], parts, block, *shape[d + 1 :]])
+        y = self.call(aten.permute.default, y, _moved(len(shape) + 2, 0, d + 1))  # (.., parts, count, b, ..)
+        shape[d] *= count
+        return self.call(aten.reshape.default, y, shape)
+
+    def _pad(self, x, sizes: Mapping[int, int]):
+        """Zeros after the end of some dims, up to the given sizes."""
+        shape = x.meta["val"].shape
+        missing = [sizes.get(d, size) - size for d, size in enumerate(shape)]
+        if not any(missing):
+            return x
+        return self.call(aten.constant_pad_nd.default, x, [p for m in reversed(missing) for p in (0, m)], 0)
+
+    def _cut(self, x, sizes: Mapping[int, int]):
+        for d, size in sizes.items():
+            if x.meta["val"].shape[d] != size:
+                x = self.call(aten.slice.Tensor, x, d, 0, size)
+        return x
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The devices that take part in one step; `tensor_bytes` of the global tensor."""
+
+    emitter: Emitter
+    move: Move
+    axes: tuple[str, ...]
+    count: int
+    tensor: str
+    tensor_bytes: int
+
+    def run(self, op, x: fx.Node, *args) -> fx.Node:
+        """Start a collective and wait for it."""
+        builder, kind, n = self.emitter.builder, self.move.kind, self.count
+        x = contiguous(builder, x)
+        sent = bytes_of(x.meta["val"]) * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+        started = builder.call(op, x, *args, ",".join(self.axes), name=f"{self.tensor}_{kind}_start")
+        phase = builder.meta.get("phase", "forward")
+        started.meta["collective"] = Collective(kind, self.axes, sent, self.tensor, phase)
+        started.meta["tensor_bytes"] = self.tensor_bytes
+        return builder.call(c10d.wait_tensor.default, started)
+
+    def exchange(self, x: fx.Node) -> fx.Node:
+        """An all-to-all of equal blocks on dim 0."""
+        rows = [x.meta["val"].shape[0] // self.count] * self.count
+        return self.run(c10d.all_to_all_single.default, x, rows, rows)
+
+
+def contiguous(builder: Builder, x: fx.Node, name: str | None = None) -> fx.Node:
+    """`x`, or a copy of it if its fake value is not contiguous."""
+    if x.meta["val"].is_contiguous():
+        return x
+    return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format, name=name)
+
+
+def _moved(ndim: int, source: int, to: int) -> list[int]:
+    """The permutation that moves one dim: result dim `to` is `source`, the others keep their order."""
+    order = [d for d in range(ndim) if d != source]
+    order.insert(to, source)
+    return order

@@ -1,0 +1,275 @@
+"""From the global joint graph to the graph of one rank: shapes become local and redistributions become collectives.
+
+For each op in order: every tensor argument is brought from its producer's layout into the layout that the op's
+sharding asks for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake
+local tensors, whose shapes must be those that the layouts imply.
+
+A parameter on the host arrives there. It is copied to the device when an op first asks for it, after the cast to the
+type that it computes in if it has one; every redistribution starts from that copy. Its gradient is copied to the host
+as soon as it is reduced, and every gradient is reduced as soon as it is made.
+
+A copy of a tensor in another layout is made once for each phase, however many ops read it, and a redistribution
+starts from the furthest copy on its way. The backward does not see the forward's copies unless they are in
+`sharding.kept`.
+
+Metadata of the local graph's nodes, besides role, phase, module and source (see autopar/ir/graph.py):
+
+    val         the local fake value
+    global      the fake value of the global tensor (or tuple of tensors) of which the node holds a part
+    layout      the Layout of that part, or a tuple of them, one a tensor output; absent inside a redistribution
+    sharding    on ops of the joint graph: their NodeSharding
+    collective  on collectives: a passes.emit.Collective, and `tensor_bytes` of the global tensor that moves
+    tensor      on nodes of a redistribution: name of the global tensor
+    kept        True on the copy that one ends with if the backward may read it as the forward made it
+
+The graph module's own `meta` has "rank" and "mesh".
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from ... import rules
+from ..._torch import graph_module, tree_flatten, tree_unflatten
+from ...errors import VerifyError
+from ...ir.casts import own_casts
+from ...ir.graph import OutputRole, describe, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ...ir.layout import Layout, local_part, local_shape
+from ...plans.sharding import NodeSharding, Sharding
+from .emit import Builder, Emitter
+
+aten = torch.ops.aten
+HOST = torch.device("cpu")
+
+# A view needs strides that a local value may not have; reshape gives the same values and copies where it must.
+RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native",
+             coordinate: Mapping[str, int | range] | None = None) -> fx.GraphModule:  # fmt: skip
+    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter). `coordinate`:
+    instead of the rank's, one that may span several places along an axis whose shards never move: the graph of all of
+    them as one."""
+    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            localizer.placeholder(node)
+        elif node.op == "get_attr":
+            localizer.constant(node)
+        elif node.op == "output":
+            localizer.output(node)
+        elif node.target is operator.getitem:
+            localizer.item(node)
+            localizer.gradient(node)
+        else:
+            localizer.op(node)
+            localizer.gradient(node)
+    return localizer.finish()
+
+
+class _Localizer:
+    """The state of the walk: `own` has every tensor's local value in its producer's layout, `copies` all others."""
+
+    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None):
+        self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
+        self.coordinate = coordinate or self.mesh.coordinate(rank)
+        self.root = torch.nn.Module()
+        self.builder = Builder(fx.Graph())
+        self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
+        self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
+        self.several: dict[str, fx.Node] = {}  # ops with several outputs
+        self.copies: dict[tuple[str, int, Layout, str], fx.Node] = {}
+        leaves = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name in sharding.on_host]
+        self.on_host = {n.name for n in leaves}  # tensors that the device has no copy of yet
+        self.from_host = {n.meta["role"].name for n in leaves}
+        self.gradients: dict[fx.Node, list[int]] = defaultdict(list)  # where they stand among the outputs
+        output = output_node(joint.graph)
+        for at, (value, role) in enumerate(zip(output.args[0], output.meta["roles"])):
+            if isinstance(value, fx.Node) and role is not None and role.kind == "gradient":
+                self.gradients[value].append(at)
+        self.given: dict[int, fx.Node] = {}  # outputs that are there already
+        self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph, ()).items() if n.name in self.on_host}
+
+    def placeholder(self, node: fx.Node) -> None:
+        local = self.builder.graph.create_node("placeholder", node.name, (), {}, node.name)
+        self._leaf(node, local)
+
+    def constant(self, node: fx.Node) -> None:
+        tensor = operator.attrgetter(node.target)(self.joint)
+        name = node.target.replace(".", "_")
+        self.root.register_buffer(name, local_part(tensor, self._leaf_layout(node), self.mesh, self.coordinate))
+        self._leaf(node, self.builder.graph.create_node("get_attr", name, (), {}, node.name))
+
+    def _leaf_layout(self, node: fx.Node) -> Layout:
+        return self.sharding.leaves.get(node.name, Layout.replicated(node.meta["val"].dim()))
+
+    def _leaf(self, node: fx.Node, local: fx.Node) -> None:
+        value, layout = node.meta["val"], self._leaf_layout(node)
+        shape = local_shape(value.shape, layout, self.mesh, self.coordinate)
+        device = HOST if node.name in self.on_host else value.device
+        local.meta = {**node.meta, "val": self.builder.empty(shape, value, device), "global": value, "layout": layout}
+        self.own[node.name, 0] = local, layout
+
+    def item(self, node: fx.Node) -> None:
+        """One output of an op. It belongs to the op's phase whoever reads it: ops stay whole when phases part."""
+        producer, index = tensor_of(node)
+        local = self.several[producer.name]
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        layout = local.meta["layout"][sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:index])]
+        self.builder.meta = {**_origin(node), "global": node.meta["val"], "layout": layout}
+        self.builder.meta["phase"] = local.meta["phase"]
+        self.own[producer.name, index] = self.builder.call(operator.getitem, local, index, name=node.name), layout
+
+    def op(self, node: fx.Node) -> None:
+        sharding = self.sharding.nodes.get(node.name) or _replicated(node)
+        tensors = tensor_arguments(node)
+        if len(tensors) != len(sharding.inputs):
+            raise _error(f"{len(sharding.inputs)} layouts for {len(tensors)} tensor arguments", node, sharding)
+        layouts = iter(sharding.inputs)
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        if node.name in self.casts:  # the host makes the type that computes, so that less is copied
+            flat = [self.own[a.name, 0][0] if is_tensor(a) else a for a in flat]
+            self.on_host ^= {node.name, self.casts[node.name]}
+        else:
+            flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
+        args, kwargs = tree_unflatten(flat, spec)
+        args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
+        single = isinstance(node.meta["val"], torch.Tensor)
+        self.builder.meta = {
+            **_origin(node),
+            "global": node.meta["val"],
+            "layout": sharding.outputs[0] if single else tuple(sharding.outputs),
+            "sharding": sharding,
+        }
+        try:
+            local = self.builder.call(RESHAPE.get(node.target, node.target), *args, name=node.name, **kwargs)
+        except Exception as error:
+            raise _error(f"the local op failed on rank {self.rank}: {error}", node, sharding) from error
+        self._check(node, local, sharding)
+        if single:
+            self.own[node.name, 0] = local, sharding.outputs[0]
+        else:
+            self.several[node.name] = local
+
+    def _check(self, node: fx.Node, local: fx.Node, sharding) -> None:
+        got, values = values_of(local), values_of(node)
+        if not len(got) == len(values) == len(sharding.outputs):
+            raise _error(f"{len(got)} local outputs, {len(sharding.outputs)} layouts", node, sharding)
+        for mine, value, layout in zip(got, values, sharding.outputs):
+            shape = local_shape(value.shape, layout, self.mesh, self.coordinate)
+            if tuple(mine.shape) != shape or mine.dtype != value.dtype:
+                raise _error(
+                    f"the local op gives {tuple(mine.shape)} {mine.dtype} on rank {self.rank}, "
+                    f"its layout {layout} implies {shape} {value.dtype}", node, sharding,
+                )  # fmt: skip
+
+    def gradient(self, node: fx.Node) -> None:
+        """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times
+        its size."""
+        output = output_node(self.joint.graph)
+        for at in self.gradients.get(node, ()):
+            self.given[at] = self._output(node, self.sharding.outputs[at], output.meta["roles"][at])
+
+    def output(self, node: fx.Node) -> None:
+        values = []
+        for at, (value, layout, role) in enumerate(
+            zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True)
+        ):
+            if isinstance(value, fx.Node):
+                value = self.given[at] if at in self.given else self._output(value, layout, role)
+            values.append(value)
+        local = self.builder.graph.output(tuple(values))
+        local.meta = {**node.meta, "layouts": self.sharding.outputs}
+        local.meta.pop("val", None)
+
+    def _output(self, value: fx.Node, layout: Layout | None, role: OutputRole | None) -> fx.Node:
+        """The local value of an output, on the host if its parameter is there."""
+        phase = "forward" if role is not None and role.is_forward else "backward"
+        producer, index = tensor_of(value)
+        layout = layout or self.own[producer.name, index][1]
+        local = self._copy(value, layout, phase, value)
+        if role is not None and role.kind == "gradient" and role.name in self.from_host:
+            return self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
+        return local
+
+    def _on_device(self, producer: fx.Node, index: int, phase: str) -> tuple[fx.Node, Layout]:
+        """The local value of a tensor as its producer made it, on the device."""
+        local, layout = self.own[producer.name, index]
+        if producer.name in self.on_host:
+            self.on_host.remove(producer.name)
+            value = producer.meta["val"]
+            device = torch.device(value.device.type)  # the rank's own, whichever that was where the graph was traced
+            local = self._moved(local, device, value, layout, phase, f"{producer.name}_on_device")
+            self.own[producer.name, index] = local, layout
+        return local, layout
+
+    def _moved(
+        self, local: fx.Node, device: torch.device, value: torch.Tensor, layout: Layout, phase: str, name: str
+    ) -> fx.Node:
+        """A copy of a local value on the host or the device; of no module, so that no block makes it again."""
+        self.builder.meta = {"phase": phase, "module": "", "source": "", "global": value, "layout": layout}
+        return self.builder.call(aten._to_copy.default, local, device=device, name=name)
+
+    def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node) -> fx.Node:
+        """The local value of a global tensor in the layout `wanted`."""
+        producer, index = tensor_of(tensor)
+        local, layout = self._on_device(producer, index, phase)
+        redistribution = self.sharding.redistributor(layout, wanted)
+        if redistribution is None:
+            raise VerifyError(
+                f"{tensor.name} is {layout} and {consumer.name} wants {wanted}: no collective leads there",
+                node=describe(consumer), source=consumer.meta.get("source"), mesh=self.mesh,
+            )  # fmt: skip
+        # a copy is shared with consumers that want the same layout, as the planner pays for it, not with steps to
+        # another
+        if (copy := self._existing(producer.name, index, wanted, phase)) is not None:
+            return copy
+        value, name = tensor.meta["val"], tensor.name
+        self.builder.meta = {**_origin(consumer), "phase": phase, "tensor": name}
+        for step in redistribution.steps:
+            before, local = local, self.emitter(step, local, value.shape, name)
+            if local is not before:  # moves over axes of one device make no node
+                local.meta |= {"global": value, "layout": step.after}
+        if redistribution.steps:
+            self.copies[producer.name, index, wanted, phase] = local
+            if (producer.name, index, wanted) in self.sharding.kept:
+                local.meta["kept"] = True
+        return local
+
+    def _existing(self, producer: str, index: int, layout: Layout, phase: str) -> fx.Node | None:
+        copy = self.copies.get((producer, index, layout, phase))
+        if copy is None and (producer, index, layout) in self.sharding.kept:
+            copy = self.copies.get((producer, index, layout, "forward"))
+        return copy
+
+    def finish(self) -> fx.GraphModule:
+        self.builder.graph.eliminate_dead_code()
+        self.builder.graph.lint()
+        local = graph_module(self.root, self.builder.graph, "Local")
+        local.meta |= {"rank": self.rank, "mesh": self.mesh}
+        return local
+
+
+def _origin(node: fx.Node) -> dict:
+    return {key: node.meta.get(key, "") for key in ("phase", "module", "source")}
+
+
+def _replicated(node: fx.Node) -> NodeSharding:
+    def layouts(values):
+        return tuple(Layout.replicated(v.dim()) for v in values)
+
+    return NodeSharding(layouts(a.meta["val"] for a in tensor_arguments(node)), layouts(values_of(node)))
+
+
+def _error(message: str, node: fx.Node, sharding) -> VerifyError:
+    inputs = ", ".join(map(str, sharding.inputs))
+    outputs = ", ".join(map(str, sharding.outputs))
+    return VerifyError(
+        f"{node.name}: {message} (layouts {inputs} -> {outputs})", node=describe(node), source=node.meta.get("source")
+    )

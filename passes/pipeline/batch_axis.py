@@ -1,0 +1,276 @@
+"""Which dims of a joint graph's tensors are the samples of the batch: the graph's sharding over an axis of
+micro-batches.
+
+A micro-batch is a shard of the batch over time instead of over devices, so the factor rules say what becomes of it: the
+factor that the samples are in an op's input are samples in all its tensors, and where it is summed away the
+micro-batches' results add up. From the inputs this spreads through the graph in both directions, which reaches tensors
+that are made for the batch (a mask of ones).
+
+What one micro-batch computes must not need another one: sums over the batch are the end of a gradient or an output, or
+they follow from the inputs alone (how many tokens count) and are known before the first micro-batch starts. Anything
+else is refused here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...errors import MicroBatchError
+from ...ir.graph import OutputRole, describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ...ir.layout import Layout
+from ...ir.mesh import Mesh
+from ...plans.sharding import NodeSharding
+from ...rules import Rule, cut_inside, rule_of, strategy_of
+from ...rules.reading import input_shapes, output_indices, output_shapes
+from ...rules.rule import Inner, entries_of, name_of
+
+aten = torch.ops.aten
+AXIS = "micro_batch"
+FIX = "use one micro-batch, or a mesh without pp"
+
+MADE = (
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+)  # whatever is in their input
+OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
+
+Tensor = tuple[fx.Node, int]
+Factor = tuple[str, int]  # its name, and the number of equal parts of it that each have samples of their own
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from
+    inputs alone and that other ops read whole. `shares`: by the op (or output) that reads them, values that do not
+    depend on the batch and are added to sums over it, so that each micro-batch adds its share of them alone; numbers
+    that ops of OFFSET add where it is empty."""
+
+    mesh: Mesh
+    nodes: dict[str, NodeSharding]
+    leaves: dict[str, Layout]
+    outputs: tuple[Layout | None, ...]
+    totals: tuple[fx.Node, ...]
+    shares: dict[fx.Node, frozenset[fx.Node]]
+
+
+def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
+    """The sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or over one
+    for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a graph that
+    cannot be computed part by part, with the op that needs other samples."""
+    if micro_batches > samples:
+        raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
+                              fix=f"use {samples} micro-batches, or fewer")  # fmt: skip
+    mesh = Mesh((AXIS,), (samples if samples % micro_batches else micro_batches,))
+    rules = {node: rule_of(node) for node in graph.nodes if is_op(node)}
+    return _Layouts(graph, mesh, rules, _Samples(graph, rules, samples)).found()
+
+
+class _Samples:
+    """Where the samples are: `place` has (dim, parts) of every tensor that has any, `factor` that of every op."""
+
+    def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
+        self.rules = rules
+        self.place: dict[Tensor, tuple[int, int]] = {}
+        self.factor: dict[fx.Node, Factor] = {}
+        self.users: dict[Tensor, list[fx.Node]] = {}
+        for node in rules:
+            for argument in tensor_arguments(node):
+                self.users.setdefault(tensor_of(argument), []).append(node)
+        self.waiting: deque[fx.Node] = deque()
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.meta["role"].kind == "input":
+                shape = node.meta["val"].shape
+                if len(shape) and shape[0] == samples:
+                    self._put((node, 0), (0, 1))
+        while self.waiting:
+            self._spread(self.waiting.popleft())
+
+    def _put(self, tensor: Tensor, place: tuple[int, int]) -> None:
+        self.place[tensor] = place
+        producer = tensor[0]
+        self.waiting.extend(self.users.get(tensor, ()))
+        if producer in self.rules:
+            self.waiting.append(producer)
+        elif producer.meta["role"].kind != "input":
+            role = producer.meta["role"]
+            if role.kind == "tangent":
+                raise MicroBatchError(
+                    f"output {role.name} has a gradient of its own for every sample of the batch",
+                    node=describe(producer),
+                    fix="return one loss, as the field or key loss if there are other outputs, or give a loss_fn",
+                )  # fmt: skip
+            raise MicroBatchError(
+                f"the {role.kind} {role.name} has a value for every sample of the batch",
+                node=describe(producer),
+                fix=FIX,
+            )
+
+    def _spread(self, node: fx.Node) -> None:
+        """From the tensors of an op whose place is known to its others."""
+        factors = {self._factor_at(node, dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
+        if not factors:
+            return
+        if len(factors) != 1 or None in factors:
+            raise _mixes(node)
+        (factor,) = factors
+        self.factor[node] = factor
+        name, inside = factor
+        for tensor, dims in self._tensors(node):
+            places = (
+                (d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name
+            )
+            place = next(places, None)
+            if self.place.get(tensor, place) != place:
+                raise _mixes(node)
+            if place is not None and tensor not in self.place:
+                self._put(tensor, place)
+
+    def _tensors(self, node: fx.Node) -> list[tuple[Tensor, tuple]]:
+        rule = self.rules[node]
+        if rule is None:
+            raise _mixes(node)
+        inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs)
+        if node.target in MADE:
+            inputs = [(tensor, dims) for tensor, dims in inputs if any(dims)]
+        return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
+
+    def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> Factor | None:
+        """The factor that the samples are in, or are inside equal parts of (heads and samples in one dim)."""
+        dim, parts = place
+        for entry in entries_of(dims[dim]):
+            if _parts(entry) == parts:
+                return name_of(entry), 1
+        whole = next((name_of(e) for e in entries_of(dims[dim])), None)
+        return (whole, parts) if whole in cut_inside(node, self.rules[node], parts) else None
+
+
+def _parts(entry: str | Inner) -> int:
+    return entry.parts if isinstance(entry, Inner) else 1
+
+
+def partial_of(value: fx.Node) -> Layout:
+    """The layout of a sum over the batch."""
+    ndim = value.meta["val"].dim()
+    return Layout(((),) * ndim, ((AXIS, "sum"),), (1,) * ndim)
+
+
+def _mixes(node: fx.Node) -> MicroBatchError:
+    return MicroBatchError(
+        f"{node.name} computes with all samples of the batch at once, so that it cannot run one micro-batch at a time",
+        node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+    )  # fmt: skip
+
+
+class _Layouts:
+    """Layouts in the order of the graph, from the places of the samples: what is summed over them is Partial until
+    something reads it that is not linear."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, rules: dict[fx.Node, Rule | None], samples: _Samples):
+        self.graph, self.mesh, self.rules, self.samples = graph, mesh, rules, samples
+        self.layout: dict[Tensor, Layout] = {}
+        self.of_inputs: set[fx.Node] = set()  # what follows from inputs and constants alone
+        self.totals: dict[fx.Node, None] = {}
+        self.shares: dict[fx.Node, frozenset[fx.Node]] = {}
+
+    def found(self) -> BatchAxis:
+        nodes, leaves = {}, {}
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                leaves[node.name] = self.layout[node, 0] = self._leaf(node)
+                if node.op == "get_attr" or node.meta["role"].kind == "input":
+                    self.of_inputs.add(node)
+            elif is_op(node):
+                if all(tensor_of(a)[0] in self.of_inputs for a in node.all_input_nodes):
+                    self.of_inputs.add(node)
+                nodes[node.name] = sharding = self._op(node)
+                for i, layout in zip(output_indices(node), sharding.outputs):
+                    self.layout[node, i] = layout
+        output = output_node(self.graph)
+        outputs = [self._output(v, r) if is_tensor(v) else None for v, r in zip(output.args[0], output.meta["roles"])]
+        return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals), self.shares)
+
+    def _output(self, value: fx.Node, role: OutputRole | None) -> Layout:
+        layout = self.layout[tensor_of(value)]
+        if role is not None and role.kind == "mutation" and not layout.is_replicated:
+            raise MicroBatchError(
+                f"the buffer {role.name} follows the whole batch", node=describe(value),
+                source=value.meta.get("source") or None, fix=FIX,
+            )  # fmt: skip
+        if any(reduction != "sum" for _, reduction in layout.partial):
+            raise _mixes(value)
+        if role is not None and role.kind == "gradient" and layout.is_replicated:
+            self._share(output_node(self.graph), value)
+            return partial_of(value)
+        return layout
+
+    def _leaf(self, node: fx.Node) -> Layout:
+        value = node.meta.get("val")
+        return self._sharded(node, 0, value.dim() if isinstance(value, torch.Tensor) else 0)
+
+    def _sharded(self, node: fx.Node, index: int, ndim: int) -> Layout:
+        dims, parts = [()] * ndim, [1] * ndim
+        if (node, index) in self.samples.place:
+            dim, count = self.samples.place[node, index]
+            dims[dim], parts[dim] = (AXIS,), count
+        return Layout(tuple(dims), (), tuple(parts))
+
+    def _op(self, node: fx.Node) -> NodeSharding:
+        arguments, rule = tensor_arguments(node), self.rules[node]
+        layouts = [self.layout[tensor_of(a)] for a in arguments]
+        factor, inside = self.samples.factor.get(node, ("", 1))
+        if rule is None:
+            layouts = [self._whole(node, a) if l.partial else l for a, l in zip(arguments, layouts)]
+            return NodeSharding(tuple(layouts), tuple(Layout.replicated(v.dim()) for v in values_of(node)))
+        if node.target in OFFSET and len(layouts) == 1 and layouts[0] == partial_of(arguments[0]):
+            self.shares[node] = frozenset()
+            return NodeSharding((layouts[0],), (layouts[0],))
+        partial = self._partial(node, rule, layouts, bool(factor))
+        for i, argument in enumerate(arguments if node.target not in MADE else ()):
+            if layouts[i].partial and i not in partial:
+                layouts[i] = self._whole(node, argument)
+            elif i in partial and not layouts[i].partial:
+                layouts[i] = self._share(node, argument)
+        label = (factor if inside == 1 else f"{factor}/{inside}") or (
+            "+" + ",".join(map(str, sorted(partial))) if partial else ""
+        )
+        chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
+        if chosen is None or list(chosen.inputs) != layouts and node.target not in MADE:
+            raise _mixes(node)
+        return NodeSharding(tuple(layouts), chosen.outputs, chosen.choice)
+
+    def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
+        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is
+        linear in them; else those of them that are not known before the step, with others that do not depend on the
+        batch."""
+        partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
+        if has_samples or partial in rule.linear:
+            return frozenset() if has_samples else partial
+        unknown = frozenset(i for i in partial if tensor_of(tensor_arguments(node)[i])[0] not in self.of_inputs)
+        sums = [arguments for arguments in rule.linear if unknown and unknown <= arguments]
+        return min(sums, key=len, default=frozenset())
+
+    def _share(self, node: fx.Node, argument: fx.Node) -> Layout:
+        """A value that does not depend on the batch, as the sum of equal shares."""
+        if not argument.meta["val"].is_floating_point():
+            raise _mixes(node)
+        self.shares[node] = self.shares.get(node, frozenset()) | {argument}
+        return partial_of(argument)
+
+    def _whole(self, node: fx.Node, argument: fx.Node) -> Layout:
+        """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from
+        inputs."""
+        producer, _ = tensor_of(argument)
+        if producer not in self.of_inputs:
+            raise MicroBatchError(
+                f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all "
+                "micro-batches have been "
+                "computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
+            )  # fmt: skip
+        self.totals[argument] = None
+        return Layout.replicated(argument.meta["val"].dim())

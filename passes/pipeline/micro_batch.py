@@ -1,0 +1,283 @@
+"""From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
+
+The graph is cut along the samples as for one more mesh axis (passes/pipeline/batch_axis.py), so what it computes is
+what the whole batch computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has.
+Gradients and outputs that are sums over the batch add up over the micro-batches; outputs with samples are joined along
+them. A sum that ops need before the last micro-batch has run (the number of valid tokens) follows from the inputs: a
+graph of its own computes it first, and micro-batches read it. What does not depend on the batch (the norm of a weight
+in the loss) is added in equal shares. Random ops draw the numbers of their samples: the random state of a micro-batch
+has its number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from ..._torch import graph_module
+from ...cost.redistribute import Link
+from ...errors import MicroBatchError, StageError
+from ...frontend.export import Captured
+from ...frontend.repeated_blocks import Compact
+from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node
+from ...ir.layout import Layout
+from ...ops.counter_rng import STREAM, stream_of
+from ...plans.pipeline import sizes_of
+from ...plans.sharding import NodeSharding, Sharding
+from ..distribute.localize import localize
+from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, batch_axis, partial_of
+
+aten = torch.ops.aten
+SUM, SAME = "sum", "same"
+
+
+@dataclass(frozen=True)
+class MicroBatched:
+    """captured: the joint graph of one micro-batch, whose placeholders of role "total" take the results of `totals`, a
+    graph of the whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those
+    of all micro-batches become one: "sum", "same", or the dim along which they are joined. `smaller`: the same graph of
+    one sample less, for the last micro-batches of a batch of `samples` that they do not divide; its nodes have the same
+    names."""
+
+    captured: Captured
+    micro_batches: int
+    joins: dict[str, str | int]
+    totals: fx.GraphModule | None = None
+    total_inputs: tuple[str, ...] = ()
+    input_dims: dict[str, int] | None = None
+    smaller: Captured | None = None
+    samples: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch."""
+        return sizes_of(self.samples, self.micro_batches)
+
+    def is_smaller(self, number: int) -> bool:
+        """Whether a micro-batch runs the graph of one sample less."""
+        return self.smaller is not None and self.sizes[number] < self.sizes[0]
+
+    def place(self, number: int) -> int:
+        """Where a micro-batch begins, in those before it or, if they are not equal, in samples: its random state has
+        it."""
+        return number if self.smaller is None else sum(self.sizes[:number])
+
+
+def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
+    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by
+    one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
+    _check_roles(captured.graph)
+    graph = captured.graph
+    roles, samples = output_node(graph).meta["roles"], _samples(captured)
+    if micro_batches == 1:
+        return MicroBatched(
+            captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
+        )
+    axis, counts = batch_axis(graph, micro_batches, samples), places_of(samples, micro_batches)
+    has_random = any(stream_of(node) is not None for node in graph.nodes)
+    # equal blocks are alike
+    found = [_cut(captured, axis, micro_batches, count, captured.compact is None or has_random) for count in counts]
+    joins = {}
+    for role, layout in zip(roles, axis.outputs):
+        if role.kind == "output":
+            joins[role.name] = SUM if layout is not None and layout.partial else SAME
+            if layout is not None and layout.dim_of(AXIS) is not None:
+                joins[role.name] = layout.dim_of(AXIS)
+    totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
+    dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
+            if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
+    return MicroBatched(found[0], micro_batches, joins, totals, inputs, dims, *found[1:] or (None,), samples)
+
+
+def _check_roles(graph: fx.Graph) -> None:
+    """Gradients of inputs would have to leave a schedule that is over when the call returns; what one micro-batch
+    writes to a parameter or to the batch, the others would read or overwrite."""
+    parameters = {
+        n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"
+    }
+    for node, role in zip(output_node(graph).args[0], output_node(graph).meta["roles"]):
+        if role.kind == "input_gradient":
+            raise StageError(
+                f"{role.name} requires a gradient, and a pipeline gives gradients to parameters only",
+                fix=f"pass {role.name}.detach(), make what computes it a part of the model, or use a mesh without pp",
+            )
+        if role.kind == "input_mutation" or role.kind == "mutation" and role.name in parameters:
+            raise StageError(
+                f"the forward writes to {role.name} in place, and in a pipeline each micro-batch would",
+                source=node.meta.get("source") or None,
+                fix="write to it outside of the forward, or use a mesh without pp",
+            )  # fmt: skip
+
+
+def _samples(captured: Captured) -> int:
+    return next((shape[0] for shape in captured.signature.shapes if shape), 1)
+
+
+def places_of(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """Over how many places along the batch's axis micro-batches span, the larger ones first; all over one if they are
+    equal."""
+    sizes = sizes_of(samples, micro_batches)
+    return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
+
+
+def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool) -> Captured:
+    """The graph of a micro-batch that spans `count` places."""
+    local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
+    compact = old and _compact(old, _few(old, micro_batches, _samples(captured), count), local)
+    return replace(captured, graph_module=local, compact=compact)
+
+
+def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.GraphModule:
+    """The graph of few blocks for one micro-batch, whose nodes keep their names."""
+    return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples), micro_batches, count)
+
+
+def _local(
+    joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True
+) -> fx.GraphModule:
+    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are
+    alike has to be seen."""
+    joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
+    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
+    far = axis.mesh.devices - count  # where the last one begins
+    local = localize(joint, sharding, 0, coordinate={AXIS: range(count)})
+    if checks:
+        last = localize(joint, sharding, 0, coordinate={AXIS: range(far, far + count)})
+        _draw_by_place(local, last, far)
+        _check_alike(local, last)
+    _forget_axis(local)
+    return local
+
+
+def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
+    """What the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact graph
+    are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises as
+    that does."""
+    _check_roles(captured.graph)
+    old, samples = captured.compact, _samples(captured)
+    if old is None or micro_batches == 1:
+        micro = micro_batch(captured, micro_batches)
+        return micro.smaller if smaller else micro.captured
+    count = places_of(samples, micro_batches)[-1 if smaller else 0]
+    small = _few(old, micro_batches, samples, count)
+    keys = {node.name: key for node, key in old.home.items()}
+    home = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
+    return replace(captured, graph_module=small, compact=Compact(small, old.tower, old.count, home, {}))
+
+
+def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Compact | None:
+    """Of the graph of few blocks for one micro-batch; None if some of its nodes are none of before."""
+    keys = {node.name: (node.target, key) for node, key in old.home.items()}
+    names = {key: (node.name, node.target) for key, node in old.whole.items()}
+    new, home, found = {n.name: n for n in whole.graph.nodes}, {}, {}
+    for node in small.graph.nodes:
+        if node.op == "output":
+            continue
+        target, key = keys.get(node.name, (node.target, None))
+        if node.op == "placeholder" and key is None:  # a total, which is before all blocks
+            key, names[node, 0] = (node, 0), (node.name, node.target)
+        if key is None or target != node.target:
+            return None
+        home[node] = key
+    for origin in {origin for origin, _ in home.values()}:
+        for key in ((origin, block) for block in range(old.count)):
+            name, target = names.get(key, ("", None))
+            if name in new and new[name].target == target:
+                found[key] = new[name]
+    compact = Compact(small, old.tower, old.count, home, found)
+    is_whole = all(
+        key in found for node, (origin, block) in home.items() for key in _stands_for(compact, origin, block)
+    )
+    return compact if is_whole else None
+
+
+def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.Node, int]]:
+    """All nodes that one of the small graph may stand for, wherever the graph is split."""
+    return [(origin, number) for first in (0, compact.most) for number in compact.stands_for(block, first)]
+
+
+def _rewritten(
+    joint: fx.GraphModule, axis: BatchAxis, micro_batches: int
+) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
+    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts
+    of its ops and leaves."""
+    graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            new[node] = graph.node_copy(node)
+    for i, node in enumerate(axis.totals):
+        role = Role("total", str(i))
+        new[node] = graph.placeholder(leaf_name(role))
+        new[node].meta = {**node.meta, "role": role, "phase": "forward"}
+        leaves[new[node].name] = Layout.replicated(node.meta["val"].dim())
+    for node in joint.graph.nodes:
+        if node not in new:
+            given = dict(new)
+            for value in axis.shares.get(node, ()):
+                given[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
+                share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
+                nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
+            new[node] = graph.node_copy(node, given.__getitem__)
+            if node.target in OFFSET and axis.shares.get(node) == frozenset():
+                new[node].update_arg(1, node.args[1] / micro_batches)
+    graph.eliminate_dead_code()
+    return graph_module(joint, graph, "MicroBatch"), nodes, leaves
+
+
+def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The graph that computes sums over the whole batch from its inputs, and the names of those."""
+    needed, stack = set(), list(totals)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    graph, new, inputs = fx.Graph(), {}, []
+    for node in joint.graph.nodes:
+        if node in needed:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            if node.op == "placeholder":
+                inputs.append(node.meta["role"].name)
+    graph.output(tuple(new[node] for node in totals)).meta["roles"] = [
+        OutputRole("output", str(i)) for i, _ in enumerate(totals)
+    ]
+    return graph_module(joint, graph, "Totals"), tuple(inputs)
+
+
+def _draw_by_place(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
+    """Random ops get the step from one place along the axis to the next, in the graphs of the first place and of the
+    one `far` from it; they read the place of a micro-batch from the random state."""
+    for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
+        if a.op == "placeholder" and a.meta["role"].kind == "random":
+            a.meta["val"] = a.meta["val"].new_empty(3)
+        elif stream_of(a) is not None:
+            start = STREAM[a.target] + 1
+            step = (b.args[start] - a.args[start]) // far
+            b.update_arg(start, a.args[start])
+            a.args, b.args = (*a.args, step), (*b.args, step)
+
+
+def _forget_axis(local: fx.GraphModule) -> None:
+    """Makes the local graph a joint graph like others."""
+    output_node(local.graph).meta.pop("layouts", None)
+    for node in local.graph.nodes:
+        for key in ("global", "layout", "sharding"):
+            node.meta.pop(key, None)
+    local.meta.clear()
+
+
+def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
+    """Raises MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples
+    stand."""
+    for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
+        if a.op != "output" and _said(a) != _said(b):
+            raise MicroBatchError(
+                f"{a.name} needs to know which samples of the batch it has: {a.target}", node=describe(a),
+                source=a.meta.get("source") or None, fix=FIX,
+            )  # fmt: skip
+
+
+def _said(node: fx.Node) -> tuple:
+    return node.name, node.target, str(node.args), str(node.kwargs)

@@ -1,0 +1,357 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from autopar import Plan
+from autopar.api import entry as api
+from autopar.cli.graph import GLOBAL, LOCAL
+from autopar.cli.main import main
+from autopar.codegen import pass_manager
+from autopar.models import build
+from tests.storage.damage import Killed, end_test
+
+MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
+
+
+def plan(*words: str) -> list[str]:
+    return ["plan", *MLP, "--no-baselines", "--hardware", "cpu-gloo", *words]
+
+
+def autopar(*words: str, **environment: str) -> subprocess.Popen:
+    """The command in a process and a process group of its own, which an interrupt reaches even where this one ignores
+    it, as shells make background jobs do."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+# reading the command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [
+    "plan", "estimate", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph", "calibrate",
+])  # fmt: skip
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    example = capsys.readouterr().out.partition("example:\n")[2].split()
+    assert example[:2] == ["autopar", command]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("autopar ")
+
+
+@pytest.mark.parametrize(
+    "words, message, fix",
+    [
+        ([], "COMMAND", "autopar --help"),
+        (["plna"], "'plna'", "autopar --help"),
+        (["plan", "--model", "gpt2"], "--batch", "autopar plan --help"),
+        (["plan", *MLP, "--batch", "0"], "0 is not 1 or more", "autopar plan --help"),
+        (["plan", *MLP, "--batch", "many"], "invalid count value: 'many'", "autopar plan --help"),
+        (["plan", *MLP, "--model", "gtp2"], "no model named 'gtp2'", "gpt2"),
+        (["plan", *MLP, "--mesh", "8x8"], "'8x8' as a mesh", "dp=2,tp=4"),
+        (["plan", *MLP, "--mesh", "dp=0"], "positive", "1 or more"),
+        (["plan", *MLP, "--hardware", "h1000"], "'h1000'", "h100"),
+        (["plan", *MLP, "--strategy", "megatorn"], "'megatorn'", "megatron"),
+        (["plan", *MLP, "--mesh", "dp=4", "--strategy", "hsdp"], "has 1", "fsdp"),
+        (["plan", *MLP, "--optimizer", "adaw"], "'adaw'", "adamw"),
+        (["plan", *MLP, "--memory", "4 apples"], "'4 apples'", "40GiB"),
+        (["plan", *MLP, "--pin", "weight"], "'weight' as a pin", "GLOB=LAYOUT"),
+        (["plan", *MLP, "--pin", "*.up.weight=ep:S(0)"], "no axis 'ep'", "dp, tp"),
+        (["plan", *MLP, "--pin", "*.upp.weight=tp:S(0)"], "matches no parameter", "blocks.0.up.weight"),
+        (["plan", *MLP, "--pin", "*.up.weight=tp:T(0)"], "T(0)", "S("),
+        (plan("--forbid", "weight"), "'weight' as what is forbidden", "GLOB=LAYOUT"),
+        (plan("--forbid", "*.upp.weight=R"), "matches no parameter", "blocks.0.up.weight"),
+        (plan("--forbid", "*.up.weight=R", "--pin", "*.up.weight=R"), "no layout left", "forbid less"),
+        (["trace", *MLP], "--out", "autopar trace --help"),
+        (["trace", *MLP, "--out", "x", "--slowdown", "0.9"], "0.9 is not 1 or more", "autopar trace --help"),
+        (["trace", *MLP, "--hardware", "cpu-gloo", "--out", "/there/is/no/such/folder/trace.json"], "No such file", ""),
+        (["report", *MLP, "--out", "x", "--strategy", "megatorn"], "'megatorn'", "megatron"),
+        (["explain", *MLP], "PATTERN", "autopar explain --help"),
+        (["explain", "*.upp.weight", *MLP], "'*.upp.weight' matches no parameter", "blocks.0.up.weight"),
+        (["compare", "/no/such/plan.json"], "cannot be read as a plan", "plan.save"),
+        (["diff", "one.json"], "AFTER", "autopar diff --help"),
+        (plan("--json", "/there/is/no/such/folder/plan.json"), "No such file", ""),
+        (["graph", *MLP, "--diff"], "--diff", "--after"),
+        (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
+        (["graph", *MLP, "--after", "lunch"], "'lunch'", "autopar graph --help"),
+        (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
+        (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
+        (["train", *MLP, "--resume"], "--every, --keep and --resume", "--checkpoint FOLDER"),
+        (["train", *MLP, "--checkpoint", "x", "--keep", "0"], "--keep: 0 is not 1 or more", ""),
+        (["train", *MLP, "--checkpoint", "x", "--keep", "-1"], "--keep: -1 is not 1 or more", ""),
+        (["train", *MLP, "--checkpoint", "x", "--keep", "2.0"], "--keep: invalid count value: '2.0'", ""),
+        (["train", *MLP, "--save-adapter", "there"], "--save-adapter", "--lora"),
+        (plan("--lora", "rank=2"), "no 'rank'", "r"),
+        (plan("--lora", "r=2,target_modules=upp"), "'upp'", "up"),
+        (plan("--lora", "--qlora"), "both lora and qlora", "give it alone"),
+        (plan("--qat", "int9"), "'int9'", "int8"),
+        (["graph", *MLP, "--after", "lora"], "without lora", "--lora"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, fix, capsys):
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("autopar: ")
+    before, _, after = lines[0].partition("; fix: ")
+    assert message in before and fix in after
+
+
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_text_and_files(capsys, tmp_path):
+    assert main(plan("--json", str(tmp_path / "plan.json"), "--emit", str(tmp_path / "rank0.py"))) == 0
+    captured = capsys.readouterr()
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert captured.out == str(loaded) and captured.err == ""
+    code = (tmp_path / "rank0.py").read_text()
+    compile(code, "rank0.py", "exec")
+    assert "def forward(" in code and "def backward(" in code and "# blocks.0.up" in code
+
+
+def test_plan_json_on_stdout(capsys):
+    assert main(plan("--json", "-", "--strategy", "megatron", "--pin", "*.up.bias=R")) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["hash"] == Plan.from_json(data).hash
+    assert data["step_seconds"] > 0 and data["peak_bytes"] > 0 and data["gap"] >= 0
+    assert data["layouts"]["blocks.0.up.weight"] == "tp:S(0)" and data["layouts"]["blocks.0.up.bias"] == "R"
+
+
+def test_plan_in_bf16_takes_less(capsys):
+    peak = {}
+    for precision in ("fp32", "bf16"):
+        assert main(plan("--json", "-", "--precision", precision, "--seq", "512")) == 0
+        peak[precision] = json.loads(capsys.readouterr().out)["memory"]["activations"]
+    assert 0.4 < peak["bf16"] / peak["fp32"] < 0.8  # the loss keeps fp32 copies of what it compares
+
+
+@pytest.mark.parametrize("words, trained", [
+    (("--lora", "r=2"), True), (("--qlora", "r=2,block_size=16"), True), (("--lora", "r=2", "--qat", "int8"), True),
+    (("--qat", "int8,range_learning=true"), False),
+])  # fmt: skip
+def test_plan_of_an_adapted_model(words, trained, capsys):
+    assert main(plan(*words)) == 0
+    out = capsys.readouterr().out
+    assert ("\ntrains " in out) is trained and (".lora" in out) is trained
+
+
+# graph and verify -----------------------------------------------------------------------------------------------------
+
+
+def test_graph_lists_the_passes(capsys, golden):
+    assert main(["graph", *MLP, "--strategy", "megatron"]) == 0
+    out = capsys.readouterr().out
+    golden(out)
+    lines = out.splitlines()
+    waiting = [step for step in LOCAL if step != "overlap"]  # on gloo a collective is waited for where it starts
+    assert [line.partition(":")[0] for line in lines[1:]] == [*GLOBAL, *waiting]
+    localize = next(line for line in lines if line.startswith("localize:"))
+    assert " -> " in localize and "all_reduce +" in localize
+
+
+@pytest.mark.parametrize("step", ["export", "clean", "plan", "localize"])
+def test_graph_text(step, capsys, golden):
+    assert main(["graph", *MLP, "--strategy", "megatron", "--after", step, "--rank", "3"]) == 0
+    golden(capsys.readouterr().out)
+
+
+def test_graph_after_partition_is_code(capsys):
+    assert main(["graph", *MLP, "--after", "partition"]) == 0
+    code = capsys.readouterr().out
+    compile(code, "rank0.py", "exec")
+    assert code.startswith("# rank 0 of dp=2,tp=2") and "def backward(" in code
+
+
+def test_graph_diff(capsys):
+    assert main(["graph", *MLP, "--strategy", "megatron", "--after", "localize", "--diff"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["--- plan", "+++ localize"]
+    assert any(line.startswith("+linear_1_all_reduce: _c10d_functional.wait_tensor") for line in lines)
+
+
+def test_verify(capsys):
+    assert main(["verify", *MLP, "--strategy", "fsdp"]) == 0
+    assert capsys.readouterr().out.endswith("\nmatch\n")
+
+
+def test_verify_that_does_not_match(capsys, monkeypatch):
+    monkeypatch.setattr("autopar.simulate.compare.TOLERANCE", {"fp32": -1.0, "fp64": -1.0})
+    assert main(["verify", *MLP]) == 1
+    assert "no match" in capsys.readouterr().out.splitlines()[-1]
+
+
+# watching the passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["", "1", "2", "3"])
+def test_debug_levels(level, capsys, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_DEBUG", level)
+    module, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
+    api.trace(module, inputs)
+    lines = capsys.readouterr().err.splitlines()
+    assert bool(lines) == (level >= "2")
+    assert (level >= "2") == any(line.startswith("clean: nodes ") for line in lines)
+    assert (level >= "3") == any(line.startswith("x_x: input x -> (4, 4, 64) float32") for line in lines)
+    pass_manager.planned("the plan")
+    assert capsys.readouterr().err == ("the plan\n" if level >= "1" else "")
+
+
+# train ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_train():
+    model = ["--model", "gpt2-tiny:layers=1", "--batch", "4", "--seq", "16"]
+    process = autopar("train", *model, "--mesh", "dp=2", "--steps", "8", "--lr", "0.01")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
+    assert out.splitlines()[-2].startswith("predicted ") and "; measured " in out.splitlines()[-2]
+    assert not left_of(process)
+
+
+@pytest.mark.gloo
+def test_train_under_torchrun(tmp_path):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", "train"]
+    process = subprocess.Popen(
+        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "pp=2", "--steps", "2", "--lora", "r=2",
+         "--save-adapter", str(tmp_path / "adapter")], text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert process.returncode == 0, err
+    assert (
+        out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out
+    )  # the first rank alone speaks
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
+    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the
+    name of the run and the time, which are in the manifest)."""
+    from autopar.cli import train_rank
+
+    words = [
+        "train",
+        "--model",
+        "gpt:hidden=16,layers=1,heads=2,vocab=256,seq=8",
+        "--mesh",
+        "dp=1",
+        "--batch",
+        "2",
+        "--seq",
+        "8",
+    ]
+    words += ["--steps", "6", "--every", "2", "--keep", "2", "--resume", "--checkpoint"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    assert f"no checkpoint in {tmp_path / 'whole'}: starting with step 1" in capsys.readouterr().out
+
+    save = train_rank._save
+    with monkeypatch.context() as patch:
+        patch.setattr(train_rank, "_save", lambda step, *rest: end_test() if step == 5 else save(step, *rest))
+        with pytest.raises(Killed):
+            main([*words, str(tmp_path / "killed")])
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "killed")]) == 0
+    out = capsys.readouterr().out
+    assert "step-00000004: step 4 of run " in out and out.count("  loss ") == 2 and "step 5  loss" in out
+    files = [p for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.name not in ("manifest.json", "COMMIT")]
+    names = [p.relative_to(tmp_path / "whole") for p in files]
+    assert {p.parts[0] for p in names} == {"step-00000004", "step-00000006"}
+    assert all((tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
+
+
+def test_two_runs_in_one_folder(tmp_path, monkeypatch, capsys):
+    """The checkpoints of the earlier run stay, however far it came, and the later one is resumed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", *MLP, "--mesh", "dp=1", "--every", "1", "--keep", "1", "--checkpoint", str(tmp_path)]
+    assert main([*words, "--steps", "6"]) == 0
+    assert main([*words, "--steps", "3"]) == 0
+    assert "has checkpoints of an earlier run, the last of them step-00000006" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
+    assert main([*words, "--steps", "5", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "step-00000003: step 3 of run " in out and out.count("  loss ") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+    assert main([*words, "--steps", "9", "--resume", "--lr", "0.5", "--seed", "1"]) == 2
+    assert "has --seed 0, not 1; --lr 0.001, not 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.gloo
+def test_an_error_of_all_ranks_is_one_line():
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--memory", "10KiB")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 2 and err.startswith("autopar: no plan fits") and len(err.splitlines()) == 1
+    assert not left_of(process)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_an_interrupt_ends_every_process():
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
+    try:
+        assert any("loss" in line for line in process.stdout)
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130 and not left_of(process)
+    finally:
+        if left_of(process):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["train", *MLP]) == 2
+    assert "torchrun started 3" in capsys.readouterr().err
+
+
+def left_of(process: subprocess.Popen) -> bool:
+    """Whether a process of its group is still there some seconds later."""
+    for _ in range(50):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_schedule_draws(capsys, tmp_path, golden):
+    assert main(["schedule", "zb_h1", "--ranks", "3", "--micro-batches", "4", "--out", str(tmp_path / "x.svg")]) == 0
+    golden(capsys.readouterr().out.replace(str(tmp_path), "FOLDER"))
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+    assert main(["schedule", "1f1b", "--out", str(tmp_path / "x.png")]) == 2
+    assert main(["schedule", "no_such"]) == 2

@@ -1,0 +1,139 @@
+"""An unrolled graph is the graph of the whole model, node for node; what cannot be unrolled is traced in full."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from autopar import compiler, models
+from autopar.api import entry as api
+from autopar.frontend.fake_parameters import forms_of
+from autopar.frontend.unroll import tower_of
+from autopar.ir.graph import output_node
+from autopar.plans.plan import fingerprint
+
+DEPTH = 9
+
+
+def huggingface(name: str):
+    import transformers
+
+    torch.manual_seed(0)
+    small = dict(vocab_size=96, hidden_size=32, num_hidden_layers=DEPTH, num_attention_heads=4, intermediate_size=64)
+    ids = torch.randint(1, 90, (4, 16))
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=96,
+            n_positions=64,
+            n_embd=32,
+            n_layer=DEPTH,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+    if name == "bert":
+        config = transformers.BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        return transformers.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+    if name == "mistral":  # a window shorter than the sequence: a mask that is a constant of all blocks
+        config = transformers.MistralConfig(**small, num_key_value_heads=2, sliding_window=4)
+        return transformers.MistralForCausalLM(config), {"input_ids": ids, "labels": ids}
+    config = transformers.LlamaConfig(**small, num_key_value_heads=2, tie_word_embeddings=name == "tied llama")
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def build(name: str):
+    if ":" in name:
+        return models.build(name, batch=4, seq=16)
+    return huggingface(name)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", [
+    "gpt2", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
+    f"gpt:hidden=32,layers={DEPTH},heads=4,vocab=64,seq=16", "mlp:hidden=16,layers=12",
+])  # fmt: skip
+def test_unrolled_is_whole(name, monkeypatch):
+    model, inputs = build(name)
+    assert tower_of(model) is not None
+    before = list(model.state_dict())
+    whole = api.trace(model, inputs)
+    traced = []
+    trace = api.trace
+
+    def counting(*arguments):
+        traced.append(len(list(model.parameters())))
+        return trace(*arguments)
+
+    monkeypatch.setattr(compiler, "trace", counting)
+    unrolled = api.trace_to_plan(model, inputs, None, forms_of(model))
+    assert len(traced) == 1 and traced[0] < len(list(model.parameters())) and list(model.state_dict()) == before
+    assert fingerprint(unrolled.graph) == fingerprint(whole.graph) and unrolled.ties == whole.ties
+    assert output_node(unrolled.graph).meta["roles"] == output_node(whole.graph).meta["roles"]
+    for ours, theirs in zip(unrolled.graph.nodes, whole.graph.nodes, strict=True):
+        for key in ("role", "module", "phase", "source"):
+            assert ours.meta.get(key) == theirs.meta.get(key), (ours, key)
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, scale: float = 1.0):
+        super().__init__()
+        self.index, self.scale = index, scale
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.scale * self.linear(x).relu()
+
+
+class Tall(nn.Module):
+    """Nine blocks; `kind` is how they differ from a tower of equal ones."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        scales = [2.0 if kind == "settings" and i == 5 else 1.0 for i in range(DEPTH)]
+        self.blocks = nn.ModuleList([Block(i, scale) for i, scale in enumerate(scales)])
+        if kind == "shared":
+            self.blocks[6].linear.weight = self.blocks[2].linear.weight
+        if kind == "shape":
+            self.blocks[4].linear = nn.Linear(8, 8, bias=False)
+        self.others = nn.ModuleList([nn.Linear(8, 8) for _ in range(DEPTH)]) if kind == "two lists" else None
+
+    def forward(self, x):
+        kept = []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if self.kind == "two lists":
+                x = x + self.others[i](x)
+            if self.kind == "parity" and i % 2:
+                x = x.sin()
+            kept.append(x)
+        if self.kind == "counted":
+            x = x + kept[8]
+        if self.kind == "all read":
+            x = sum(kept)
+        return x.square().mean()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["equal", "settings", "shared", "shape", "two lists", "parity", "counted", "all read"])
+def test_what_differs_is_traced_in_full(kind):
+    torch.manual_seed(0)
+    model, x = Tall(kind), torch.randn(4, 8)
+    whole = api.trace(copy.deepcopy(model), (x,))
+    found = api.trace_to_plan(model, (x,), None, forms_of(model))
+    assert fingerprint(found.graph) == fingerprint(whole.graph)
+    if kind in ("settings", "shared", "shape", "two lists"):
+        assert tower_of(model) is None
+
+
+def test_plan_of_an_unrolled_graph_fits_the_model():
+    import autopar
+
+    model, inputs = build("gpt2")
+    plan = autopar.plan(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", baselines=False)
+    plan.check_fits(api.trace(model, inputs).graph, plan.mesh)

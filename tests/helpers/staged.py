@@ -1,0 +1,219 @@
+"""Stages of a pipeline against one device: traced models in fp64, cuts at any ops, stages played one after the other.
+
+`Case.of` takes a model through its widened capture (autopar/simulate/oracle.py), so that sums in another order differ
+by 1e-15 and a mistake by much more, also in the models of transformers, which take their losses in fp32.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from autopar import models
+from autopar.api import entry as api
+from autopar.codegen.split_batch import join, parts_of
+from autopar.frontend.export import Captured
+from autopar.hardware.profile import load
+from autopar.ir.graph import is_op, output_node
+from autopar.ir.mesh import Mesh
+from autopar.passes.distribute.partition import partition
+from autopar.passes.pipeline.micro_batch import MicroBatched
+from autopar.passes.pipeline.stages import Stage, cut
+from autopar.planner.plan import PlanOptions, search
+from autopar.plans.pipeline import Pipeline, inside
+from autopar.plans.plan import Plan
+from autopar.schedule import KINDS
+from autopar.simulate.oracle import (
+    OneDevice,
+    global_values,
+    norm,
+    one_device_step,
+    relative_error,
+    widened_capture,
+    widened_value,
+)
+
+from ..families import FAMILIES
+
+EXACT = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A traced call, global values of its placeholders, and what one device computes of them."""
+
+    captured: Captured
+    values: Mapping[str, Tensor]
+    wanted: OneDevice
+    samples: int
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs, wide: bool = True, narrow: torch.dtype = torch.float32, **tracing) -> Case:
+        """`wide`: in the next wider type wherever it has the type `narrow`."""
+        captured = api.trace(model, inputs, **tracing)
+        values = global_values(captured, model, inputs)
+        if wide:
+            captured = widened_capture(captured, narrow)
+            values = {name: widened_value(value, narrow) for name, value in values.items()}
+        samples = next(shape[0] for shape in captured.signature.shapes if shape)
+        return cls(captured, values, one_device_step(captured, values), samples)
+
+    def errors(self, step, share: float = 1e-4) -> dict[str, float]:
+        """Relative errors of all outputs, every gradient and every new value of a buffer; those of a gradient with a
+        tiny norm relative to `share` of the largest."""
+        floor = share * max(map(norm, self.wanted.gradients.values()), default=0.0)
+        found = {f"output {i}": (step.outputs[str(i)], value, 0.0) for i, value in enumerate(self.wanted.outputs)}
+        found |= {name: (step.gradients[name], value, floor) for name, value in self.wanted.gradients.items()}
+        found |= {name: (step.buffers[name], value, 0.0) for name, value in self.wanted.buffers.items()}
+        assert set(step.gradients) == set(self.wanted.gradients) and set(step.buffers) == set(self.wanted.buffers)
+        for name, (mine, value, _) in found.items():
+            assert mine.shape == value.shape and mine.dtype == value.dtype, name
+        return {name: relative_error(mine, value, least) for name, (mine, value, least) in found.items()}
+
+    def check(self, step, note: object, tolerance: float = EXACT) -> None:
+        wrong = {name: error for name, error in self.errors(step).items() if not error <= tolerance}
+        assert not wrong, f"{note}: {wrong}"
+
+
+@lru_cache
+def family(name: str, wide: bool = True, batch: int = 4, seq: int = 8) -> Case:
+    """Of a family of transformers. Token models have labels that are ignored in very different numbers from sample to
+    sample."""
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name](batch, seq)
+    return Case.of(model, ragged(inputs), wide)
+
+
+@lru_cache
+def own(text: str, wide: bool = True, batch: int = 4, seq: int = 8) -> Case:
+    """Of one of autopar's own models."""
+    model, inputs = models.build(text, batch=batch, seq=seq, device="cpu", seed=0)
+    return Case.of(model, inputs, wide)
+
+
+def ragged(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sample i ignores all its labels but about seq / 2**i."""
+    inputs = dict(inputs)
+    labels = inputs.get("labels")
+    if labels is not None and labels.dim() == 2 and not labels.is_floating_point():
+        inputs["labels"] = labels.clone()
+        for i, row in enumerate(inputs["labels"]):
+            row[max(2, len(row) >> i) :] = -100
+    return inputs
+
+
+class Apart(nn.Module):
+    """A loss of the batch, and beside it an output of a parameter alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.apart = nn.Linear(6, 4), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return self.used(x).square().mean(), self.apart.norm()
+
+
+def forward_ops(captured: Captured) -> list[str]:
+    return [n.name for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward"]
+
+
+def even_cuts(captured: Captured, stages: int) -> tuple[str, ...]:
+    ops = forward_ops(captured)
+    return tuple(ops[len(ops) * i // stages] for i in range(1, stages))
+
+
+def random_cuts(captured: Captured, stages: int, seed: int) -> tuple[str, ...]:
+    """Any ops but the first, in order."""
+    ops = forward_ops(captured)
+    return tuple(ops[i] for i in sorted(random.Random(seed).sample(range(1, len(ops)), stages - 1)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of all micro-batches together; a simulated step (PipelineStep) has these fields too."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+def play_stages(
+    micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor], cuts: Sequence[str] = ()
+) -> Step:
+    """All micro-batches through all stages and back, without ranks. What passes goes from a stage to the
+    next by its name, and all of it is taken there. `cuts`: where the stages begin, if some micro-batches are
+    smaller."""
+    smaller = stages if micro.smaller is None else cut(micro.smaller.graph_module, cuts)
+    each = [[partition(stage.joint) for stage in one] for one in (stages, smaller)]
+    outputs: dict[str, list[Tensor]] = {}
+    gradients: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for number, of_batch in enumerate(parts_of(micro, values)):
+        is_smaller = micro.is_smaller(number)
+        parts, own = each[is_smaller], (stages, smaller)[is_smaller]  # what is smallest to send may differ
+        given, passing, saved = {**values, **of_batch}, {}, []
+        for stage, part in zip(own, parts):
+            assert set(passing) == set(stage.received)
+            results = dict(_run(part.forward, [], given | passing))
+            saved.append([value for role, value in results.items() if isinstance(role, int)])
+            passing = {role.name: value for role, value in results.items() if _kind(role) == "activation"}
+            for role, value in results.items():
+                if _kind(role) == "output":
+                    outputs.setdefault(role.name, []).append(value)
+                elif _kind(role) == "mutation":
+                    buffers[role.name] = value
+        assert not passing
+        for stage, part, kept in reversed(list(zip(own, parts, saved))):
+            assert set(passing) == set(stage.arriving)
+            results = dict(_run(part.backward, kept, given | passing)) if part.backward is not None else {}
+            passing = {role.name: value for role, value in results.items() if role.kind == "returned"}
+            for role, value in results.items():
+                if role.kind == "gradient":
+                    gradients[role.name] = gradients[role.name] + value if role.name in gradients else value
+        assert not passing
+    return Step({name: join(parts, micro.joins[name]) for name, parts in outputs.items()}, gradients, buffers)
+
+
+def _run(graph, saved, given):
+    """Pairs of a role (the position of a saved value) and a result."""
+    leaves = [n.name for n in graph.graph.nodes if n.op == "placeholder"][len(saved) :]
+    results, roles = graph(*saved, *(given[name] for name in leaves)), output_node(graph.graph).meta["roles"]
+    return [(i if i >= len(roles) or roles[i] is None else roles[i], value) for i, value in enumerate(results)]
+
+
+def _kind(role) -> str:
+    return "" if isinstance(role, int) else role.kind
+
+
+# plans
+# -----------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _sharded(key: int, micro_batches: int, mesh: Mesh, strategy: str, precision: str, recompute: str) -> Plan:
+    options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision,
+                          baselines=False, recompute=recompute, micro_batches=micro_batches, within=mesh,
+                          beside=_CAPTURES[key][1])  # fmt: skip
+    return replace(search(_CAPTURES[key][0], inside(mesh), options).plan, micro_batches=1, reduces_once=False)
+
+
+_CAPTURES: dict[int, tuple] = {}  # with the graph of a smaller micro-batch
+
+
+def plan_of(micro: MicroBatched, mesh: str, schedule: str, cuts: Sequence[str] | None = None, strategy: str = "auto",
+            precision: str = "fp32", recompute: str = "auto", stages_per_rank: int | None = None) -> Plan:  # fmt: skip
+    """A plan of the strategy inside of stages that begin at `cuts`, even ones unless given."""
+    whole = Mesh.parse(mesh)
+    _CAPTURES[id(micro.captured)] = micro.captured, micro.smaller and micro.smaller.graph
+    v, p = stages_per_rank or KINDS[schedule].chunks or 2, whole.size("pp")
+    cuts = even_cuts(micro.captured, p * v) if cuts is None else tuple(cuts)
+    plan = _sharded(id(micro.captured), micro.micro_batches, whole, strategy, precision, recompute)
+    samples = micro.samples if micro.smaller is not None else 0
+    return replace(
+        plan, mesh=whole, pipeline=Pipeline("pp", p, schedule, micro.micro_batches, v, cuts, samples=samples)
+    )

@@ -1,0 +1,76 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autopar.errors import MeshError
+from autopar.ir.mesh import Mesh
+
+MESHES = ["dp=1", "dp=3", "dp=2,tp=4", "pp=2,dp=3,tp=2"]
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_text_round_trip(text):
+    assert str(Mesh.parse(text)) == text
+    assert Mesh.parse(f" {text} ".replace(",", " , ").replace("=", " = ")) == Mesh.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "dp", "dp=", "dp=two", "dp=2;tp=2", "dp=0", "dp=2,dp=2", "2=dp", "dp=-1", "dp=2.0"]
+)
+def test_malformed_text_is_refused(text):
+    with pytest.raises(MeshError):
+        Mesh.parse(text)
+
+
+@pytest.mark.parametrize(
+    "names, sizes", [((), ()), (("a",), (1, 2)), (("a", "a"), (2, 2)), (("a",), (0,)), (("a",), (2.0,))]
+)
+def test_impossible_meshes_are_refused(names, sizes):
+    with pytest.raises(MeshError):
+        Mesh(names, sizes)
+
+
+def test_from_what_users_have():
+    mesh = Mesh(("dp", "tp"), (2, 4))
+    device_mesh = SimpleNamespace(mesh=torch.arange(8).reshape(2, 4), mesh_dim_names=("dp", "tp"))
+    assert Mesh.of(mesh) is mesh
+    assert Mesh.of("dp=2,tp=4") == Mesh.of({"dp": 2, "tp": 4}) == Mesh.of(device_mesh) == mesh
+    device_mesh.mesh_dim_names = None
+    assert Mesh.of(device_mesh).names == ("axis0", "axis1")
+    with pytest.raises(MeshError, match="float"):
+        Mesh.of(8.0)
+
+
+@pytest.mark.parametrize("text", MESHES)
+def test_ranks_are_row_major_and_the_last_axis_is_closest(text):
+    mesh = Mesh.parse(text)
+    grid = torch.arange(mesh.devices).reshape(mesh.sizes)
+    for rank in range(mesh.devices):
+        coordinate = mesh.coordinate(rank)
+        assert tuple(coordinate) == mesh.names
+        assert grid[tuple(coordinate.values())] == rank
+        for i, axis in enumerate(mesh.names):
+            line = grid.movedim(i, -1)[tuple(v for a, v in coordinate.items() if a != axis)]
+            assert mesh.group((axis,), rank) == tuple(line.tolist())
+    assert mesh.group(mesh.names, 0) == tuple(range(mesh.devices))
+
+
+def test_group_follows_the_order_of_the_axes():
+    mesh = Mesh.parse("pp=2,dp=2,tp=2")
+    assert mesh.group(("pp", "tp"), 2) == (2, 3, 6, 7)
+    assert mesh.group(("tp", "pp"), 2) == (2, 6, 3, 7)
+    assert mesh.group((), 5) == (5,)
+
+
+def test_unknown_axis_and_rank_are_refused():
+    mesh = Mesh.parse("dp=2,tp=2")
+    with pytest.raises(MeshError, match="no axis 'pp'(.|\n)*dp, tp"):
+        mesh.size("pp")
+    for rank in (-1, 4):
+        with pytest.raises(MeshError, match=f"no rank {rank} in a mesh of 4"):
+            mesh.coordinate(rank)
+
+
+def test_hashable_and_equal_by_value():
+    assert len({Mesh.parse("dp=2,tp=2"), Mesh.parse("dp=2,tp=2"), Mesh.parse("tp=2,dp=2")}) == 2
