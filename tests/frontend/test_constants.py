@@ -105,7 +105,7 @@ def test_refused_at_the_first_call(value, message):
 
 def test_texts_have_no_addresses():
     assert text_of(Plain(a=1, b=Plain(c=[2]))) == "Plain(a=1, b=Plain(c=[2]))" and text_of(3.0) == "3.0"
-    assert text_of(Plain()) == "<tests.test_constants.Plain object>" and " at 0x" not in text_of([scaled(2)])
+    assert text_of(Plain()) == "<tests.frontend.test_constants.Plain object>" and " at 0x" not in text_of([scaled(2)])
 
 
 def test_an_object_that_holds_itself():

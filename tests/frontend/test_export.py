@@ -151,7 +151,7 @@ class Branching(tiny.Regressor):
 
 def test_errors_name_the_line():
     x, _ = tiny.Regressor.batch()
-    said = r"Branching could not be traced: (.|\n)*test_capture.py:\d+: if y.sum\(\) > 0:  # this line is named"
+    said = r"Branching could not be traced: (.|\n)*test_export.py:\d+: if y.sum\(\) > 0:  # this line is named"
     with pytest.raises(CaptureError, match=said):
         api.trace(Branching(), (x,))
     with pytest.raises(CaptureError, match=r"same reduction dim(.|\n)*tiny.py:\d+(.|\n)*args\[0\] \(8, 5\)"):
