@@ -70,6 +70,8 @@ class ParallelModule(OfSource):
         self.quantized_names = frozenset(
             replaced
         )  # of parameters of the source that are here only in their quantized parts
+        if inputs == "global":
+            _torch.mix_with_plain_tensors()  # outputs and what the script computes of them, beside parameters
         traced = compiler.trace(example_inputs, True)
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))

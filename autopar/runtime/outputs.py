@@ -51,8 +51,20 @@ def plain(value: object) -> object:
     with _torch.without_torch_function():
         whole = value.__dict__.get("_whole")
         if whole is None or (torch.is_grad_enabled() and value.requires_grad and not whole.requires_grad):
-            whole = value.__dict__["_whole"] = value.full_tensor()
+            whole = value.__dict__["_whole"] = _PlainGradient.apply(value.full_tensor())
     return whole
+
+
+class _PlainGradient(torch.autograd.Function):
+    """The identity, whose gradient is a plain tensor: beside a parameter (`loss + p.square().sum()`) it is a DTensor."""
+
+    @staticmethod
+    def forward(ctx, whole: Tensor) -> Tensor:
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def output_of(local: Tensor, spec, is_global: bool) -> Tensor:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "eager refuses a backward that the compiled model runs": ("grad_modes/region_inference_mode",),
-    "parameters are DTensors, which do not mix with plain tensors": (
-        "containers/weight_used_outside", "containers/all_weights_regularized",
-    ),
     "torch.manual_seed between calls": ("randomness/seeded_by_the_user",),
     "caches among the outputs": ("huggingface/cache_returned",),
     "refused: state with a graph of an earlier call": ("memories/recurrent_state_attached",),

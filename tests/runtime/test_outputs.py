@@ -121,6 +121,15 @@ def _distributed(rank, plan):
         model.zero_grad()
         loss().backward()
         assert_same_gradients(model, reference)
+    for each in (model, reference):
+        each.zero_grad()
+        (F.mse_loss(each(x=x), y) + _penalty(each)).backward()
+    assert_same_gradients(model, reference)
+
+
+def _penalty(model) -> torch.Tensor:
+    """What a script adds for all parameters, which are DTensors, to a loss, which is a plain tensor."""
+    return sum(0.1 * p.square().sum() + 0.01 * p.norm(1) for p in model.parameters())
 
 
 @pytest.mark.gloo
