@@ -255,15 +255,6 @@ def without_torch_function():
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def mix_with_plain_tensors() -> None:
-    """Let ops take DTensors beside plain tensors, which count as whole on every rank, from now on in this process.
-
-    torch.distributed.tensor.experimental.implicit_replication does so for a stretch, and backwards come after it."""
-    from torch.distributed.tensor import DTensor
-
-    DTensor._op_dispatcher._allow_implicit_replication = True
-
-
 def local_of(dtensor) -> torch.Tensor:
     """The local values of a DTensor themselves: what is written to it shows here, and the other way round."""
     return dtensor._local_tensor

@@ -94,7 +94,7 @@ def export(
     watch = Watch(model, loss_fn, [held.container for held in forms.held])
     wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
     wrapper.with_gradients = with_gradients
-    draws = no_random_branches()
+    draws, entered = no_random_branches(), {}
     try:
         with (
             quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(draws.refuse),

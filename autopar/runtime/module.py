@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from .._torch.dtensors import mix_with_plain_tensors
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
@@ -71,7 +72,7 @@ class ParallelModule(OfSource):
             replaced
         )  # of parameters of the source that are here only in their quantized parts
         if inputs == "global":
-            _torch.mix_with_plain_tensors()  # outputs and what the script computes of them, beside parameters
+            mix_with_plain_tensors()  # outputs and what the script computes of them, beside parameters
         traced = compiler.trace(example_inputs, True)
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))

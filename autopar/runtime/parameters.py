@@ -23,6 +23,7 @@ from ..plans.plan import Plan
 from ..processes.dtensors import as_dtensor
 from ..processes.stage_mesh import StageMesh
 from ..storage.weights import Weights
+from . import data_writes
 from .parameter_hooks import give_whole_gradients
 from .source_attributes import OfSource
 
@@ -188,6 +189,7 @@ def take_over(
             local = computed.pop(name) if name in computed else part_of(name, parameter, layout)
             dtensor = as_dtensor(local, shapes[id(parameter)], layout, mesh, device_mesh)
             made[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+            data_writes.take(made[id(parameter)])
             give_whole_gradients(made[id(parameter)], layout, stage)
             _torch.move_hooks(parameter, made[id(parameter)])
             _empty(parameter)

@@ -315,3 +315,71 @@ def frozen_bias_thawed_with_a_counter():
         run(2)
 
     return Counting(), one(5, 6), script
+
+
+@training()
+def data_assigned():
+    """Parameters are updated by assigning their data, with momentum kept in plain tensors."""
+
+    def script(run):
+        momenta = {}
+        for seed in range(3):
+            run(seed)
+            for name, p in run.model.named_parameters():
+                momenta[name] = 0.5 * momenta.get(name, 0.0) + p.grad.data
+                p.data = p.data - 0.1 * momenta[name]
+            run.record()
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def vector_of_parameters():
+    """All parameters as one vector, in the loss and written back."""
+
+    def script(run):
+        vector_of = torch.nn.utils.parameters_to_vector
+        run.loss = lambda y: y.square().mean() + 0.1 * vector_of(run.model.parameters()).norm()
+        run(1)
+        halved = vector_of(run.model.parameters()).detach() * 0.5
+        torch.nn.utils.vector_to_parameters(halved, run.model.parameters())
+        run(2)
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def numbers_of_gradients():
+    """Norms and counts of gradients and parameters are read as Python numbers."""
+
+    def script(run):
+        run(1)
+        gradients = [p.grad for p in run.model.parameters()]
+        run.record(
+            norms=[g.norm().item() for g in gradients],
+            largest=max(float(g.abs().max()) for g in gradients),
+            text=" ".join(f"{g.square().sum():.4f}" for g in gradients),
+            positive=[int((g > 0).sum()) for g in gradients],
+            some=[bool((g > 0.1).any()) for g in gradients],
+            lists=[g.sum(-1).tolist() for g in gradients],
+            arrays=[float(p.detach().cpu().numpy().sum()) for p in run.model.parameters()],
+        )
+
+    return Net(), one(5, 6), script
+
+
+@training()
+def weights_drawn_into_place():
+    """Plain tensors are written into parameters and added to gradients."""
+
+    def script(run):
+        run(1)
+        with torch.no_grad():
+            for i, p in enumerate(run.model.parameters()):
+                p.copy_(randn(i, *p.shape)).add_(randn(i + 5, *p.shape))
+        run(2)
+        for i, p in enumerate(run.model.parameters()):
+            p.grad.add_(randn(i, *p.shape) * 0.1)
+        run.record()
+
+    return Net(), one(5, 6), script
