@@ -70,6 +70,11 @@ def check_model(source: nn.Module) -> None:
             fix="build the model again, or copy it before compiling",
         )
     for name, module in source.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{name or 'the model'} is a {type(module).__name__} of TorchScript, which cannot be traced",
+                fix="pass the Python module that it was scripted or traced from",
+            )
         if wrapper := next(
             (cls.__name__ for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(WRAPPERS)), None
         ):
