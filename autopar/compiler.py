@@ -39,11 +39,11 @@ def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
     precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
 ) -> Captured:  # fmt: skip
-    """The annotated joint graph of a model's call, in canonical ops; `forms` are shapes and dtypes of the parameters,
-    if not their own; `precision` as in autopar/frontend/precision.py; `adapt`: what is attached to the model (see
-    autopar/adapt/order.py); `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not all that
-    are differentiable; `with_gradients`: whether the call is made where gradients are recorded. Raises CaptureError,
-    InputError, UnsupportedOpError, AdaptError."""
+    """Return the annotated joint graph of a model's call, in canonical ops. `forms`: shapes and dtypes of the
+    parameters, if not their own; `precision`: as in autopar/frontend/precision.py; `adapt`: what is attached to the
+    model (see autopar/adapt/order.py); `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not
+    all that are differentiable; `with_gradients`: whether the call is made where gradients are recorded. Raises
+    CaptureError, InputError, UnsupportedOpError, AdaptError."""
     around = autocast.ambient()
     device = autocast.device_of(model, around)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
@@ -84,7 +84,7 @@ def trace_to_plan(
     model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32",
     adapt: Sequence[Adaptation] = (),
 ) -> Captured:  # fmt: skip
-    """The same graph as `trace` gives, in less time where the model has many equal blocks (see
+    """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
     autopar/frontend/unroll.py)."""
     if tower := tower_of(model):
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced

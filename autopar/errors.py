@@ -29,6 +29,7 @@ class AutoparError(Exception):
         super().__init__(self.text())
 
     def text(self) -> str:
+        """Return the message with the fields that are given below it, one a line."""
         lines = [self.message]
         for label in ("node", "source", "shape", "mesh", "fix"):
             value = getattr(self, label)
@@ -89,6 +90,7 @@ class MemoryInfeasibleError(AutoparError):
         super().__init__(message, **fields)
 
     def text(self) -> str:
+        """Return the message with the breakdown right after its first line."""
         first, *others = super().text().splitlines()
         kinds = ", ".join(f"{kind} {size(bytes_)}" for kind, bytes_ in self.breakdown.items())
         return "\n".join([first, *([f"  breakdown: {kinds}"] if kinds else []), *others])
@@ -188,6 +190,6 @@ def not_compared(error: Exception) -> AutoparError:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Up to three of the `known` names that look like `word`, else all of them, as text for a `fix`."""
+    """Return up to three of the `known` names that look like `word`, else all of them, as text for a `fix`."""
     names = sorted(known)
     return ", ".join(difflib.get_close_matches(word, names, n=3, cutoff=0.5) or names)

@@ -16,7 +16,7 @@ VOCAB = 256  # a token is a byte
 
 @cache
 def text() -> str:
-    """The whole corpus."""
+    """Return the whole corpus."""
     return (Path(__file__).parent / "corpus.txt").read_text(encoding="ascii")
 
 
@@ -39,7 +39,7 @@ class Batches(Iterator[dict[str, Tensor]]):
         self.batch, self.seq, self.seed, self.position = batch, seq, seed, position
 
     def __next__(self) -> dict[str, Tensor]:
-        """`input_ids` (B, S) int64 and `labels` equal to them: the models here shift labels themselves."""
+        """Return `input_ids` (B, S) int64 and `labels` equal to them: the models here shift labels themselves."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.position)
         starts = torch.randint(len(self._bytes) - self.seq + 1, (self.batch,), generator=generator)
         ids = self._bytes[starts[:, None] + torch.arange(self.seq)]
@@ -48,5 +48,6 @@ class Batches(Iterator[dict[str, Tensor]]):
 
 
 def batches(batch: int, seq: int, vocab: int = VOCAB, seed: int = 0, position: int = 0) -> Batches:
-    """Batches of the corpus from number `position` on (see Batches). Raises ModelError if `vocab` is below 256."""
+    """Return batches of the corpus from number `position` on (see Batches). Raises ModelError if `vocab` is below
+    256."""
     return Batches(batch, seq, vocab, seed, position)

@@ -98,7 +98,8 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal(0, 0.02), and 1 / sqrt(2 * layers) of it where a block adds to the residual stream (GPT-2, 2.3)."""
+        """Draw weights from Normal(0, 0.02), and 1 / sqrt(2 * layers) of it where a block adds to the residual stream
+        (GPT-2, 2.3)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 onto_residual = name.endswith("c_proj.weight")
@@ -107,7 +108,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """input_ids (B, S) below V, S at most config.seq; labels (B, S), -100 to leave a token out of the loss."""
+        """Compute logits (B, S, V), and the loss if there are labels, from input_ids (B, S) below V, S at most
+        config.seq, and labels (B, S), -100 to leave a token out of the loss."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.wte(input_ids) + self.wpe(positions)  # (B, S, H)
         for block in self.h:
@@ -117,5 +119,5 @@ class GPT(nn.Module):
 
 
 def build(**options) -> GPT:
-    """A GPT of these options (see Config), freshly initialised."""
+    """Build a GPT of these options (see Config), freshly initialised."""
     return GPT(Config(**options))

@@ -16,12 +16,11 @@ from .inputs import floats, fresh_weights, integers
 def build_from_config(
     path: str, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model that config.json describes and keyword inputs for it, labels included if it takes any.
+    """Build the model that config.json describes and keyword inputs for it, labels included if it takes any.
 
     The class is the one named under "architectures", else the causal language model of that model type. Weights are of
     `dtype` whatever the config says; dropout stays as configured. Raises ModelError if the file is missing or is not a
-    config, if transformers is not installed or does not know the type, and if `seq` exceeds the model's positions.
-    """
+    config, if transformers is not installed or does not know the type, and if `seq` exceeds the model's positions."""
     try:
         import transformers
     except ImportError as error:

@@ -12,7 +12,7 @@ from ..errors import ModelError
 
 
 def integers(shape: Sequence[int], below: int, device: torch.device, seed: int) -> Tensor:
-    """int64 in [0, below). Drawn on the CPU, so that every device gets the same numbers."""
+    """Draw int64 in [0, below), on the CPU, so that every device gets the same numbers."""
     if device.type == "meta":
         return torch.empty(tuple(shape), dtype=torch.int64, device=device)
     generator = torch.Generator().manual_seed(seed)
@@ -20,7 +20,7 @@ def integers(shape: Sequence[int], below: int, device: torch.device, seed: int) 
 
 
 def floats(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """Normal(0, 1) in `dtype`. Drawn on the CPU in fp32, so that every device and dtype gets the same numbers."""
+    """Draw Normal(0, 1) in `dtype`, on the CPU in fp32, so that every device and dtype gets the same numbers."""
     if device.type == "meta":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(seed)
@@ -28,8 +28,8 @@ def floats(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed:
 
 
 def tokens(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """`input_ids` (B, S) below config.vocab, and `labels` equal to them (the model shifts). Raises ModelError if the
-    sequence is longer than config.seq."""
+    """Return `input_ids` (B, S) below config.vocab, and `labels` equal to them (the model shifts). Raises ModelError if
+    the sequence is longer than config.seq."""
     if seq > config.seq:
         raise ModelError(f"seq {seq} is longer than the model's {config.seq}", fix=f"add the option seq={seq}")
     ids = integers((batch, seq), config.vocab, device, seed)
@@ -37,13 +37,13 @@ def tokens(config, batch: int, seq: int, dtype: torch.dtype, device: torch.devic
 
 
 def features(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """`x` and an unrelated `target`, both (B, S, config.hidden)."""
+    """Return `x` and an unrelated `target`, both (B, S, config.hidden)."""
     shape = (batch, seq, config.hidden)
     return {"x": floats(shape, dtype, device, seed), "target": floats(shape, dtype, device, seed + 1)}
 
 
 def images(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """`pixel_values` (B, 3, config.image, config.image) of noise and random `labels` (B); `seq` says nothing of
+    """Return `pixel_values` (B, 3, config.image, config.image) of noise and random `labels` (B); `seq` says nothing of
     images."""
     shape = (batch, 3, config.image, config.image)
     return {
@@ -53,14 +53,16 @@ def images(config, batch: int, seq: int, dtype: torch.dtype, device: torch.devic
 
 
 def pictures(config, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """`pixel_values` and an unrelated `target`, both (B, config.channels, config.image, config.image) of noise."""
+    """Return `pixel_values` and an unrelated `target`, both (B, config.channels, config.image, config.image) of
+    noise."""
     shape = (batch, config.channels, config.image, config.image)
     return {"pixel_values": floats(shape, dtype, device, seed), "target": floats(shape, dtype, device, seed + 1)}
 
 
 @contextmanager
 def fresh_weights(dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[None]:
-    """Modules made inside live on `device` in `dtype`, initialised from `seed`. The caller's random state is kept."""
+    """Let modules made inside live on `device` in `dtype`, initialised from `seed`. The caller's random state is
+    kept."""
     default = torch.get_default_dtype()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)

@@ -70,10 +70,10 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(seq: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta**(-2i / D), each (S, D) in fp32; feature i and i + D/2 share an angle.
+    """Return cos and sin of position * theta**(-2i / D), each (S, D) in fp32; feature i and i + D/2 share an angle.
 
-    Su et al., arXiv 2104.09864. Computed on the fly: a table of the longest sequence would be state to place and save.
-    """
+    Su et al., arXiv 2104.09864. Computed on the fly: a table of the longest sequence would be state to place and
+    save."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)  # (D/2,)
     positions = torch.arange(seq, device=device, dtype=torch.float32)
     angles = positions[:, None] * frequencies[None, :]  # (S, D/2)
@@ -82,7 +82,7 @@ def rotary_tables(seq: int, head_dim: int, theta: float, device: torch.device) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each feature pair of x (B, heads, S, D) by its position's angle; cos and sin (S, D) in x's dtype."""
+    """Turn each feature pair of x (B, heads, S, D) by its position's angle; cos and sin (S, D) in x's dtype."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -152,7 +152,8 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """input_ids (B, S) below V; labels (B, S), -100 to leave a token out of the loss."""
+        """Compute logits (B, S, V), and the loss if there are labels, from input_ids (B, S) below V and labels (B, S),
+        -100 to leave a token out of the loss."""
         x = self.embed_tokens(input_ids)  # (B, S, H)
         tables = rotary_tables(input_ids.shape[1], self.config.head_dim, self.config.rope_theta, x.device)
         cos, sin = (table.to(x.dtype) for table in tables)
@@ -163,5 +164,5 @@ class Llama(nn.Module):
 
 
 def build(**options) -> Llama:
-    """A Llama of these options (see Config), freshly initialised."""
+    """Build a Llama of these options (see Config), freshly initialised."""
     return Llama(Config(**options))

@@ -45,12 +45,13 @@ class MLP(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Output:
-        """x (..., H), target of the same shape. The loss is the mean squared error."""
+        """Compute the logits from x (..., H), and the loss if there is a target of the same shape: the mean squared
+        error."""
         for block in self.blocks:
             x = block(x)
         return Output(None if target is None else F.mse_loss(x, target), x)
 
 
 def build(**options) -> MLP:
-    """An MLP of these options (see Config), initialised as torch's layers are."""
+    """Build an MLP of these options (see Config), initialised as torch's layers are."""
     return MLP(Config(**options))

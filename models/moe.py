@@ -56,5 +56,5 @@ class MoE(llama.Llama):
 
 
 def build(**options) -> MoE:
-    """A mixture of experts of these options (see Config), freshly initialised."""
+    """Build a mixture of experts of these options (see Config), freshly initialised."""
     return MoE(Config(**options))

@@ -19,10 +19,10 @@ class Output:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of predicting token s + 1 at position s. logits (B, S, V), labels (B, S) -> scalar.
+    """Return the mean cross-entropy of predicting token s + 1 at position s. logits (B, S, V), labels (B, S) -> scalar.
 
     The labels are shifted, not the logits: cutting the last position off the logits would copy the largest tensor of
-    the model and leave S - 1 positions, which no number of devices divides as S does. The last position has no label.
-    """
+    the model and leave S - 1 positions, which no number of devices divides as S does. The last position has no
+    label."""
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # (B, S)
     return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED)  # (B*S, V), (B*S,)

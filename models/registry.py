@@ -133,7 +133,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def names() -> list[str]:
-    """Every builder and every published size."""
+    """Return every builder and every published size."""
     return [*BUILDERS, *PUBLISHED]
 
 
@@ -146,12 +146,12 @@ def build(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model that `text` names and keyword inputs for one call, with labels or a target where the model takes them.
+    """Build the model that `text` names and keyword inputs for one call, with labels or a target where the model takes
+    them.
 
     batch and seq are global sizes. On the meta device nothing is allocated; elsewhere weights and inputs follow from
     `seed` alone, so every process builds the same ones. `dtype` is that of weights and float inputs, torch's default if
-    None. Raises ModelError, with the nearest names, on an unknown name or option or a value that does not fit.
-    """
+    None. Raises ModelError, with the nearest names, on an unknown name or option or a value that does not fit."""
     for label, value in (("batch", batch), ("seq", seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{label}={value!r} is not a positive integer", fix=f"set {label} to 1 or more")
@@ -171,8 +171,8 @@ def build(
 
 
 def resolve(text: str, seq: int = 1) -> tuple[str, object]:
-    """`"llama3-8b:layers=4"` -> ("llama", its Config), for sequences of length `seq` if they are the text's to choose:
-    a published size has its own. Raises ModelError as `build` does."""
+    """Resolve a text such as `"llama3-8b:layers=4"` to ("llama", its Config), for sequences of length `seq` if they are
+    the text's to choose: a published size has its own. Raises ModelError as `build` does."""
     name, _, given = text.partition(":")
     name = name.strip().lower()
     if name not in BUILDERS and name not in PUBLISHED:
@@ -189,7 +189,7 @@ def resolve(text: str, seq: int = 1) -> tuple[str, object]:
 
 
 def _options(builder: str, text: str) -> dict[str, object]:
-    """`"hidden=64,tied=false"` -> values of the types that the builder's config declares."""
+    """Read `"hidden=64,tied=false"` as values of the types that the builder's config declares."""
     kinds = {field.name: str(field.type) for field in dataclasses.fields(BUILDERS[builder].config)}
     options: dict[str, object] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):

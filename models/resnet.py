@@ -44,7 +44,7 @@ class Config:
 
 
 def convolution(before: int, after: int, size: int, stride: int = 1, activated: bool = True) -> nn.Sequential:
-    """Convolution and batch norm, (B, before, ...) -> (B, after, ...)."""
+    """Return convolution and batch norm, and a ReLU if `activated`, (B, before, ...) -> (B, after, ...)."""
     layers = [nn.Conv2d(before, after, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(after)]
     return nn.Sequential(*layers, nn.ReLU()) if activated else nn.Sequential(*layers)
 
@@ -90,7 +90,8 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
-        """pixel_values (B, 3, image, image), labels (B) below config.classes."""
+        """Compute logits (B, classes), and the loss if there are labels, from pixel_values (B, 3, image, image) and
+        labels (B) below config.classes."""
         x = F.max_pool2d(self.stem(pixel_values), 3, stride=2, padding=1)  # (B, width, image / 4, image / 4)
         for block in self.blocks:
             x = block(x)
@@ -99,5 +100,5 @@ class ResNet(nn.Module):
 
 
 def build(**options) -> ResNet:
-    """A ResNet of these options (see Config), freshly initialised."""
+    """Build a ResNet of these options (see Config), freshly initialised."""
     return ResNet(Config(**options))

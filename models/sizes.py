@@ -6,7 +6,7 @@ from ..errors import ModelError
 
 
 def require_positive(config: object, *names: str) -> None:
-    """Raises ModelError unless each named field of the config is a positive integer."""
+    """Raise ModelError unless each named field of the config is a positive integer."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -14,7 +14,7 @@ def require_positive(config: object, *names: str) -> None:
 
 
 def require_divides(config: object, part: str, whole: str) -> None:
-    """Raises ModelError unless field `part` divides field `whole`."""
+    """Raise ModelError unless field `part` divides field `whole`."""
     a, b = getattr(config, part), getattr(config, whole)
     if b % a:
         near = min((d for d in range(1, b + 1) if b % d == 0), key=lambda d: (abs(d - a), d))

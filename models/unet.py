@@ -83,7 +83,8 @@ class UNet(nn.Module):
         )
 
     def forward(self, pixel_values: Tensor, target: Tensor | None = None) -> Output:
-        """Both (B, channels, image, image); the loss is the mean squared error, of noise in a diffusion model."""
+        """Compute the logits of pixel_values, and the loss if there is a target, both (B, channels, image, image): the
+        mean squared error, of noise in a diffusion model."""
         x, skips = self.stem(pixel_values), []  # (B, width, image, image)
         for level, blocks in enumerate(self.down):
             x = self.shrink[level - 1](x) if level else x  # (B, C, image / 2**level, ...)
@@ -100,5 +101,5 @@ class UNet(nn.Module):
 
 
 def build(**options) -> UNet:
-    """A U-Net of these options (see Config), freshly initialised."""
+    """Build a U-Net of these options (see Config), freshly initialised."""
     return UNet(Config(**options))

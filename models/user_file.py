@@ -14,11 +14,10 @@ from ..errors import ModelError, nearest
 
 
 def build_from_file(text: str, **wanted) -> tuple[nn.Module, object]:
-    """Calls the function and returns its (model, example_inputs) as they are.
+    """Call the function and return its (model, example_inputs) as they are.
 
     The function is given those of `wanted` (batch, seq, device, dtype) that it has parameters for. Raises ModelError if
-    the file or function is missing, fails, or returns something else.
-    """
+    the file or function is missing, fails, or returns something else."""
     file, _, name = text.rpartition(":")
     module = _load(Path(file).expanduser())
     function = getattr(module, name, None)
@@ -57,7 +56,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _line_in(file: str, error: BaseException) -> str | None:
-    """The innermost "file:line" of the user's file in the traceback."""
+    """Return the innermost "file:line" of the user's file in the traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename).name == Path(file).name:

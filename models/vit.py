@@ -89,7 +89,8 @@ class ViT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Output:
-        """pixel_values (B, 3, image, image), labels (B) below config.classes."""
+        """Compute logits (B, classes), and the loss if there are labels, from pixel_values (B, 3, image, image) and
+        labels (B) below config.classes."""
         x = self.patches(pixel_values).flatten(2).transpose(1, 2)  # (B, S - 1, H)
         x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1) + self.positions
         for block in self.blocks:
@@ -99,5 +100,5 @@ class ViT(nn.Module):
 
 
 def build(**options) -> ViT:
-    """A vision transformer of these options (see Config), freshly initialised."""
+    """Build a vision transformer of these options (see Config), freshly initialised."""
     return ViT(Config(**options))

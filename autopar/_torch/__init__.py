@@ -30,14 +30,14 @@ c10d = torch.ops._c10d_functional
 
 
 def fake_mode():
-    """A mode in which tensors have shapes and dtypes but no storage."""
+    """Return a mode in which tensors have shapes and dtypes but no storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Tensor | None = None) -> torch.Tensor:
-    """A fake tensor of a mode, made without asking any op; a view of `base`, or in memory of its own."""
+    """Return a fake tensor of a mode, made without asking any op; it is a view of `base`, or in memory of its own."""
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
     if base is None:
@@ -49,12 +49,12 @@ def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Ten
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors in the same memory, while they live."""
+    """Return a number that is equal for tensors in the same memory, while they live."""
     return tensor.untyped_storage()._cdata
 
 
 def graph_module(root, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A GraphModule whose Python is compiled when it is first called: most are only rewritten."""
+    """Return a GraphModule whose Python is compiled when it is first called: most are only rewritten."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph, name)
@@ -68,7 +68,7 @@ def compile_code(module: fx.GraphModule) -> None:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether tracing failed because Python asked for the values of a tensor."""
+    """Return whether tracing failed because Python asked for the values of a tensor."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -76,12 +76,12 @@ def is_data_dependent(error: BaseException) -> bool:
 
 
 def is_of_higher_order_op(error: BaseException) -> bool:
-    """Whether tracing failed at an op that has graphs of its own, such as torch.cond."""
+    """Return whether tracing failed at an op that has graphs of its own, such as torch.cond."""
     return type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
 def has_unknown_number(value: object) -> bool:
-    """Whether a traced value is a number, or has a size, that is known only when the graph runs."""
+    """Return whether a traced value is a number, or has a size, that is known only when the graph runs."""
     if isinstance(value, (tuple, list)):
         return any(map(has_unknown_number, value))
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -89,7 +89,7 @@ def has_unknown_number(value: object) -> bool:
 
 
 def has_no_value(value: object) -> bool:
-    """Whether a tensor, or the truth of a traced number, exists only while something is traced."""
+    """Return whether a tensor, or the truth of a traced number, exists only while something is traced."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -114,7 +114,7 @@ def _without_linalg_checks():
 
 
 def decomposition_table() -> dict[object, Callable]:
-    """Decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
+    """Return the decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
     from torch._decomp import get_decompositions
 
     table = get_decompositions(
@@ -139,8 +139,8 @@ def _mean_dim(x, dim, keepdim=False, dtype=None):
 def joint_graph(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], decompositions: dict[object, Callable]
 ) -> tuple[fx.GraphModule, list, list]:
-    """The joint forward and backward graph of an exported module, with one descriptor a placeholder and an output. Ops
-    in `decompositions` are traced into what they stand for.
+    """Return the joint forward and backward graph of an exported module, with one descriptor a placeholder and an
+    output. Ops in `decompositions` are traced into what they stand for.
 
     Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index),
     ("zero", "") of the tangent of a mutation, and ("output", index), ("gradient", parameter name), ("input_gradient",
@@ -199,19 +199,19 @@ def _describe_output(desc) -> tuple[str, object] | None:
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor exists only while something is traced."""
+    """Return whether a tensor exists only while something is traced."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def schema_names(target) -> list[str]:
-    """Names of an op's arguments."""
+    """Return the names of an op's arguments."""
     return [argument.name for argument in target._schema.arguments]
 
 
 def op_name(target) -> str:
-    """An ATen op's name without namespace and overload, "" for anything else."""
+    """Return an ATen op's name without namespace and overload, "" for anything else."""
     return getattr(target, "_opname", "")
 
 
@@ -223,7 +223,7 @@ def rename(node: fx.Node, name: str) -> None:
 
 
 def strided_shard(dim: int, split_factor: int):
-    """The placement of a dim that is sharded inside each of `split_factor` blocks."""
+    """Return the placement of a dim that is sharded inside each of `split_factor` blocks."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
@@ -236,15 +236,15 @@ def is_strided_shard(placement) -> bool:
 
 
 def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype):
-    """What a DTensor is apart from its local values; made once, it serves every step."""
+    """Return what a DTensor is apart from its local values; made once, it serves every step."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def as_dtensor(local: torch.Tensor, spec, kind: type | None = None) -> torch.Tensor:
-    """A DTensor of a spec around local values: `DTensor.from_local` at a tenth of its time, without autograd. `kind`: a
-    class of DTensors."""
+    """Return a DTensor of a spec around local values, as `DTensor.from_local` does, at a tenth of its time and without
+    autograd. `kind` is a class of DTensors."""
     from torch.distributed.tensor import DTensor
 
     return (kind or DTensor)(local, spec, requires_grad=False)
@@ -256,12 +256,12 @@ def without_torch_function():
 
 
 def local_of(dtensor) -> torch.Tensor:
-    """The local values of a DTensor themselves: what is written to it shows here, and the other way round."""
+    """Return the local values of a DTensor themselves: what is written to it shows here, and the other way round."""
     return dtensor._local_tensor
 
 
 def set_local(dtensor, local: torch.Tensor) -> None:
-    """From here on `local`, of the same form, holds the values of a DTensor, and what held them before is left as it
+    """Let `local`, of the same form, hold the values of a DTensor from here on; what held them before is left as it
     is."""
     dtensor._local_tensor = local
 
@@ -281,40 +281,40 @@ def release_saved(ctx) -> None:
 
 @functools.cache
 def outside_dynamo(function: Callable) -> Callable:
-    """A function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
+    """Return a function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
     return torch._disable_dynamo(function)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What torch.compile raises of a graph that it cannot compile."""
+    """Return the errors that torch.compile raises of a graph that it cannot compile."""
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException,)
 
 
 def set_group_timeout(group, seconds: float) -> None:
-    """How long collectives of a process group that start from now on wait for other ranks."""
+    """Set how long collectives of a process group that start from now on wait for other ranks."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def group_of(name: str):
-    """The process group of a name."""
+    """Return the process group of a name."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
 
 
 def default_store():
-    """The store that the ranks of the world met at: what they tell each other there needs no collective."""
+    """Return the store that the ranks of the world met at: what they tell each other there needs no collective."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def accumulates(node) -> bool:
-    """Whether the backward that runs now adds to the `.grad` of a leaf, given its AccumulateGrad node;
+    """Return whether the backward that runs now adds to the `.grad` of a leaf, given its AccumulateGrad node;
     `torch.autograd.grad` only returns gradients."""
     if node is None:  # of a tensor that requires no gradient
         return False
@@ -325,23 +325,23 @@ def accumulates(node) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs now may run again (retain_graph=True)."""
+    """Return whether the backward that runs now may run again (retain_graph=True)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running on this thread."""
+    """Return whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 @functools.cache
 def pipelining():
-    """torch.distributed.pipelining's engine: (base class of stages, schedule that runs lists of actions, action, adds
-    sends and receives to lists of actions)."""
+    """Return the parts of torch.distributed.pipelining's engine: (base class of stages, schedule that runs lists of
+    actions, action, adds sends and receives to lists of actions)."""
     from torch.distributed.pipelining import schedules, stage
 
     def actions(orders) -> dict:
-        """{rank: actions} from orders of (kind, stage, micro-batch), kinds written F, B, I and W."""
+        """Return {rank: actions} from orders of (kind, stage, micro-batch), whose kinds are written F, B, I and W."""
         kinds = schedules._ComputationType
         return {
             rank: [schedules._Action(s, kinds.from_str(kind), i) for kind, s, i in order]

@@ -37,23 +37,24 @@ def plain_regions():
 
 
 def grad_switch(node: fx.Node) -> bool | None:
-    """Whether a node switches gradients on or off, None for any other node."""
+    """Return True for a node that switches gradients on, False for one that switches them off, None for any other
+    node."""
     return node.args[0] if node.op == "call_function" and node.target is torch._C._set_grad_enabled else None
 
 
 def switches_grad(function) -> bool:
-    """Whether a function is the one that switches gradients on and off."""
+    """Return whether a function is the one that switches gradients on and off."""
     return function is torch._C._set_grad_enabled
 
 
 def switch_grad(graph: fx.Graph, on: bool) -> fx.Node:
-    """A node that switches gradients, where the graph is being written."""
+    """Add a node that switches gradients on or off where the graph is being written, and return it."""
     return graph.call_function(torch._C._set_grad_enabled, (on,))
 
 
 def autocast_switch(node: fx.Node) -> tuple | None:
-    """(device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None for
-    others."""
+    """Return (device type, lower precision, whether it is on) of a node where autocast begins, () where it ends, None
+    for others."""
     if node.op == "call_function" and node.target is torch.amp.autocast_mode._exit_autocast:
         return ()
     return (
@@ -72,15 +73,15 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def has_autocast_kernel(target, device: str) -> bool:
-    """Whether autocast does something with the arguments of an op, or may do it with those of the ops that it is made
-    of."""
+    """Return whether autocast does something with the arguments of an op, or may do it with those of the ops that it is
+    made of."""
     keys = (_AUTOCAST_KEYS[device], "CompositeImplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key) for key in keys)
 
 
 @functools.cache
 def autocast_ops(device: str) -> frozenset:
-    """The ATen ops that autocast of a type of device does something with."""
+    """Return the ATen ops that autocast of a type of device does something with."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
     found = [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, _AUTOCAST_KEYS[device])]
     split = [n.removeprefix("aten::").partition(".") for n in found]
@@ -89,7 +90,7 @@ def autocast_ops(device: str) -> frozenset:
 
 @contextlib.contextmanager
 def kernels_in_place_of(device: str, kernels: dict[object, Callable]):
-    """Inside, autocast of a type of device does this with ops."""
+    """Inside, autocast of a type of device runs these kernels in place of the ops."""
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced
         for op, kernel in kernels.items():
@@ -119,13 +120,13 @@ class _StandIn(torch.Tensor):
 
 
 def stand_in(value: torch.Tensor, device: str, run: Callable) -> torch.Tensor:
-    """A tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op, args,
-    kwargs)`."""
+    """Return a tensor that looks like `value` on a device of this type; every op that gets to it is given to `run(op,
+    args, kwargs)`."""
     return _StandIn(value, device, run)
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an op writes to."""
+    """Return the arguments that an op writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []

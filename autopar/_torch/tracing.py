@@ -72,7 +72,7 @@ def plain_checkpoints():
 
 
 def hooks_of_all_modules() -> list[dict]:
-    """The tables of hooks that run for every module."""
+    """Return the tables of hooks that run for every module."""
     from torch.nn.modules import module
 
     names = (

@@ -34,14 +34,14 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, path: str, name: str, tensor: Tensor, trainable: bool = True) -> None:
-        """A parameter `name` (dotted: in modules that are made for it) of the module at `path`."""
+        """Add a parameter `name` (dotted: in modules that are made for it) to the module at `path`."""
         owner = self._owner(self.model.get_submodule(path), name)
         leaf = name.rpartition(".")[2]
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=trainable))
         self._note(path, name, lambda: owner._parameters.pop(leaf))
 
     def add_buffer(self, path: str, name: str, tensor: Tensor) -> None:
-        """A saved buffer of the module at `path`."""
+        """Add a saved buffer to the module at `path`."""
         owner = self._owner(self.model.get_submodule(path), name)
         leaf = name.rpartition(".")[2]
         owner.register_buffer(leaf, tensor)
@@ -51,7 +51,7 @@ class Attachment:
         self, path: str, name: str, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         compute: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> None:  # fmt: skip
-        """Frozen parameters of these names, shapes and dtypes take the place of parameter `name` of the module at
+        """Put frozen parameters of these names, shapes and dtypes in the place of parameter `name` of the module at
         `path`. They have no values here: whoever takes the model over computes them, one parameter at a time. The
         user's forward is traced with the one that they replace."""
         module, whole = self.model.get_submodule(path), f"{path}." if path else ""
@@ -63,7 +63,7 @@ class Attachment:
         self.replaced[whole + name] = Replaced(tuple(whole + new for new in forms), compute)
 
     def fill(self) -> None:
-        """Gives the parameters that replace others their values, all at once."""
+        """Give the parameters that replace others their values, all at once."""
         for name, replaced in self.replaced.items():
             for new, value in zip(replaced.names, replaced.compute(self.model.get_parameter(name).detach())):
                 path, _, leaf = new.rpartition(".")
@@ -84,7 +84,7 @@ class Attachment:
         return module
 
     def mark(self, module: nn.Module, name: str, value: object) -> None:
-        """A plain attribute for the pass to find; equal values do not keep blocks of a tower from being alike."""
+        """Set a plain attribute for the pass to find; equal values do not keep blocks of a tower from being alike."""
         setattr(module, name, value)
         self._undo.append(lambda: delattr(module, name))
 
@@ -95,7 +95,7 @@ class Attachment:
         self._undo.append(lambda: parameter.requires_grad_(before))
 
     def undo(self) -> None:
-        """The model as it was."""
+        """Put the model back to what it was."""
         while self._undo:
             self._undo.pop()()
         self.added.clear()

@@ -105,8 +105,8 @@ class FakeQuant:
 
     @staticmethod
     def parse(text: str) -> FakeQuant:
-        """From text such as "int8" or "int4,group_size=32,activations=int8": the dtype, then fields by name. Raises
-        AdaptError."""
+        """Read text such as "int8" or "int4,group_size=32,activations=int8": the dtype, then fields by name. Raises
+        AdaptError for text that cannot be read."""
         return parse(FakeQuant, text, first="dtype")
 
     @property
@@ -115,6 +115,7 @@ class FakeQuant:
 
     @property
     def activation_grid(self) -> Grid | None:
+        """Return the grid of the inputs of linear layers, None if they are left as they are."""
         if self.activations is None:
             return None
         return Grid(
@@ -159,7 +160,7 @@ class FakeQuant:
         return site
 
     def _first_scale(self, path: str, site: QuantSite, weight: torch.Tensor, to: Attachment) -> torch.Tensor:
-        """2 mean(|w|) / sqrt(qmax), section 2.1 of arXiv 1902.08153: (o, groups)."""
+        """Return 2 mean(|w|) / sqrt(qmax), section 2.1 of arXiv 1902.08153: (o, groups)."""
         grid, (rows, features) = self.weight_grid, site.shape
         if to.device.type == "meta":
             return torch.empty(rows, grid.groups(features), dtype=self.scale_precision, device=to.device)
@@ -186,22 +187,24 @@ class QuantSite:
 
     @property
     def activation_grid(self) -> Grid | None:
+        """Return the grid of the layer's inputs, None if they are left as they are."""
         return self.config.activation_grid if self.kind == "linear" else None
 
     @property
     def observes(self) -> bool:
-        """Whether the layer has a range of its inputs."""
+        """Return whether the layer has a range of its inputs, which an observer keeps."""
         return self.activation_grid is not None and self.activation_grid.granularity == "per_tensor"
 
     @property
     def grad_factor(self) -> float:
-        """Of a trained scale: 1 / sqrt(elements that share it * qmax), section 2.2 of arXiv 1902.08153."""
+        """Return the factor of a trained scale's gradient: 1 / sqrt(elements that share it * qmax), section 2.2 of
+        arXiv 1902.08153."""
         grid = self.config.weight_grid
         return 1 / math.sqrt(self.shape[1] // grid.groups(self.shape[1]) * grid.qmax)
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantSite]]:
-    """(path, module, site) of every fake-quantized layer."""
+    """Yield (path, module, site) of every fake-quantized layer."""
     for path, module in model.named_modules():
         for site in module.__dict__.get(SITES, ()):
             yield path, module, site

@@ -30,17 +30,18 @@ Call = Callable  # (op, *arguments) -> a tensor or a graph node
 
 
 def eager(op, *arguments):
+    """Run an op on tensors: the `call` that computes, and writes no graph."""
     return op(*arguments)
 
 
 def limits(call: Call, x, dims: list[int], keepdim: bool, dtype: torch.dtype):
-    """(low, high): the smallest and the largest value of x along `dims`, in another type."""
+    """Return (low, high), the smallest and the largest value of x along `dims`, in another type."""
     low = call(aten.neg.default, call(aten.amax.default, call(aten.neg.default, x), dims, keepdim))
     return call(aten.to.dtype, low, dtype), call(aten.to.dtype, call(aten.amax.default, x, dims, keepdim), dtype)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type that ranges of values of `dtype` are kept in."""
+    """Return the type that ranges of values of `dtype` are kept in."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -73,12 +74,12 @@ class Grid:
         return self.mapping_type == "symmetric"
 
     def groups(self, features: int) -> int:
-        """Scales along a last dim of this size."""
+        """Return how many scales lie along a last dim of this size."""
         return 1 if self.group_size is None else features // self.group_size
 
     def grouped(self, call: Call, x, shape):
-        """x (..., i) of `shape` such that one scale's elements fill the last dim: (..., groups, group_size), or as it
-        is."""
+        """Return x (..., i) of `shape` such that one scale's elements fill the last dim: (..., groups, group_size), or
+        as it is."""
         return (
             x
             if self.group_size is None
@@ -86,15 +87,15 @@ class Grid:
         )
 
     def range_of(self, call: Call, x, dtype: torch.dtype):
-        """(low, high) of values x (..., i), grouped already, that share a scale: (..., 1) in the type `dtype`. On a
-        symmetric grid it is (None, high), how far they reach."""
+        """Return (low, high) of values x (..., i), grouped already, that share a scale: (..., 1) in the type `dtype`.
+        On a symmetric grid it is (None, high), how far they reach."""
         if self.is_symmetric:
             return None, call(aten.to.dtype, call(aten.amax.default, call(aten.abs.default, x), [-1], True), dtype)
         return limits(call, x, [-1], True, dtype)
 
     def qparams(self, call: Call, low, high):
-        """(scale, zero_point) for a range; the zero point is None on a symmetric grid. Both are of the precision of
-        scales."""
+        """Return (scale, zero_point) for a range; the zero point is None on a symmetric grid. Both are of the precision
+        of scales."""
         if low is not None:
             low, high = call(aten.clamp_max.default, low, 0.0), call(aten.clamp_min.default, high, 0.0)
         if self.is_symmetric:
@@ -110,16 +111,17 @@ class Grid:
         return call(aten.to.dtype, scale, self.scale_precision)
 
     def qparams_of(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the values of a tensor whose last dim they lie along: (..., i) -> (..., groups)."""
+        """Return (scale, zero_point) of the values of a tensor, along its last dim: (..., i) -> (..., groups)."""
         grouped = self.grouped(eager, x, x.shape)
         found = self.qparams(eager, *self.range_of(eager, grouped, at_least_float32(x.dtype)))
         return tuple(p.squeeze(-1) if p is not None and self.group_size is not None else p for p in found)
 
     def to_json(self) -> dict:
+        """Return the fields as a dict of what JSON can hold."""
         return asdict(self) | {"scale_precision": str(self.scale_precision).removeprefix("torch.")}
 
     @staticmethod
     def from_json(fields: dict) -> Grid:
-        """Raises KeyError, TypeError or AttributeError for other values than `to_json` gives."""
+        """Return the grid that `to_json` wrote. Raises KeyError, TypeError or AttributeError for other values."""
         grid = Grid(**fields)
         return replace(grid, scale_precision=getattr(torch, grid.scale_precision))

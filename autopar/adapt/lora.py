@@ -105,7 +105,7 @@ class LoRA:
             raise AdaptError("adapters of target_parameters have neither dropout nor DoRA", fix="leave both out")
 
     def scaling(self, module: str) -> tuple[int, float]:
-        """(r, factor of the product) of the adapter of a module."""
+        """Return (r, factor of the product) of the adapter of a module."""
         r, alpha = _own(self.rank_pattern, module, self.r), _own(self.alpha_pattern, module, self.lora_alpha)
         return r, alpha / (math.sqrt(r) if self.use_rslora else r)
 
@@ -165,7 +165,7 @@ class LoRA:
             nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
 
     def _sites(self, model: nn.Module) -> dict[str, tuple[LoraSite, ...]]:
-        """The adapted parameters by module."""
+        """Return the adapted parameters by module."""
         modules = {name: module for name, module in model.named_modules() if name}
         names = chosen(model, self.target_modules, self.exclude_modules) if self.target_modules else []
         found = {name: (self._site(name, modules[name]),) for name in self._in_layers(names)}
@@ -184,7 +184,7 @@ class LoRA:
         return found
 
     def _in_layers(self, names: Sequence[str]) -> list[str]:
-        """Those that layers_to_transform and modules_to_save leave."""
+        """Return those names that layers_to_transform and modules_to_save leave."""
         names = [
             n for n in names if not any(re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", n) for m in self.modules_to_save)
         ]
@@ -245,7 +245,7 @@ class LoRA:
 
 
 def _check_saved(model: nn.Module, saved: Sequence[nn.Module]) -> None:
-    """Raises AdaptError for modules_to_save that hold what an adapter's file has no place for."""
+    """Raise AdaptError for modules_to_save that hold what an adapter's file has no place for."""
     inside = {id(module) for part in saved for module in part.modules()}
     outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
     held = {id(p): name for name, module in outside for p in module._parameters.values() if p is not None}
@@ -269,7 +269,8 @@ def _behind(site: LoraSite, wrappers: int) -> LoraSite:
 
 
 def _adapter_dtype(base: torch.dtype) -> torch.dtype:
-    """Adapters of a half-precision model train in float32, as PEFT's do."""
+    """Return the type of adapters on a base of this type: those of a half-precision model train in float32, as PEFT's
+    do."""
     return torch.float32 if base.itemsize < 4 else base
 
 
@@ -280,6 +281,6 @@ def _row_norms(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
-    """Of its own for every tensor, so that what one draws does not hang on what others do."""
+    """Return a generator of its own for every tensor, so that what one draws does not depend on what others do."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))

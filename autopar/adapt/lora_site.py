@@ -33,13 +33,13 @@ class LoraSite:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of A and B in the module."""
+        """Return the names of A and B in the module."""
         if self.kind == "embedding":
             return "lora_embedding_A", "lora_embedding_B"
         return f"{self.prefix}{LORA_A}.weight", f"{self.prefix}{LORA_B}.weight"
 
     def shapes(self, weight: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of A and B for a parameter of this shape."""
+        """Return the shapes of A and B for a parameter of this shape."""
         experts = weight[0] if len(weight) == 3 else 1
         o, i = weight[-2:] if not self.is_transposed else reversed(weight[-2:])
         return (self.r * experts, i), (o, self.r * experts)
@@ -49,12 +49,12 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter, or the module that an op belongs to, is one of the thin matrices."""
+    """Return whether a parameter, or the module that an op belongs to, is one of the thin matrices."""
     return any(part in (LORA_A, LORA_B, "lora_embedding_A", "lora_embedding_B") for part in name.split(".")[-2:])
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, LoraSite]]:
-    """(path, module, site) of every adapted parameter."""
+    """Yield (path, module, site) of every adapted parameter."""
     for path, module in model.named_modules():
         for site in module.__dict__.get(SITES, ()):
             yield path, module, site

@@ -34,8 +34,8 @@ EXCLUDED = {
 
 
 def checked(adapt: object) -> tuple[Adaptation, ...]:
-    """The value of `adapt=` as a tuple, QLoRA as the two adaptations that it is made of. Raises AdaptError for anything
-    else, and for adaptations that exclude each other."""
+    """Return the value of `adapt=` as a tuple, with QLoRA as the two adaptations that it is made of. Raises AdaptError
+    for anything else, and for adaptations that exclude each other."""
     given = (adapt,) if isinstance(adapt, KINDS) else adapt
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(isinstance(a, KINDS) for a in given):
         names = ", ".join(kind.__name__ for kind in KINDS)
@@ -75,7 +75,7 @@ def attach(
     seed: int = 0,
     reads_files: bool = False,
 ) -> Attachment:
-    """Attach all of them, or none if one cannot be. Arguments as of Attachment."""
+    """Attach all adaptations, or none if one cannot be. The other arguments are those of Attachment."""
     to = Attachment(model, device, seed, reads_files)
     if adapt and not isinstance(model, nn.Module):
         raise InputError(

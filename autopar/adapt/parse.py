@@ -15,10 +15,10 @@ Kind = TypeVar("Kind")
 
 
 def parse(kind: type[Kind], text: str, first: str | None = None, **defaults: object) -> Kind:
-    """An adaptation from KEY=VALUE pairs between commas; `first` is the key of a first word without one. Several names
-    in a value stand between plus signs, and names with signs that no name has are a regular expression. `defaults` are
-    for keys that the text does not have. Raises AdaptError for a key that there is not and for a value that cannot be
-    read."""
+    """Read an adaptation from KEY=VALUE pairs between commas; `first` is the key of a first word without one. Several
+    names in a value stand between plus signs, and a text with signs that no name has is a regular expression.
+    `defaults` are for keys that the text does not have. Raises AdaptError for a key that there is not and for a value
+    that cannot be read."""
     known, given = {f.name: f.type for f in fields(kind)}, dict(defaults)
     for number, pair in enumerate(text.split(",") if first else filter(None, text.split(","))):
         key, equals, value = (part.strip() for part in pair.partition("="))
@@ -36,7 +36,7 @@ def parse(kind: type[Kind], text: str, first: str | None = None, **defaults: obj
 
 
 def _value(text: str, annotated: str) -> object:
-    """The value of a field that is annotated so. Raises ValueError with what it should be."""
+    """Return the value of a field that is annotated so. Raises ValueError with what it should be."""
     kind = annotated.removesuffix(" | None")
     if kind == "Targets":
         return text if text == ALL_LINEAR or re.search(r"[*\\^$|?()\[\]{}]", text) else text.split("+")

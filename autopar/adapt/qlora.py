@@ -38,18 +38,18 @@ class QuantizedWeight:
 
     @property
     def names(self) -> dict[str, str]:
-        """Part -> name in the module, in the order of the arguments of autopar::dequantize."""
+        """Map each part to its name in the module, in the order of the arguments of autopar::dequantize."""
         parts = ENDS if self.double_quant else ("packed", "absmax")
         return {part: f"{self.parameter}_{ENDS[part]}" for part in parts}
 
     def forms(self, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype by name, for a parameter of this shape."""
+        """Return shape and dtype by name, for a parameter of this shape."""
         shape = tuple(reversed(shape)) if self.is_transposed else shape
         forms = forms_of_parts(shape, self.quant_type, self.block_size, self.double_quant)
         return {name: forms[part] for part, name in self.names.items()}
 
     def compute(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The parts of a parameter, in the order of their names."""
+        """Return the parts of a parameter, in the order of their names."""
         parts = quantize(
             weight.t() if self.is_transposed else weight, self.quant_type, self.block_size, self.double_quant
         )
@@ -69,7 +69,8 @@ class Quantization:
     name = "quantize"
 
     def attach(self, to: Attachment) -> None:
-        """Raises AdaptError for targets that the model does not have or that cannot be quantized."""
+        """Replace the targets by their quantized parts. Raises AdaptError for targets that the model does not have or
+        that cannot be quantized."""
         shared = _shared(to.model)
         sites: dict[str, list[QuantizedWeight]] = {}
         for path, name, is_transposed in self._targets(to.model, shared):
@@ -96,7 +97,7 @@ class Quantization:
             to.mark(module, SITES, tuple(found))
 
     def _targets(self, model: nn.Module, shared: set[int]) -> Iterator[tuple[str, str, bool]]:
-        """(module, parameter, whether it is transposed)."""
+        """Yield (module, parameter, whether it is transposed) of every weight to quantize."""
         modules = {name: module for name, module in model.named_modules() if name}
         if self.modules == ALL_LINEAR:
             weights = {n: modules[n].weight for n in all_linear(model)}
@@ -129,7 +130,7 @@ class Quantization:
                 yield path, leaf, False
 
     def _block(self, whole: str, columns: int) -> int:
-        """The block size, or the largest even number below it that divides the input dim."""
+        """Return the block size, or the largest even number below it that divides the input dim."""
         fitting = (b for b in range(self.block_size, SMALLEST_BLOCK - 1, -1) if columns % b == 0 and b % 2 == 0)
         if (block := next(fitting, None)) is None:
             raise AdaptError(
@@ -174,20 +175,20 @@ class QLoRA(LoRA):
 
     @property
     def parts(self) -> tuple[LoRA, Quantization]:
-        """The adapters, and the base under them."""
+        """Return the two adaptations that this one is made of: the adapters, and the base under them."""
         lora = LoRA(**{f.name: getattr(self, f.name) for f in fields(LoRA)})
         modules, parameters = self.quantize_modules, self.quantize_parameters
         return lora, Quantization(self.quant_type, self.double_quant, self.block_size, modules, parameters)
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """(path of the module, weight) of every quantized parameter."""
+    """Yield (path of the module, weight) of every quantized parameter."""
     for path, module in model.named_modules():
         for site in module.__dict__.get(SITES, ()):
             yield path, site
 
 
 def _shared(model: nn.Module) -> set[int]:
-    """Parameters that several modules hold."""
+    """Return the identities of the parameters that several modules hold."""
     held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {key for key, count in held.items() if count > 1}

@@ -15,13 +15,13 @@ from .grid import Grid, eager
 
 
 def pack(q: Tensor) -> Tensor:
-    """Integers from -8 to 7 (..., i) as bytes (..., ceil(i / 2))."""
+    """Pack integers from -8 to 7 (..., i) into bytes (..., ceil(i / 2))."""
     q = nn.functional.pad(q, (0, q.shape[-1] % 2)).to(torch.int16) + 8
     return (q[..., 0::2] + 16 * q[..., 1::2]).to(torch.uint8)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
-    """The first `count` integers of every row: (..., ceil(count / 2)) -> (..., count), int8."""
+    """Return the first `count` integers of every row: (..., ceil(count / 2)) -> (..., count), int8."""
     halves = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
     return halves[..., :count].to(torch.int8) - 8
 
@@ -61,14 +61,14 @@ class QuantizedWeight(nn.Module):
         return self.grid.grouped(eager, x, x.shape)
 
     def _qparams(self, rows: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero_point) of rows, in a shape that broadcasts against their groups."""
+        """Return (scale, zero_point) of rows, in a shape that broadcasts against their groups."""
         found = (self.scale, self.zero_point if self.zero_point is None else self.zero_point.to(self.scale.dtype))
         return tuple(
             p if p is None else p[rows].unsqueeze(-1) if self.grid.group_size is not None else p[rows] for p in found
         )
 
     def dequantize(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """The values of some rows: (..., i)."""
+        """Return the values of some rows: (..., i)."""
         stored = self.weight[rows]
         q = unpack(stored, self.features) if self.is_packed else stored
         wide = torch.promote_types(self.dtype, self.scale.dtype)
@@ -109,7 +109,7 @@ class QuantizedLinear(QuantizedWeight):
 
     @torch.no_grad()
     def store_range(self, low: Tensor, high: Tensor) -> None:
-        """The range () of the inputs."""
+        """Store the scale and the zero point that follow from the range () of the inputs."""
         scale, zero_point = self.activation_grid.qparams(eager, low, high)
         self.activation_scale.copy_(scale)
         if zero_point is not None:

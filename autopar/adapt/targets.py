@@ -21,21 +21,22 @@ ALL_LINEAR = "all-linear"
 
 
 def listed(value: Sequence[str] | str | None) -> tuple[str, ...]:
-    """Names as a tuple; one alone, or none, may be given as it is."""
+    """Return names as a tuple; one alone, or none, may be given as it is."""
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 def is_number(value: object) -> bool:
+    """Return whether a value is a finite int or float; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' linear layer with an (i, o) weight, as in GPT-2."""
+    """Return whether a module is transformers' linear layer with an (i, o) weight, as in GPT-2."""
     return type(module).__name__ == "Conv1D"
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """ "linear" or "embedding" of a layer that has one such weight, None of others."""
+    """Return "linear" or "embedding" for a layer that has one such weight, None for others."""
     if not isinstance(getattr(module, "weight", None), nn.Parameter):
         return None
     if isinstance(module, nn.Embedding):
@@ -44,7 +45,8 @@ def layer_kind(module: nn.Module) -> str | None:
 
 
 def checked_kind(path: str, module: nn.Module, done: str, fix: str) -> str:
-    """As `layer_kind`. Raises AdaptError for a module that is neither; `done` is what cannot be done to it."""
+    """Return the `layer_kind` of a module. Raises AdaptError if it has none; `done` says what is done to layers
+    that have one."""
     if (kind := layer_kind(module)) is None:
         raise AdaptError(
             f"{path} is a {type(module).__name__}, and linear layers, Conv1D and embeddings are {done}", fix=fix
@@ -53,13 +55,13 @@ def checked_kind(path: str, module: nn.Module, done: str, fix: str) -> str:
 
 
 def has_plain_forward(module: nn.Module) -> bool:
-    """Whether a layer computes the product with its weight and nothing else (or scales an embedding)."""
+    """Return whether a layer computes the product with its weight and nothing else (or scales an embedding)."""
     return type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module)
 
 
 def all_linear(model: nn.Module) -> list[str]:
-    """Every linear layer but the output embedding of a language model, the head of a classifier, and what
-    nn.MultiheadAttention keeps in one without calling it."""
+    """Return the names of all linear layers but the output embedding of a language model, the head of a classifier, and
+    what nn.MultiheadAttention keeps in one without calling it."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
     inner = {id(m.out_proj) for m in modules.values() if isinstance(m, nn.MultiheadAttention)}
@@ -72,8 +74,8 @@ def all_linear(model: nn.Module) -> list[str]:
 
 
 def chosen(model: nn.Module, targets: Targets, excluded: Targets = ()) -> list[str]:
-    """Names of the modules that targets are for, in the order of the model. Raises AdaptError for one, or an exception,
-    that is the name of none."""
+    """Return the names of the modules that targets are for, in the order of the model. Raises AdaptError for a target,
+    or an exception, that is the name of none."""
     names = [name for name, _ in model.named_modules() if name]
     check_found("module", excluded, names)
     if targets != ALL_LINEAR:
@@ -83,14 +85,15 @@ def chosen(model: nn.Module, targets: Targets, excluded: Targets = ()) -> list[s
 
 
 def matches(targets: Targets, name: str) -> bool:
-    """Whether a qualified name is among the targets. Raises AdaptError for a text that is no regular expression."""
+    """Return whether a qualified name is among the targets. Raises AdaptError for a text that is no regular
+    expression."""
     if isinstance(targets, str):
         return re.fullmatch(pattern(targets), name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def pattern(text: str) -> re.Pattern:
-    """Raises AdaptError for a text that is no regular expression."""
+    """Compile a regular expression. Raises AdaptError for a text that is none."""
     try:
         return re.compile(text)
     except re.error as error:
@@ -101,7 +104,8 @@ def pattern(text: str) -> re.Pattern:
 
 
 def number_in_list(name: str, patterns: Targets | None) -> int | None:
-    """The number of the block that a module lies in: the first one in its name, or the one behind one of `patterns`."""
+    """Return the number of the block that a module lies in: the first one in its name, or the one behind one of
+    `patterns`; None if there is none."""
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(\d+)\.", f".{name}")
         return int(found.group(1)) if found else None
@@ -112,7 +116,7 @@ def number_in_list(name: str, patterns: Targets | None) -> int | None:
 
 
 def check_found(what: str, targets: Targets, names: Iterable[str]) -> None:
-    """Raises AdaptError for targets that are none of `names`, with the ones that look like them."""
+    """Raise AdaptError for targets that are none of `names`, with the ones that look like them."""
     names = list(names)
     wanted = [targets] if isinstance(targets, str) and targets else list(targets)
     missing = [

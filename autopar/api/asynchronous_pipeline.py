@@ -44,8 +44,9 @@ class AsynchronousPipeline:
     arguments as in `autopar.compile`, which takes the model over; a given `plan` must have one stage a rank. All ranks
     call it together. Raises subclasses of AutoparError.
 
-        pipeline = autopar.AsynchronousPipeline(model, mesh, batch, "pipedream", optimizer=lambda p: torch.optim.SGD(p,
-        0.1)) losses = pipeline.run(batches)
+        sgd = lambda parameters: torch.optim.SGD(parameters, 0.1)
+        pipeline = autopar.AsynchronousPipeline(model, mesh, batch, "pipedream", optimizer=sgd)
+        losses = pipeline.run(batches)
         pipeline.module.save_pretrained("trained")
 
     `module` is what `autopar.compile` returns, with the newest weights, to evaluate and to save. The memory of its plan
@@ -112,12 +113,12 @@ class AsynchronousPipeline:
 
     @property
     def versions_alive(self) -> int:
-        """Versions of the weights of this rank's stage that are in memory, the newest included."""
+        """Return how many versions of the weights of this rank's stage are in memory, the newest included."""
         return self.stage.ranks[0].versions.alive
 
     @property
     def most_versions(self) -> int:
-        """The most that there were at once in the last run."""
+        """Return how many versions were in memory at once in the last run, at the most."""
         return self.stage.ranks[0].versions.most
 
     def run(self, batches: Iterable, on_update: Callable[[int], None] = lambda version: None) -> list[float]:
@@ -149,7 +150,7 @@ class AsynchronousPipeline:
             return self._everywhere([join(parts, how) for parts in losses], stream.count)
 
     def _everywhere(self, losses: list[Tensor], count: int) -> list[float]:
-        """What the last stage knows, on all ranks."""
+        """Return the losses of `count` batches on all ranks; only the last stage passes them."""
         if not count:
             return []
         found = torch.stack(losses).double() if losses else torch.empty(count, dtype=torch.float64, device=self._device)
@@ -167,6 +168,7 @@ class _Stream:
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def has(self, i: int) -> bool:
+        """Return whether there is a micro-batch `i`; take batches from the caller until it is there or none is left."""
         while i >= self.count * self.group:
             try:
                 batch = next(self.batches)
@@ -178,7 +180,7 @@ class _Stream:
         return True
 
     def take(self, i: int) -> dict[str, Tensor]:
-        """By placeholder."""
+        """Return what micro-batch `i` is given, by placeholder, and forget it."""
         return self.parts.pop(i)
 
     def _parts(self, batch) -> list[dict[str, Tensor]]:
@@ -219,7 +221,7 @@ def _check(plan: Plan, schedule: Asynchronous) -> None:
 
 
 def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **options) -> Plan:
-    """The plan of a batch, with the stages that a long run of micro-batches is fastest with. Raises as `autopar.plan`
+    """Plan for a batch, with the stages that are fastest for a long run of micro-batches. Raises as `autopar.plan`
     does."""
     if options["hardware"] is None:
         options["hardware"] = "cpu-gloo" if mesh.device_type == "cpu" else torch.cuda.get_device_name()

@@ -111,8 +111,8 @@ def search(
     schedule="auto", stages_per_rank=None, recompute="auto", refuses=True, offload="none", fixes=True, name=None,
     report=lambda text: None,
 ) -> Planned | PipelinePlanned:  # fmt: skip
-    """`plan`, with all that the search knows beside the plan; without `refuses` what does not fit is planned all the
-    same. `stages_per_rank`: of a pipeline (None: as many as are best)."""
+    """Plan as `plan` does, and return all that the search knows beside the plan. Without `refuses` what does not fit is
+    planned all the same. `stages_per_rank`: of a pipeline (None: as many as are best)."""
     devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
     checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
     check_model(model)
@@ -151,8 +151,8 @@ def search(
 
 def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanOptions, adapt: Sequence[Adaptation],
                 traced: Callable[..., Captured], report=lambda text: None) -> MemoryInfeasibleError:  # fmt: skip
-    """The refusal of a captured graph with what would fit instead; `traced(example, more)` traces another call of the
-    model, or the same with more adaptations."""
+    """Return the refusal of a captured graph with what would fit instead. `traced(example, more)` traces another call
+    of the model, or the same with more adaptations."""
 
     def retrace(samples: int, more: Sequence[Adaptation]) -> Captured:
         return traced(of_samples(captured.signature, samples), more)
@@ -163,10 +163,11 @@ def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanO
 
 def explain(model: nn.Module | Planned | PipelinePlanned, pattern: str | None = None, mesh=None, example_inputs=None, *,
             alternatives: int = 6, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
-    """Why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob `pattern`
-    matches, and what up to `alternatives` others would cost each; `print` it. `mesh`, `example_inputs` and `planning`
-    as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of them. On a mesh with an axis pp
-    also why the pipeline is as it is, or that alone without a pattern. Raises subclasses of AutoparError."""
+    """Explain why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob
+    `pattern` matches, and what up to `alternatives` others would cost each; `print` the result. `mesh`,
+    `example_inputs` and `planning` as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of
+    them. On a mesh with an axis pp the result also says why the pipeline is as it is, or says that alone without a
+    pattern. Raises subclasses of AutoparError."""
     found = (Planned, PipelinePlanned)
     planned = (
         model if isinstance(model, found) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
@@ -203,8 +204,8 @@ def compile(
     schedule: str = "auto",
     stages_per_rank: int | None = None,
 ) -> nn.Module:
-    """A drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same global
-    batch.
+    """Return a drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same
+    global batch.
 
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs
     too). `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from
@@ -213,13 +214,13 @@ def compile(
     (runtime/same_values.py). Without example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K
-    times a step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward inside of
+    times a step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward run inside of
     `model.no_sync()`. Any other number of calls gives right gradients too: K only decides what is fastest.
 
     An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it
     into `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a
     name of autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes
-    the gradients at once, `loss.backward()` hands them out. The loss is known on every rank; other outputs
+    the gradients at once, `loss.backward()` hands them out. The loss is known on every rank; other outputs are known
     (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
     shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
     part, as those along tp do. Raises subclasses of AutoparError, the same one on every rank."""
@@ -290,11 +291,14 @@ class _Compiler:
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
     ) -> Traced:
+        """Trace a call of the model. Without `gradients` no parameter trains; else `trains` says which do, by name,
+        where that has changed. Without `adapters` LoRA's are left out."""
         forms = self.forms.training(trains or {}) if gradients else self.forms.without_gradients()
         whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
         return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
 
     def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+        """Trace a capture's call again, for gradients of all differentiable outputs rather than of the loss alone."""
         signature = traced.captured.signature
         form = zip(signature.shapes, signature.dtypes, signature.differentiated)
         whole = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
@@ -303,7 +307,7 @@ class _Compiler:
 
     def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool,
                 with_gradients: bool = True) -> Traced:  # fmt: skip
-        """The same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's
+        """Trace the same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's
         tensors fix."""
         adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
 
@@ -328,6 +332,8 @@ class _Compiler:
             )
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
+        """Return the plan of a traced call, made or loaded on rank 0 and the same on all ranks. For a later call
+        `first` is the plan of the first one, and parameters keep their `layouts`, by name."""
         graph = traced.captured.graph
         leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
         inputs = (

@@ -48,7 +48,7 @@ class Estimate:
 
     @property
     def utilization(self) -> float:
-        """Share of the devices' peak that the model's FLOPs make up (MFU)."""
+        """Return the share of the devices' peak that the model's FLOPs make up (MFU)."""
         return self.tflops_per_device(self.model_flops, self.plan.step_seconds) * 1e12 / self.peaks[self.dtype]
 
     @property
@@ -60,10 +60,11 @@ class Estimate:
         return max(0.0, self.plan.peak_bytes - self.plan.memory_limit_bytes)
 
     def tflops_per_device(self, flops: float, seconds: float) -> float:
+        """Return TFLOP/s of a device where all devices together compute `flops` in `seconds`; 0 if that is no time."""
         return flops / (self.plan.mesh.devices * seconds * 1e12) if seconds else 0.0
 
     def to_json(self) -> dict:
-        """Plain data: the numbers, without the plan's decisions."""
+        """Return plain data: the numbers, without the plan's decisions."""
         p = self.plan
         kept = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
         seconds = ("step_seconds", "simulated_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
@@ -94,9 +95,9 @@ def estimate(
     micro_batches: int | None = None, schedule: str = "auto", stages_per_rank: int | None = None,
     report: Callable[[str], None] = lambda text: None, **planning,
 ) -> Estimate:  # fmt: skip
-    """The cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis pp, by a
-    schedule with so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is chosen as a
-    plan would be. Raises subclasses of AutoparError, but none for memory."""
+    """Estimate the cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis
+    pp, by a schedule with so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is
+    chosen as a plan would be. Raises subclasses of AutoparError, but none for memory."""
     found = api.search(
         model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches,
         schedule=schedule, stages_per_rank=stages_per_rank, refuses=False, report=report,
@@ -106,7 +107,7 @@ def estimate(
 
 
 def of_search(planned: Planned) -> Estimate:
-    """The estimate of a finished search."""
+    """Return the estimate of a finished search."""
     passes, options = planned.options.micro_batches, planned.options
     by_dtype: Counter = Counter({"fp32": 0.0})
     for node in filter(is_op, planned.problem.whole.nodes):
@@ -118,12 +119,12 @@ def of_search(planned: Planned) -> Estimate:
 
 
 def of_pipeline(found: PipelinePlanned) -> Estimate:
-    """The same of a pipeline."""
+    """Return the estimate of a finished search for a pipeline."""
     return replace(of_search(found.inner), plan=found.plan)
 
 
 def model_flops(node: fx.Node) -> float:
-    """FLOPs of one op by the model's mathematics, see above."""
+    """Count the FLOPs of one op by the model's mathematics, see above."""
     if node.target not in ATTENTION:
         return flops_of(node)
     is_forward = node.target is torch.ops.autopar.attention.default
@@ -133,7 +134,7 @@ def model_flops(node: fx.Node) -> float:
 
 
 def _again_flops(problem: Problem, e: Evaluation) -> float:
-    """Of the ops that the backward runs again."""
+    """Count the FLOPs of the ops that the backward runs again, by the model's mathematics."""
     return sum(
         model_flops(problem.vertices[v].node) * count
         for levels in e.recomputed.values()
@@ -143,6 +144,6 @@ def _again_flops(problem: Problem, e: Evaluation) -> float:
 
 
 def _own(step, levels: dict) -> frozenset[int]:
-    """Vertices that a step runs again and the step before it does not."""
+    """Return the vertices that a step runs again and the step before it does not."""
     before = [other.again for other, _ in levels.values() if other is not step and len(other.again) < len(step.again)]
     return step.again.difference(*before)

@@ -9,7 +9,7 @@ from .estimate import Estimate
 
 
 def estimate_text(e: Estimate) -> str:
-    """The result, then memory by kind."""
+    """Return the text of an estimate: the result, then memory by kind."""
     p = e.plan
     how = "once a step" if p.reduces_once else "every pass"
     many = "" if p.micro_batches == 1 else "es"
@@ -35,8 +35,8 @@ def estimate_text(e: Estimate) -> str:
 
 
 def _rates(e: Estimate) -> str:
-    """FLOPs a second of the model, and of what is computed if that is more; what the devices have, and in bf16 if that
-    is more."""
+    """Say how many FLOPs a second of the model are reached, and of what is computed if that is more; then what the
+    devices have, and what they have in bf16 if that is more."""
     kinds = {"model": e.model_flops} | ({"hardware": e.hardware_flops} if e.hardware_flops > e.model_flops else {})
     p = e.plan
     cells = [

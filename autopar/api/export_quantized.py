@@ -22,10 +22,10 @@ from ..storage.quantized_folder import save_quantized
 
 
 def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Module:
-    """The model on one device, in eval mode, with integers for weights (see autopar/adapt/quantized_weight.py). It runs
-    with torch alone; its outputs are those of the fake-quantized model in eval mode but for rounding. All ranks call
-    this and each gets it whole; a quantized weight is gathered, rounded and let go before the next one. With `folder`
-    rank 0 also writes it there, for `load_quantized`. The compiled model stays as it is.
+    """Return the model on one device, in eval mode, with integers for weights (see autopar/adapt/quantized_weight.py).
+    It runs with torch alone; its outputs are those of the fake-quantized model in eval mode but for rounding. All ranks
+    call this and each gets it whole; a quantized weight is gathered, rounded and let go before the next one. With
+    `folder` rank 0 also writes it there, for `load_quantized`. The compiled model stays as it is.
 
     Raises AdaptError for a model compiled without FakeQuant, one whose LoRA adapters are not merged, and one with a
     layer that cannot be replaced or whose inputs no observer has seen."""
@@ -48,8 +48,8 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
 
 
 def _buffers(model: ParallelModule) -> dict[str, Tensor]:
-    """Those of all stages. One that is not saved with the model is what it was in the source where another stage has
-    it."""
+    """Return the buffers of all stages, by name. One that is not saved with the model has the value that it had in the
+    source where another stage has it."""
     forms, here = model._forms, dict(model.named_buffers())
     saved = forms.saved_buffers
     return {n: gathered(model, n) if n in saved else here[n] if n in here else forms.left[n] for n in forms.buffers}
@@ -68,7 +68,7 @@ def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, T
 def _without_adaptations(
     model: ParallelModule, sites: Mapping[str, QuantSite], buffers: Mapping[str, Tensor]
 ) -> nn.Module:
-    """A copy of the source with the compiled model's values, in which quantized layers stand for those of `sites`."""
+    """Copy the source with the compiled model's values and with quantized layers in place of those of `sites`."""
     forms, made, values = model._forms, {}, {}
     names: dict[str, list[str]] = {}
     for name, first in forms.all_names.items():

@@ -11,7 +11,7 @@ from ..hardware.profile import Hardware
 
 
 def fingerprint(backend: str) -> dict[str, str]:
-    """Of this machine: its devices, torch, and the backend with its version."""
+    """Describe this machine: its devices, torch, and the backend with its version."""
     if backend == "nccl":
         device, backend = torch.cuda.get_device_name(), "nccl " + ".".join(map(str, torch.cuda.nccl.version()))
     else:
@@ -20,8 +20,8 @@ def fingerprint(backend: str) -> dict[str, str]:
 
 
 def stale(hardware: Hardware, backend: str) -> str:
-    """What differs between this machine and the one that a profile was measured on, as a warning; "" if nothing does,
-    or if the profile was not measured. It matters where a plan is run, not where it is made."""
+    """Say as a warning what differs between this machine and the one that a profile was measured on; "" if nothing
+    does, or if the profile was not measured. It matters where a plan is run, not where it is made."""
     here = fingerprint(backend)
     then = hardware.fingerprint
     differing = [f"{key} {then[key]} (here {here.get(key, 'none')})" for key in then if here.get(key) != then[key]]

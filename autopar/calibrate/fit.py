@@ -29,7 +29,7 @@ class Ramp:
 
 
 def ramp(products: Sequence[dict], launch_seconds: float) -> Ramp:
-    """The ramp that is nearest in the logarithm, its halves among HALVES."""
+    """Find the ramp that is nearest in the logarithm, its halves among HALVES."""
     m, k, n = (np.array([float(p[key]) for p in products]) for key in ("rows", "depth", "columns"))
     seconds = np.array([p["seconds"] for p in products])
     rate = np.log(2 * m * k * n / np.maximum(seconds - launch_seconds, seconds / 2))
@@ -53,14 +53,14 @@ class Line:
     median_error: float
 
     def residuals(self, curve: Curve) -> list[float]:
-        """Relative, at the points of a curve."""
+        """Return the relative residuals at the points of a curve."""
         sent = np.array(curve.bytes_) * SENT[curve.kind](curve.devices)
         return ((self.latency_seconds + sent / self.bytes_per_second) / np.array(curve.seconds) - 1).tolist()
 
 
 def line(curves: Sequence[Curve]) -> Line:
-    """Least squares of the relative error, over what a device sends (autopar/cost/redistribute.py). Neither number
-    falls to 0."""
+    """Fit a line by least squares of the relative error, over what a device sends (autopar/cost/redistribute.py).
+    Neither number falls to 0."""
     sent = np.concatenate([np.array(c.bytes_) * SENT[c.kind](c.devices) for c in curves])
     seconds = np.concatenate([np.array(c.seconds) for c in curves])
     design = np.stack([1 / seconds, sent / seconds], axis=1)
@@ -71,7 +71,7 @@ def line(curves: Sequence[Curve]) -> Line:
 
 
 def left_out_error(curves: Sequence[Curve]) -> float:
-    """Median relative error of points that their neighbours predict: how far to trust times between points."""
+    """Return the median relative error of points that neighbours predict: how far to trust times between points."""
     errors = []
     for curve in curves:
         for i in range(1, len(curve.bytes_) - 1):
@@ -83,6 +83,6 @@ def left_out_error(curves: Sequence[Curve]) -> float:
 
 
 def bucket_bytes(fitted: Line) -> int:
-    """The power of two at which latency is about a tenth of the time."""
+    """Return the power of two at which latency is about a tenth of the time."""
     wanted = fitted.latency_seconds * fitted.bytes_per_second * (1 / LATENCY_SHARE - 1)
     return 2 ** max(10, round(np.log2(wanted)))

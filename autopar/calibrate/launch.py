@@ -20,7 +20,7 @@ BACKENDS = ("gloo", "nccl")
 
 
 def check(backend: str, world: int) -> None:
-    """Raises HardwareError where this machine cannot run so many processes with this backend."""
+    """Raise HardwareError where this machine cannot run so many processes with this backend."""
     if backend not in BACKENDS:
         raise HardwareError(f"there is no backend {backend!r}", fix=f"use {' or '.join(BACKENDS)}")
     if backend == "nccl" and (not dist.is_nccl_available() or torch.cuda.device_count() < world):
@@ -31,8 +31,8 @@ def check(backend: str, world: int) -> None:
 
 
 def measurements(backend: str, world: int, quick: bool = False, limit_seconds: float = 600.0) -> dict:
-    """What autopar/calibrate/measure.py measures, in `world` processes of one thread each. Raises HardwareError if a
-    process fails or takes longer than the limit; none is left running."""
+    """Return what autopar/calibrate/measure.py measures, in `world` processes of one thread each. Raises HardwareError
+    if a process fails or takes longer than the limit; none is left running."""
     check(backend, world)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         arguments = (world, backend, quick, folder)

@@ -75,15 +75,17 @@ class Device:
             torch.cuda.set_device(self.device)
 
     def wait(self) -> None:
+        """Wait until a GPU has done all work that it was given."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def ones(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a tensor of ones on the device."""
         return torch.ones(shape, dtype=dtype, device=self.device)
 
     def seconds(self, call: Call, rounds: int, calls: int = 1, slowest: bool = False) -> float:
-        """Of one call; all processes start each round together. `slowest`: in each round that of the slowest
-        process."""
+        """Measure the seconds of one call; all processes start each round together. `slowest`: in each round those of
+        the slowest process."""
         call()
         measured = []
         for _ in range(rounds):
@@ -103,8 +105,8 @@ class Device:
 
 
 def products(device: Device, effort: Effort) -> list[dict]:
-    """Matrix products, each the mean of a linear layer's three, forward and backward: rows, depth, columns, dtype and
-    seconds."""
+    """Measure matrix products, each the mean of a linear layer's three, forward and backward: rows, depth, columns,
+    dtype and seconds."""
     found = []
     for name in effort.dtypes:
         for rows, depth, columns in PRODUCTS[device.is_gpu]:
@@ -119,7 +121,7 @@ def products(device: Device, effort: Effort) -> list[dict]:
 
 
 def _linear_layers(device: Device, rows: int, depth: int, columns: int, dtype: torch.dtype) -> Call:
-    """The next of the three products of many layers in turn."""
+    """Return a call that computes the next of the three products of many layers in turn."""
     layer_bytes = (rows * depth + depth * columns + rows * columns) * dtype.itemsize
     products = []
     for _ in range(max(1, COLD_BYTES // layer_bytes)):
@@ -130,13 +132,13 @@ def _linear_layers(device: Device, rows: int, depth: int, columns: int, dtype: t
 
 
 def functions_per_second(device: Device, effort: Effort) -> float:
-    """Values of gelu, computed by tanh."""
+    """Measure how many values of gelu, by its tanh formula, are computed a second."""
     values = device.ones(2**24 if device.is_gpu else 2**19)
     return values.numel() / device.seconds(lambda: torch.nn.functional.gelu(values, approximate="tanh"), effort.rounds)
 
 
 def attention(device: Device, effort: Effort) -> dict:
-    """Forward and backward of all heads at once, without a mask: dtype, FLOPs per second of each direction."""
+    """Measure forward and backward of all heads at once, without a mask: dtype, FLOPs per second of each direction."""
     dtype = "bf16" if device.is_gpu else "fp32"
     batch, heads, seq, width = (4, 16, 4096, 128) if device.is_gpu else (2, 8, 128, 64)
     q, k, v, grad = (device.ones(batch, heads, seq, width, dtype=DTYPES[dtype]) for _ in range(4))
@@ -150,27 +152,27 @@ def attention(device: Device, effort: Effort) -> dict:
 
 
 def copy_bytes_per_second(device: Device, effort: Effort) -> float:
-    """Bytes read plus written, in a copy that no cache holds."""
+    """Measure the bytes read plus written a second, in a copy that no cache holds."""
     source = device.ones(2**28 if device.is_gpu else 2**23)
     target = torch.empty_like(source)
     return 2 * source.nbytes / device.seconds(lambda: target.copy_(source), effort.rounds)
 
 
 def launch_seconds(device: Device, effort: Effort) -> float:
-    """Of an op on 64 numbers."""
+    """Measure the seconds of an op on 64 numbers."""
     small = device.ones(64)
     return device.seconds(lambda: small + 1, effort.rounds, calls=200)
 
 
 def group_shapes(world: int) -> Iterator[tuple[int, int]]:
-    """(devices, stride) of the groups to measure: each divisor of the world as neighbours, and as far apart as they can
-    be."""
+    """Iterate over (devices, stride) of the groups to measure: each divisor of the world as neighbours, and as far
+    apart as they can be."""
     for devices in (n for n in range(2, world + 1) if world % n == 0):
         yield from ((devices, stride) for stride in sorted({1, world // devices}))
 
 
 def group_of(devices: int, stride: int, rank: int, world: int) -> tuple[dist.ProcessGroup, list[int]]:
-    """This rank's group among all of this shape, which every process must create."""
+    """Return this rank's group, and its ranks, among all of this shape, which every process must create."""
     own = None
     for start in (r for r in range(world) if r // stride % devices == 0):
         ranks = [start + i * stride for i in range(devices)]
@@ -182,7 +184,7 @@ def group_of(devices: int, stride: int, rank: int, world: int) -> tuple[dist.Pro
 def calls_of(
     device: Device, held_bytes: int, group: dist.ProcessGroup, ranks: list[int], rank: int
 ) -> Iterator[tuple[str, Call]]:
-    """Each collective on so many bytes a device."""
+    """Iterate over the collectives, each with a call on so many bytes a device."""
     n, numel = len(ranks), math.ceil(held_bytes / 4 / len(ranks)) * len(ranks)
     held, other, part = device.ones(numel), device.ones(numel), device.ones(numel // n)
     gathered = device.ones(numel * n)
@@ -208,7 +210,7 @@ def calls_of(
 
 
 def collectives(device: Device, effort: Effort, rank: int, world: int) -> list[dict]:
-    """Curves: kind, devices, stride, bytes and seconds."""
+    """Measure curves: kind, devices, stride, bytes and seconds."""
     found = []
     for devices, stride in group_shapes(world):
         group, ranks = group_of(devices, stride, rank, world)
@@ -223,8 +225,8 @@ def collectives(device: Device, effort: Effort, rank: int, world: int) -> list[d
 
 
 def overlap_slowdown(device: Device, effort: Effort) -> float:
-    """Seconds of an all-reduce and products at once, over those of the longer of the two alone. Between 1 and 2, where
-    one waits for the other; more is other work's."""
+    """Divide the seconds of an all-reduce and products at once by those of the longer of the two alone. The result is
+    between 1 and 2, where one waits for the other; more is other work's."""
     size = 4096 if device.is_gpu else 384
     a, buffer = device.ones(size, size), device.ones(2**26 if device.is_gpu else 2**19)
     collective = device.seconds(lambda: dist.all_reduce(buffer), effort.rounds, slowest=True)
@@ -244,14 +246,14 @@ def overlap_slowdown(device: Device, effort: Effort) -> float:
 
 
 def memory_bytes(device: Device, world: int) -> int:
-    """Of one device, or of the machine a process."""
+    """Return the memory of one device, or a process's share of the machine's."""
     if device.is_gpu:
         return torch.cuda.get_device_properties(device.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
 
 
 def everything(device: Device, effort: Effort, rank: int, world: int) -> dict:
-    """All of the above, in a process group of the whole world."""
+    """Measure all of the above, in a process group of the whole world."""
     return {
         "products": products(device, effort),
         "attention": attention(device, effort),
@@ -265,7 +267,7 @@ def everything(device: Device, effort: Effort, rank: int, world: int) -> dict:
 
 
 def main(rank: int, world: int, backend: str, quick: bool, folder: str) -> None:
-    """One process. Rank 0 leaves measured.json in the folder."""
+    """Measure in one process. Rank 0 leaves measured.json in the folder."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of collectives, which torch 2.11 lacks
     torch.set_num_threads(1)
     device = Device(rank, backend)

@@ -23,7 +23,7 @@ SECTIONS = (
 
 
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
-    """`base` with what was measured in its place.
+    """Return `base` with what was measured in its place.
 
     On a CPU the speeds are those of the products, `kernels` is fitted and graphs run op by op; on a GPU the peaks and
     `kernels` of the base stay and the efficiency is that of the largest product. Attention's shares are measured on
@@ -88,7 +88,7 @@ def _not_faster(tier: Tier, inner: Tier) -> Tier:
 
 
 def _curves(rows: list[dict]) -> tuple[str, tuple[Curve, ...]]:
-    """The faster way to reduce-scatter the largest tensor, and the curves with that one."""
+    """Return the faster way to reduce-scatter the largest tensor, and the curves with that one."""
     totals = {kind: sum(r["seconds"][-1] for r in rows if r["kind"] == kind) for kind in ("reduce_scatter", EXCHANGED)}
     exchanged = totals[EXCHANGED] < totals["reduce_scatter"]
     unused = "reduce_scatter" if exchanged else EXCHANGED
@@ -101,7 +101,7 @@ def _curves(rows: list[dict]) -> tuple[str, tuple[Curve, ...]]:
 
 
 def to_table(hardware: Hardware) -> dict:
-    """A profile as nested dicts, in the form that `hardware.load` reads."""
+    """Return a profile as nested dicts, in the form that `hardware.load` reads."""
     sources = dict(row.split(": ", 1) for row in hardware.source.splitlines())
     table: dict = {
         "name": hardware.name, "description": hardware.description, "device_names": [],
@@ -150,7 +150,7 @@ def to_table(hardware: Hardware) -> dict:
 
 
 def _rows(hardware: Hardware) -> list[dict]:
-    """Curves, each with the relative residuals of the closest tier's latency and speed at its points."""
+    """Return the curves, each with the relative residuals of the closest tier's latency and speed at its points."""
     tier = hardware.links[0]
     line = fit.Line(tier.latency_seconds, tier.bytes_per_second, 0.0)
     return [
@@ -163,12 +163,12 @@ def _rows(hardware: Hardware) -> list[dict]:
 
 
 def text(table: Mapping, as_json: bool = False) -> str:
-    """A table as TOML, or as JSON."""
+    """Write a table as TOML, or as JSON."""
     return json.dumps(table, indent=1) + "\n" if as_json else "\n".join(_toml(table)) + "\n"
 
 
 def _toml(table: Mapping, path: str = "") -> list[str]:
-    """Lines of a table: its values, then its tables, then its lists of tables."""
+    """Return the lines of a table: its values, then its tables, then its lists of tables."""
     plain = {k: v for k, v in table.items() if not isinstance(v, Mapping) and not _is_rows(v)}
     lines = [f"{key} = {_value(value)}" for key, value in plain.items()]
     for key, value in table.items():

@@ -12,6 +12,7 @@ EXAMPLE = "autopar calibrate --backend gloo --world 2 --out mine.toml"
 
 
 def add(subparsers) -> None:
+    """Declare `autopar calibrate` and its arguments."""
     parser = common.command(subparsers, "calibrate", "measure this machine and write a hardware profile", EXAMPLE, run)
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), help="gloo on processors, nccl on GPUs (default: what is there)"
@@ -27,6 +28,7 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure this machine, write the profile to --out and print what was measured."""
     out = Path(args.out)
     if out.suffix not in (".toml", ".json"):
         raise HardwareError(f"cannot write {args.out} as a profile", fix="name it .toml or .json")
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(profile) -> str:
-    """What was measured, one line each."""
+    """Return what was measured as text, one line each."""
     speeds = ", ".join(
         f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items()
     )

@@ -26,7 +26,7 @@ Report = Callable[[str], None]
 
 
 def command(subparsers, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]):
-    """A subparser whose --help ends with an example."""
+    """Add a subparser whose --help ends with an example."""
     parser = subparsers.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,7 +36,7 @@ def command(subparsers, name: str, summary: str, example: str, run: Callable[[ar
 
 
 def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool = False) -> None:
-    """--model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them
+    """Add --model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them
     will do."""
     model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, or file.py:function"
     parser.add_argument("--model", required=True, metavar="M", help=model)
@@ -50,7 +50,7 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool
 
 
 def add_planning(parser, hardware: str) -> None:
-    """--hardware, --precision, --strategy, --memory, --offload and --pin."""
+    """Add --hardware, --precision, --strategy, --memory, --offload and --pin."""
     parser.add_argument("--hardware", default=hardware, help=f"profile or TOML file (default {hardware})")
     precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
@@ -66,7 +66,7 @@ def add_planning(parser, hardware: str) -> None:
 
 
 def add_search(parser, baselines: bool = False) -> None:
-    """All arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
+    """Add all arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
     add_model(parser, batch=None, seq=None, devices=True)
     add_passes(parser)
     add_planning(parser, hardware="h100")
@@ -80,7 +80,7 @@ def add_search(parser, baselines: bool = False) -> None:
 
 
 def add_passes(parser) -> None:
-    """--micro-batches, --micro-batch and --recompute."""
+    """Add --micro-batches, --micro-batch and --recompute."""
     passes = (
         "passes of a step, whose gradients are added up; auto: the fewest that fit without recomputation (default 1)"
     )
@@ -92,7 +92,7 @@ def add_passes(parser) -> None:
 
 
 def add_pipeline(parser) -> None:
-    """--schedule and --stages-per-rank."""
+    """Add --schedule and --stages-per-rank."""
     schedule = "order of the stages of a mesh with pp: gpipe, 1f1b, zb_h1, zbv, ... (default: the fastest of some)"
     parser.add_argument("--schedule", metavar="NAME", help=schedule)
     several = "of a schedule that may have several, such as interleaved_1f1b"
@@ -100,7 +100,7 @@ def add_pipeline(parser) -> None:
 
 
 def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
-    """The arguments of a search, --slowdown and --out: a plan that is played through and written to a file."""
+    """Add the arguments of a search, --slowdown and --out, for a plan that is played through and written to a file."""
     add_search(parser, baselines)
     slowdown = (
         "how much longer compute takes beside a collective, 1 or more; from 2 on it waits (default: the hardware's)"
@@ -110,7 +110,7 @@ def add_played(parser, baselines: bool = False, out: str = "where to write it") 
 
 
 def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timeline | None]:
-    """The finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a
+    """Return the finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a
     pipeline, whose schedule was played in the search."""
     check(args)
     with progress() as report:
@@ -124,15 +124,15 @@ def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timelin
 
 
 def is_pipeline(planned: Planned | PipelinePlanned) -> bool:
-    """Whether a search found stages."""
+    """Return whether a search found stages."""
     from ..planner.pipeline.plan import PipelinePlanned
 
     return isinstance(planned, PipelinePlanned)
 
 
 def search(args: argparse.Namespace, report: Report, **options) -> Planned | PipelinePlanned:
-    """The finished search that the arguments of `add_search` and `add_pipeline` ask for, of the model on the meta
-    device; `options` of `api.search` come on top."""
+    """Search as the arguments of `add_search` and `add_pipeline` ask, for the model on the meta device; `options` of
+    `api.search` come on top."""
     from .. import models
     from ..api import entry as api
     from ..ir.mesh import Mesh
@@ -170,8 +170,8 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned | Pip
 
 
 def has_pipeline(args: argparse.Namespace) -> bool:
-    """Whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has none and
-    cannot get one."""
+    """Return whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has
+    none and cannot get one."""
     from ..ir.mesh import Mesh
     from ..plans.pipeline import axis_of
 
@@ -186,8 +186,8 @@ def has_pipeline(args: argparse.Namespace) -> bool:
 
 
 def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
-    """The finished search for a mesh with pp that the arguments of `add_search` and `add_pipeline` ask for; the batch
-    is that of one call, of which micro-batches are parts."""
+    """Search as the arguments of `add_search` and `add_pipeline` ask, for a mesh with pp; the batch is that of one
+    call, of which micro-batches are parts."""
     from .. import models
     from ..adapt import order
     from ..api import entry as api
@@ -219,7 +219,7 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
 
 
 def add_adapting(parser) -> None:
-    """--lora, --qlora and --qat."""
+    """Add --lora, --qlora and --qat."""
     lora = "adapters on linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
     parser.add_argument("--lora", nargs="?", const="", metavar="KEY=VALUE,...", help=lora)
     qlora = "the same on a base in 4 bits: r=16,quant_type=nf4,double_quant=true, ... (see autopar.QLoRA)"
@@ -229,7 +229,7 @@ def add_adapting(parser) -> None:
 
 
 def adaptations(args: argparse.Namespace) -> list:
-    """The arguments of `add_adapting` as `adapt=` takes them."""
+    """Return the arguments of `add_adapting` as `adapt=` takes them."""
     from ..adapt import FakeQuant, LoRA, QLoRA
     from ..adapt.order import checked
     from ..adapt.parse import parse
@@ -242,6 +242,7 @@ def adaptations(args: argparse.Namespace) -> list:
 
 
 def count(text: str) -> int:
+    """Read a number that is 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -249,10 +250,12 @@ def count(text: str) -> int:
 
 
 def passes_or_auto(text: str) -> int | str:
+    """Read a number of passes, or "auto"."""
     return text if text == "auto" else count(text)
 
 
 def factor(text: str) -> float:
+    """Read a finite factor that is 1 or more."""
     value = float(text)
     if not 1.0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -260,10 +263,12 @@ def factor(text: str) -> float:
 
 
 def pins(args: argparse.Namespace) -> dict[str, str]:
+    """Return the layout that each glob of --pin asks for. Raises StrategyError if one is no GLOB=LAYOUT."""
     return dict(_layout_of(text, "a pin") for text in args.pin)
 
 
 def forbidden(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the layouts that each glob of --forbid rules out. Raises StrategyError if one is no GLOB=LAYOUT."""
     found: dict[str, list[str]] = {}
     for glob, layout in (_layout_of(text, "what is forbidden") for text in args.forbid):
         found.setdefault(glob, []).append(layout)
@@ -278,7 +283,7 @@ def _layout_of(text: str, what: str) -> tuple[str, str]:
 
 
 def planning(args: argparse.Namespace) -> dict:
-    """The arguments of `add_planning` as those of `autopar.plan`."""
+    """Return the arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
         name=args.model, hardware=args.hardware, precision=args.precision, strategy=args.strategy, memory=args.memory,
         offload=args.offload, pin=pins(args),
@@ -286,7 +291,7 @@ def planning(args: argparse.Namespace) -> dict:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises the errors of a mesh, profile, strategy, pin or folder to write to before a model is built."""
+    """Raise the errors of a mesh, profile, strategy, pin or folder to write to before a model is built."""
     from ..hardware import profile as hardware
     from ..ir.mesh import Mesh
     from ..planner.problem.recipes import Restriction
@@ -312,7 +317,7 @@ def quiet() -> None:
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """A function that shows what is being done on stderr, if that is a terminal."""
+    """Yield a function that shows what is being done on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return

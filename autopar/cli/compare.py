@@ -11,11 +11,14 @@ EXAMPLE = "autopar compare dp8.json tp8.json"
 
 
 def add(subparsers) -> None:
+    """Declare `autopar compare` and its arguments."""
     parser = common.command(subparsers, "compare", "put saved plans side by side", EXAMPLE, run)
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="files written by autopar plan --json")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the saved plans side by side, named after their files."""
+
     from ..plans.compare import side_by_side
     from ..plans.plan import Plan
 

@@ -11,12 +11,15 @@ EXAMPLE = "autopar diff before.json after.json"
 
 
 def add(subparsers) -> None:
+    """Declare `autopar diff` and its arguments."""
     parser = common.command(subparsers, "diff", "print what differs between two saved plans", EXAMPLE, run)
     for name in ("before", "after"):
         parser.add_argument(name, metavar=name.upper(), help="a file written by autopar plan --json")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what differs between two saved plans; the exit code says whether anything does."""
+
     from ..plans.diff import diff_text
     from ..plans.plan import Plan
 

@@ -13,6 +13,7 @@ EXAMPLE = "autopar estimate --model gpt2 --mesh dp=4,tp=2 --batch 64 --seq 1024 
 
 
 def add(subparsers) -> None:
+    """Declare `autopar estimate` and its arguments."""
     parser = common.command(subparsers, "estimate", "cost a configuration that you choose", EXAMPLE, run)
     common.add_search(parser)
     common.add_pipeline(parser)
@@ -24,6 +25,7 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what the configuration costs, as text or as JSON."""
     if args.zero:
         args.strategy = _with_zero(args.strategy, args.zero)
     common.check(args)
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_zero(strategy: str | None, stage: int) -> str:
-    """`--strategy megatron_sp --zero 1` -> "megatron_sp+zero1"; without a strategy, ZeRO alone."""
+    """Add ZeRO: `--strategy megatron_sp --zero 1` -> "megatron_sp+zero1"; without a strategy, ZeRO alone."""
     if strategy in (None, "ddp"):
         return f"zero{stage}"
     if not strategy.startswith(("megatron", "tp")):

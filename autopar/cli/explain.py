@@ -12,6 +12,7 @@ EXAMPLE = "autopar explain '*.c_fc.weight' --model gpt2 --mesh dp=2,tp=2 --batch
 
 
 def add(subparsers) -> None:
+    """Declare `autopar explain` and its arguments."""
     parser = common.command(subparsers, "explain", "say what a choice beat, and by how much", EXAMPLE, run)
     pattern = (
         "glob of names of parameters, ops (as in autopar graph) or modules; with pp, none explains the pipeline alone"
@@ -25,6 +26,7 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the model and print why the plan chose what PATTERN names."""
     common.check(args)
     if args.pattern is None and args.mesh is not None and not common.has_pipeline(args):
         raise _no_pattern()

@@ -24,6 +24,7 @@ STAGES = (*GLOBAL[:4], *ADAPT, *GLOBAL[4:], "plan", *PIPELINE, *LOCAL)
 
 
 def add(subparsers) -> None:
+    """Declare `autopar graph` and its arguments."""
     parser = common.command(subparsers, "graph", "print the passes, or the graph after one of them", EXAMPLE, run)
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
@@ -39,6 +40,7 @@ class _Reached(Exception):
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compile up to the step that is asked for, and print the passes, the graph or what the step changed."""
     if args.diff and not args.after:
         raise AutoparError("--diff shows what one step changes", fix="name it, such as --after localize")
     common.check(args)
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lower_stages(captured, plan, rank: int, lines: list[str], texts: dict[str, str]) -> None:
-    """The steps of a pipeline, then those of each stage of a rank."""
+    """Run the steps of a pipeline, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
     from ..codegen.lower_pipeline import lower_stage, stages_of
     from ..plans.pipeline import rank_inside
@@ -122,7 +124,7 @@ def _lower_stages(captured, plan, rank: int, lines: list[str], texts: dict[str, 
 
 
 def _difference(texts: dict[str, str], after: str) -> str:
-    """A unified diff of the graph before and after a step."""
+    """Return a unified diff of the graph before and after a step."""
     names = list(texts)
     before = names[names.index(after) - 1] if names[0] != after else None
     old = texts[before].splitlines(keepends=True) if before else []

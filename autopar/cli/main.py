@@ -23,6 +23,7 @@ class UsageError(AutoparError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
+        """Raise UsageError where argparse would print and exit."""
         raise UsageError(message, fix=f"see {self.prog} --help")
 
 
@@ -33,6 +34,7 @@ class _Version(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     result = _Parser(
         prog="autopar", description="Plans how a PyTorch model runs on many devices, and compiles it to do so."
     )
@@ -44,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 if it found something wrong, 2 on bad input."""
+    """Run one command and return its exit code: 0, 1 if it found something wrong, 2 on bad input."""
     try:
         args = parser().parse_args(argv)
         return args.run(args)
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def one_line(error: AutoparError) -> str:
-    """The first line of the message, the user's line and the fix."""
+    """Return the first line of the message, the user's line and the fix as one line."""
     message = error.message.splitlines()[0] + (f", at {error.source}" if error.source else "")
     return f"{message}; fix: {error.fix}" if error.fix else message
 

@@ -13,6 +13,7 @@ EXAMPLE = "autopar plan --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --hard
 
 
 def add(subparsers) -> None:
+    """Declare `autopar plan` and its arguments."""
     parser = common.command(subparsers, "plan", "plan a model for a mesh, offline", EXAMPLE, run)
     common.add_search(parser, baselines=True)
     common.add_pipeline(parser)
@@ -21,6 +22,7 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the model, print the plan as text or JSON, and write the files that are asked for."""
     common.check(args)
     with common.progress() as report:
         planned = common.search(args, report)
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rank_code(captured, plan, rank: int = 0) -> str:
-    """Forward and backward of one rank as Python, stage by stage."""
+    """Return the forward and backward of one rank as Python, stage by stage."""
     from ..codegen import pass_manager
     from ..codegen.lower import lower
     from ..codegen.lower_pipeline import lower_pipeline

@@ -11,12 +11,15 @@ EXAMPLE = "autopar report --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --ou
 
 
 def add(subparsers) -> None:
+    """Declare `autopar report` and its arguments."""
     parser = common.command(subparsers, "report", "write a plan as one HTML page", EXAMPLE, run)
     common.add_played(parser, baselines=True)
     common.add_pipeline(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the model and write the plan as an HTML page to --out."""
+
     from ..utils.format import size
 
     planned, timeline = common.played(args)

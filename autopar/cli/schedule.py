@@ -11,6 +11,7 @@ EXAMPLE = "autopar schedule zbv --ranks 4 --micro-batches 8 --out zbv.svg"
 
 
 def add(subparsers) -> None:
+    """Declare `autopar schedule` and its arguments."""
     parser = common.command(subparsers, "schedule", "show the order in which pipeline stages run", EXAMPLE, run)
     parser.add_argument("schedule", metavar="NAME", help="1f1b, interleaved_1f1b, zb_h1, zbv, ...; or a saved plan")
     parser.add_argument("--ranks", type=int, default=4, help="along the pipeline's axis (default 4)")
@@ -20,6 +21,8 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the schedule, or that of the saved plan, and write it to --out if that is given."""
+
     from ..schedule import files
     from ..schedule.catalogue import make
     from ..schedule.play import play

@@ -12,12 +12,14 @@ EXAMPLE = "autopar trace --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --out
 
 
 def add(subparsers) -> None:
+    """Declare `autopar trace` and its arguments."""
     parser = common.command(subparsers, "trace", "write the predicted step as a Chrome trace", EXAMPLE, run)
     common.add_played(parser, out="where to write it; open it at ui.perfetto.dev")
     common.add_pipeline(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Plan the model and write the predicted step as a trace to --out."""
     planned, timeline = common.played(args)
     trace, said = _pipeline(planned) if timeline is None else _flat(planned, timeline)
     Path(args.out).write_text(json.dumps(trace) + "\n")

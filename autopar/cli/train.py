@@ -14,6 +14,7 @@ GRACE_SECONDS = 4  # for processes to end by themselves when another one failed
 
 
 def add(subparsers) -> None:
+    """Declare `autopar train` and its arguments."""
     parser = common.command(subparsers, "train", "train a model on processes of this machine", EXAMPLE, run)
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
@@ -41,6 +42,7 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Check the arguments, then train in processes of its own, or in this one if torchrun started it."""
     common.check(args)
     from .. import models
     from ..ir.mesh import Mesh
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_pipeline(args: argparse.Namespace) -> None:
-    """Raises PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
+    """Raise PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
     written."""
     from ..schedule import catalogue, files
 
@@ -85,7 +87,7 @@ def _check_pipeline(args: argparse.Namespace) -> None:
 
 
 def _spawn(settings: dict, devices: int) -> int:
-    """One process a device. All have ended when this returns or raises, however it does."""
+    """Run one process a device. All have ended when this returns (the exit code) or raises, however it does."""
     import logging
     import sys
     import tempfile
@@ -116,7 +118,7 @@ def _spawn(settings: dict, devices: int) -> int:
 
 
 def _reason(folder: str) -> AutoparError | None:
-    """The AutoparError that a process wrote down before it ended."""
+    """Return the AutoparError that a process wrote down before it ended, None if none did."""
     import json
     from pathlib import Path
 

@@ -38,7 +38,7 @@ OF_A_RUN = ("model", "batch", "seq", "seed", "lr")  # settings that stay when a 
 
 
 def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
-    """`train` in a spawned process; an AutoparError is written down for the parent."""
+    """Run `train` in a spawned process; an AutoparError is written down for the parent."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     try:
         train(rank, devices, f"file://{folder}/rendezvous", settings)
@@ -54,7 +54,7 @@ def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
 
 
 def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
-    """Builds the model, compiles it, takes the steps and prints, on rank 0, how they went."""
+    """Build the model, compile it, take the steps and print, on rank 0, how they went."""
     common.quiet()
     if settings["timeout"]:
         os.environ["AUTOPAR_TIMEOUT_S"] = str(settings["timeout"])
@@ -119,7 +119,7 @@ def _run(device_mesh, settings: dict, say) -> None:
 
 
 def _trace(model, settings: dict, say) -> None:
-    """How the last step ran beside what was predicted, as a table here and as a file. Rank 0 writes it, of its own
+    """Show how the last step ran beside what was predicted, as a table here and as a file. Rank 0 writes it, of its own
     pipeline."""
     measured, predicted = model.measured_schedule(), model.plan.pipeline.played()
     say("", schedule.beside(predicted, measured), sep="\n")
@@ -130,7 +130,8 @@ def _trace(model, settings: dict, say) -> None:
 
 
 def _resume(model, optimizer, stream, settings: dict, say) -> int:
-    """The number of steps that were taken before; 0 without a checkpoint to go on from."""
+    """Load the newest checkpoint if the settings ask for it, and return the number of steps that were taken before; 0
+    without a checkpoint to go on from."""
     folder = settings["checkpoint"]
     if folder is None:
         return 0
@@ -153,7 +154,7 @@ def _resume(model, optimizer, stream, settings: dict, say) -> int:
 
 
 def _check_settings(loaded: checkpoint.Checkpoint, settings: dict) -> None:
-    """Raises CheckpointMismatch if the run that is resumed was another one than is asked for now."""
+    """Raise CheckpointMismatch if the run that is resumed was another one than is asked for now."""
     saved = loaded.data["settings"]
     differ = [
         f"--{name} {saved.get(name)}, not {settings[name]}" for name in OF_A_RUN if saved.get(name) != settings[name]
@@ -166,7 +167,7 @@ def _check_settings(loaded: checkpoint.Checkpoint, settings: dict) -> None:
 
 
 def _save(step: int, model, optimizer, stream, settings: dict) -> None:
-    """A checkpoint, if the settings want one after this step."""
+    """Save a checkpoint, if the settings want one after this step."""
     every = settings["every"]
     if settings["checkpoint"] and (step == settings["steps"] or every and step % every == 0):
         data = {"settings": {name: settings[name] for name in OF_A_RUN}}
@@ -177,7 +178,7 @@ def _save(step: int, model, optimizer, stream, settings: dict) -> None:
 
 
 def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:
-    """Batches of the corpus for a model that reads tokens; for another one its example inputs, over and over."""
+    """Iterate over batches of the corpus for a model that reads tokens, else over its example inputs, without end."""
     if "input_ids" not in inputs:
         return iter(lambda: inputs, None)
     config = getattr(source, "config", None)
@@ -196,8 +197,8 @@ def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
 
 @contextmanager
 def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) -> Iterator[Callable[[], int]]:
-    """A function that says how many bytes were alive at once inside, at the most: under a pipeline micro-batches come
-    and go in the call. Every op inside takes longer."""
+    """Yield a function that says how many bytes were alive at once inside, at the most: under a pipeline micro-batches
+    come and go in the call. Every op inside takes longer."""
     with Allocations() as seen:
         seen.hold_state(model, optimizer)
         seen.leave_out(x for x in call.values() if isinstance(x, torch.Tensor))
@@ -206,7 +207,7 @@ def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) ->
 
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """A function that says how many bytes the forward inside saves for the backward, parameters left out."""
+    """Yield a function that says how many bytes the forward inside saves for the backward, parameters left out."""
     parameters, saved = _storages(model.parameters()), {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +219,7 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that this rank holds of parameters, buffers, gradients and optimizer state."""
+    """Return the bytes that this rank holds of parameters, buffers, gradients and optimizer state."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
@@ -226,7 +227,7 @@ def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the memory behind tensors by its address: gradients from one bucket share theirs."""
+    """Return the bytes of the memory behind tensors by its address: gradients from one bucket share theirs."""
     local = (t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors)
     return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
 

@@ -10,6 +10,7 @@ EXAMPLE = "autopar verify --model gpt2-tiny --mesh dp=2,tp=2"
 
 
 def add(subparsers) -> None:
+    """Declare `autopar verify` and its arguments."""
     parser = common.command(subparsers, "verify", "compare a simulated step with the unsharded model", EXAMPLE, run)
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
@@ -17,6 +18,7 @@ def add(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Verify a simulated step and print the report; the exit code says whether it matches."""
     common.check(args)
     from .. import models
     from ..simulate.compare import verify_model

@@ -41,7 +41,7 @@ def _call(node: fx.Node) -> str:
 
 
 def _shapes(node: fx.Node) -> str:
-    """Global shapes and dtypes; local ones inside of a redistribution, where no global value stands."""
+    """Return global shapes and dtypes as text; local ones inside of a redistribution, where no global value stands."""
     value = node.meta.get("global", node.meta.get("val"))
     values = value if isinstance(value, (tuple, list)) else [value]
     text = " ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values if isinstance(v, Tensor))

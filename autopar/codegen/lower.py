@@ -37,13 +37,14 @@ class RankProgram:
     parts: Parts
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(group, what, shape) a collective in the order of the calls: "dp", "forward all_reduce(sum) float32 over dp:
-        mm_1", (8, 4). All ranks have the same groups and texts, and the ranks of one group the same shapes too."""
+        """Return (group, what, shape) of each collective in the order of the calls: "dp", "forward all_reduce(sum)
+        float32 over dp: mm_1", (8, 4). All ranks have the same groups and texts, and the ranks of one group the same
+        shapes too."""
         return collectives_of(("forward", self.parts.forward), ("backward", self.parts.backward))
 
 
 def collectives_of(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Of graphs with their names, as of a RankProgram."""
+    """List the collectives of graphs with their names, as `RankProgram.collectives` does."""
     found = []
     for phase, part in graphs:
         for node in filter(is_collective, part.graph.nodes if part is not None else ()):
@@ -55,7 +56,7 @@ def collectives_of(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str
 
 
 def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphModule], fx.GraphModule]]]:
-    """The passes from the global joint graph to one rank's, with their names."""
+    """Iterate over the passes from the global joint graph to one rank's, with their names."""
     yield "localize", lambda graph: localize(graph, plan.sharding, rank, plan.reduce_scatter)
     yield "recompute", lambda graph: recompute(graph, plan.sharding.again)
     yield "lower_ops", lower_ops
@@ -66,7 +67,7 @@ def passes_of(plan: Plan, rank: int) -> Iterator[tuple[str, Callable[[fx.GraphMo
 
 
 def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:
-    """All passes for one rank; with `check` (default: AUTOPAR_CHECK=1) the verifier runs after each."""
+    """Run all passes for one rank; with `check` (default: AUTOPAR_CHECK=1) the verifier runs after each."""
     check = os.environ.get("AUTOPAR_CHECK") == "1" if check is None else check
     graph = captured.graph_module
     if check:
@@ -90,13 +91,13 @@ class DeferredProgram:
     layouts: dict[str, Layout]
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """As of a RankProgram."""
+        """List the collectives as `RankProgram.collectives` does."""
         return collectives_of(("backward", self.backward), ("backward", self.reduce))
 
 
 def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, ...]) -> DeferredProgram:
-    """A rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises VerifyError if
-    they need others."""
+    """Return a rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises
+    VerifyError if they need others."""
     graph, whole = captured.graph, captured.graph_module
     for name, run in passes_of(replace(plan, sharding=defer.without_reductions(graph, plan.sharding)), rank):
         whole = pass_manager.run_pass(f"deferred {name}", run, whole)

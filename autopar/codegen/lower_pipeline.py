@@ -44,29 +44,32 @@ class StageProgram:
 
     @property
     def sizes(self) -> tuple[StageProgram, ...]:
-        """The graphs for every size of a micro-batch."""
+        """Return the graphs for every size of a micro-batch."""
         return (self,) if self.smaller is None else (self, self.smaller)
 
     @property
     def backward(self) -> fx.GraphModule | None:
+        """Return the backward of one micro-batch, if there is one; it leaves gradients unreduced where they wait."""
         return self.deferred.backward if self.deferred else self.whole.parts.backward
 
     @property
     def forward_alone(self) -> fx.GraphModule:
-        """The forward that makes all copies of parameters itself, for micro-batches that do not read the same versions
-        of them."""
+        """Return the forward that makes all copies of parameters itself, for micro-batches that do not read the same
+        versions of them."""
         return self.whole.parts.forward
 
     @property
     def saved(self) -> tuple[str, ...]:
+        """Return the names of the values that the forward saves for the backward."""
         return self.whole.parts.saved
 
     @cached_property
     def split(self) -> SplitBackward:
+        """Return the backward in two: gradients that the stage before reads, and gradients of parameters."""
         return split_backward(self.backward)
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """As of a RankProgram, stage by stage."""
+        """List the collectives as `RankProgram.collectives` does, stage by stage."""
         found = collectives_of(("copies", self.copies), ("forward", self.forward))
         found += self.deferred.collectives() if self.deferred else collectives_of(("backward", self.backward))
         found = [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found]
@@ -84,22 +87,23 @@ class PipelineProgram:
     leaves: tuple[frozenset[str], ...]  # by place along the axis: parameters and buffers that its stages read
 
     def elsewhere(self, place: int) -> frozenset[str]:
-        """Parameters and buffers that only stages of other places read. What no stage reads is on all of them."""
+        """Return parameters and buffers that only stages of other places read. All have what no stage reads."""
         return frozenset().union(*self.leaves) - self.leaves[place]
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """List the collectives of all stages as `RankProgram.collectives` does."""
         return [c for program in self.stages.values() for c in program.collectives()]
 
 
 def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]]:
-    """The stages of a plan, of the graph of the whole batch. Raises MicroBatchError, StageError."""
+    """Cut the graph of the whole batch into the stages of a plan. Raises MicroBatchError, StageError."""
     micro = pass_manager.run_pass("micro_batch", micro_batch, captured, plan.pipeline.micro_batches)
     check_decisions(micro.captured.graph, plan.sharding)
     return micro, pass_manager.run_pass("cut", cut, micro.captured.graph_module, plan.pipeline.cuts)
 
 
 def smaller_stages_of(micro: MicroBatched, plan: Plan) -> list[Stage] | list[None]:
-    """The same stages of the micro-batches that have one sample less; Nones if there are none."""
+    """Cut the graph of the micro-batches with one sample less into the same stages; return Nones if there are none."""
     if micro.smaller is None:
         return [None] * (len(plan.pipeline.cuts) + 1)
     check_decisions(micro.smaller.graph, plan.sharding)
@@ -109,8 +113,8 @@ def smaller_stages_of(micro: MicroBatched, plan: Plan) -> list[Stage] | list[Non
 def lower_pipeline(
     captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False
 ) -> PipelineProgram:
-    """What a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction too.
-    Raises as `stages_of` and `lower` do."""
+    """Return what a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction
+    too. Raises as `stages_of` and `lower` do."""
     micro, stages = stages_of(captured, plan)
     smaller = smaller_stages_of(micro, plan)
     pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
@@ -125,8 +129,8 @@ def lower_pipeline(
 
 def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None,
                 waits: bool = False, smaller: Stage | None = None) -> StageProgram:  # fmt: skip
-    """One rank's graphs for one stage, with those for micro-batches of one sample less if it has `smaller`. `rank`: in
-    the stage's mesh. Raises VerifyError if the two share less than copies and gradients."""
+    """Return one rank's graphs for one stage, with those for micro-batches of one sample less if it has `smaller`.
+    `rank`: in the stage's mesh. Raises VerifyError if the two share less than copies and gradients."""
     program = _lowered(stage, micro, plan, rank, check, waits)
     if smaller is None:
         return program
@@ -139,8 +143,8 @@ def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check:
 
 
 def _shared(program: StageProgram) -> tuple:
-    """What micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape and
-    layout."""
+    """Return what micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape
+    and layout."""
     made = output_node(program.copies.graph) if program.copies is not None else None
     copies = (
         [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]

@@ -30,7 +30,7 @@ class Stage:
     after: Counter
 
     def line(self) -> str:
-        """`localize: nodes 300 -> 412 (+112) all_reduce +8`"""
+        """Return a line such as `localize: nodes 300 -> 412 (+112) all_reduce +8`."""
         if self.before is None:
             return f"{self.name}: nodes {self.after['nodes']}"
         change = self.after["nodes"] - self.before["nodes"]
@@ -45,14 +45,14 @@ _observers: list[Callable[[Stage], None]] = []
 
 
 def level() -> int:
-    """AUTOPAR_DEBUG as a number, 0 if it is not one."""
+    """Return AUTOPAR_DEBUG as a number, 0 if it is not one."""
     text = os.environ.get("AUTOPAR_DEBUG", "0")
     return int(text) if text.isdigit() else 0
 
 
 @contextmanager
 def observe(observer: Callable[[Stage], None]) -> Iterator[None]:
-    """Inside, `observer` sees every pass as it ends."""
+    """Let `observer` see every pass as it ends, inside of the context."""
     _observers.append(observer)
     try:
         yield
@@ -61,7 +61,7 @@ def observe(observer: Callable[[Stage], None]) -> Iterator[None]:
 
 
 def run_pass(name: str, run: Callable, subject, *rest):
-    """`run(subject, *rest)`, shown to whoever watches."""
+    """Run `run(subject, *rest)` and show the result to whoever watches."""
     if not _observers and level() < 2:
         return run(subject, *rest)
     before = count(subject)  # now: most passes rewrite in place
@@ -77,13 +77,13 @@ def run_pass(name: str, run: Callable, subject, *rest):
 
 
 def planned(plan) -> None:
-    """Prints the plan that `compile` made under AUTOPAR_DEBUG=1."""
+    """Print the plan that `compile` made under AUTOPAR_DEBUG=1."""
     if level() >= 1 and _is_first_rank(plan):
         print(plan, file=sys.stderr)
 
 
 def count(subject) -> Counter | None:
-    """Nodes and collectives of whatever a pass takes or gives; None if that is no graph yet."""
+    """Count nodes and collectives of whatever a pass takes or gives; return None if that is no graph yet."""
     modules = graphs_of(subject)
     found = Counter(nodes=sum(len(m.graph.nodes) for m in modules.values()))
     for module in modules.values():
@@ -93,13 +93,13 @@ def count(subject) -> Counter | None:
 
 
 def kind_of(op: str) -> str:
-    """`all_gather_into_tensor` -> `all_gather`: the word for a collective op that is used in plans."""
+    """Return the word for a collective op that is used in plans: `all_gather_into_tensor` -> `all_gather`."""
     return op.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
 
 
 def graphs_of(subject) -> dict[str, fx.GraphModule]:
-    """Graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, or the
-    stages of a pipeline."""
+    """Return graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, or
+    the stages of a pipeline."""
     if isinstance(subject, list):
         return {f"stage_{stage.index}": stage.joint for stage in subject}
     subject = getattr(subject, "captured", subject)
@@ -111,7 +111,7 @@ def graphs_of(subject) -> dict[str, fx.GraphModule]:
 
 
 def stage_text(result) -> str:
-    """The graphs of a stage as text: code if they are one rank's, else a line a node."""
+    """Return the graphs of a stage as text: code if they are one rank's, else a line a node."""
     from .graph_text import graph_text
 
     texts = [emit_text(m, name) if "rank" in m.meta else graph_text(m) for name, m in graphs_of(result).items()]

@@ -21,12 +21,12 @@ from ..passes.distribute.partition import Parts, partition
 
 
 def program(local: fx.GraphModule) -> Parts:
-    """Forward and backward modules of one rank's joint graph, in ATen ops and collectives. Changes `local`."""
+    """Return forward and backward modules of one rank's joint graph, in ATen ops and collectives. Changes `local`."""
     return partition(lower_ops(local))
 
 
 def group_names(module: fx.GraphModule) -> list[str]:
-    """Logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
+    """Return the logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
     return list(dict.fromkeys(n.args[-1] for n in module.graph.nodes if is_collective(n)))
 
 
@@ -49,13 +49,14 @@ class BoxedCodeGen(fx.graph.CodeGen):
     the caller of a function of many arguments keeps all of them alive until it returns."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options) -> str:
+        """Return the head of a function that takes the arguments out of `values` and empties it."""
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars]
         unpack = f"\n    {', '.join(names)}, = values" if names else ""
         return f"def {self._func_name}(self, values){maybe_return_annotation}:{unpack}\n    values.clear()"
 
 
 def boxed(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph behind `forward(values)`, in place."""
+    """Put the graph behind `forward(values)`, in place."""
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     compile_code(module)
@@ -63,14 +64,15 @@ def boxed(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the node starts a collective; the wait that follows does not."""
+    """Return whether the node starts a collective; the wait that follows does not."""
     target = node.target
     return getattr(target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(target)
 
 
 def emit_text(module: fx.GraphModule, name: str = "forward") -> str:
-    """The graph as a Python function. Behind each line stands its local shape and dtype <- global shape and layout, or
-    what the collective does; values of one module of the user's model stand under a heading with its path."""
+    """Return the graph as a Python function. Behind each line stands its local shape and dtype <- global shape and
+    layout, or what the collective does; values of one module of the user's model stand under a heading with its
+    path."""
     lines, body, heading = [], [], None
     rank, mesh = module.meta.get("rank"), module.meta.get("mesh")
     if mesh is not None:
@@ -101,7 +103,7 @@ def _expression(node: fx.Node) -> str:
 
 
 def _literal(value: object) -> str:
-    """Python text of an argument."""
+    """Return the Python text of an argument."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, (tuple, list)):

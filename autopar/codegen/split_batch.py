@@ -12,7 +12,7 @@ from ..passes.pipeline.micro_batch import SAME, SUM, MicroBatched
 
 
 def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """For each micro-batch what it is given by placeholder name: global inputs, sums over the whole batch, its random
+    """Return what each micro-batch is given by placeholder name: global inputs, sums over the whole batch, its random
     state."""
     leaves = {kind: {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
                      if n.op == "placeholder" and n.meta["role"].kind == kind} for kind in ("input", "random")}  # fmt: skip
@@ -31,7 +31,7 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
 
 
 def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over the whole batch by placeholder name, from its inputs by their names in the call."""
+    """Return the sums over the whole batch by placeholder name, from its inputs by their names in the call."""
     if micro.totals is None:
         return {}
     results = micro.totals(*(inputs[name] for name in micro.total_inputs))
@@ -40,7 +40,7 @@ def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def join(parts: Sequence[Tensor], how: str | int) -> Tensor:
-    """One output of the call from those of its micro-batches."""
+    """Join one output of the call from those of its micro-batches."""
     if how == SAME:
         return parts[0]
     return torch.stack(list(parts)).sum(0) if how == SUM else torch.cat(list(parts), how)

@@ -29,7 +29,7 @@ OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation", "input_mutat
 
 
 def check_global(joint: fx.GraphModule) -> None:
-    """Raises VerifyError if the joint graph breaks a promise of autopar/ir/graph.py."""
+    """Raise VerifyError if the joint graph breaks a promise of autopar/ir/graph.py."""
     joint.graph.lint()
     for node in joint.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -56,7 +56,7 @@ def check_global(joint: fx.GraphModule) -> None:
 
 
 def check_sharding(joint: fx.GraphModule, sharding: Sharding) -> None:
-    """Raises VerifyError if a decision could give a wrong number."""
+    """Raise VerifyError if a decision could give a wrong number."""
     mesh = sharding.mesh
     for node in joint.graph.nodes:
         decision = sharding.nodes.get(node.name) if is_op(node) else None
@@ -91,7 +91,7 @@ def _check_axis(node, axis: str, inputs: Sequence[Layout], outputs: Sequence[Lay
 
 
 def check_local(local: fx.GraphModule, mesh: Mesh) -> None:
-    """Raises VerifyError if a local graph's values are not what their layouts say. The rank is local.meta["rank"]."""
+    """Raise VerifyError if a local graph's values are not what their layouts say. The rank is local.meta["rank"]."""
     local.graph.lint()
     coordinate = mesh.coordinate(local.meta["rank"])
     for node in local.graph.nodes:
@@ -113,7 +113,7 @@ def check_local(local: fx.GraphModule, mesh: Mesh) -> None:
 
 
 def _check_outputs(output: fx.Node, mesh: Mesh) -> None:
-    """What leaves the step must not be partial."""
+    """Raise VerifyError if a value that leaves the step is partial."""
     for value, role in zip(output.args[0], output.meta["roles"]):
         layout = value.meta.get("layout") if isinstance(value, fx.Node) and not _stays_inside(role) else None
         if layout is not None and _without_single(layout, mesh).partial:
@@ -121,13 +121,13 @@ def _check_outputs(output: fx.Node, mesh: Mesh) -> None:
 
 
 def _stays_inside(role: OutputRole | None) -> bool:
-    """Whether an output goes to another graph of the step: saved values, which have no role, and what stages hand
-    on."""
+    """Return whether an output goes to another graph of the step: saved values, which have no role, and what stages
+    hand on."""
     return role is None or role.kind in ("activation", "returned")
 
 
 def check_ranks(graphs: Sequence[fx.GraphModule]) -> None:
-    """Raises VerifyError at the first collective on which two ranks of a group disagree. graphs[r] is rank r's."""
+    """Raise VerifyError at the first collective on which two ranks of a group disagree. graphs[r] is rank r's."""
     mesh = graphs[0].meta["mesh"]
     calls = [collectives(graph) for graph in graphs]
     groups = {(c[0], mesh.group(tuple(c[0].split(",")), rank)) for rank, mine in enumerate(calls) for c in mine}
@@ -145,12 +145,12 @@ def check_ranks(graphs: Sequence[fx.GraphModule]) -> None:
 
 
 def collectives(local: fx.GraphModule) -> list[tuple]:
-    """A graph's collectives in order: the same in all of a group."""
+    """List a graph's collectives in order, which is the same in all ranks of a group."""
     return [collective_call(node) for node in _starts(local)]
 
 
 def collective_call(node: fx.Node) -> tuple[str, str, str, str, tuple[int, ...]]:
-    """What the ranks of a group must agree on: (group, op, reduction or "", dtype, local shape)."""
+    """Return what the ranks of a group must agree on: (group, op, reduction or "", dtype, local shape)."""
     value = tensor_arguments(node)[0].meta["val"]
     reduction = next((a for a in node.args[1:-1] if isinstance(a, str)), "")
     dtype = str(value.dtype).removeprefix("torch.")
@@ -163,7 +163,7 @@ def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:
 
 
 def _without_single(layout: Layout, mesh: Mesh) -> Layout:
-    """The layout without axes of one device, over which every layout is the same."""
+    """Return the layout without axes of one device, over which every layout is the same."""
     if all(size > 1 for size in mesh.sizes):
         return layout
     dims = tuple(tuple(a for a in axes if mesh.size(a) > 1) for axes in layout.dims)

@@ -43,11 +43,12 @@ class CollectiveCost:
         self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
 
     def seconds(self, kind: str, axes: tuple[str, ...], held_bytes: float | np.ndarray) -> float | np.ndarray:
-        """Of one collective, `held_bytes` being those of a device before it. Never less for more bytes; 0 in a group of
-        one.
+        """Return the seconds of one collective, `held_bytes` being those of a device before it. It is never less for
+        more bytes, and 0 in a group of one.
 
         `kind`: all_gather, reduce_scatter, all_to_all, all_reduce, broadcast or send (to the next of the group).
-        Several axes only for an all_reduce. Raises HardwareError for another kind."""
+        Several axes are only for an all_reduce. Raise HardwareError for another kind, or for several axes of one that
+        takes only one."""
         key = (kind, axes)
         if key not in self._prices:
             self._prices[key] = self._price(kind, self._active(axes))
@@ -56,7 +57,7 @@ class CollectiveCost:
         return float(self._prices[key](np.array(float(held_bytes))))
 
     def tier_of(self, kind: str, axes: tuple[str, ...]) -> str:
-        """Which of TRUST the price comes from."""
+        """Return which of TRUST the price comes from."""
         axes = self._active(axes)
         if kind == "all_reduce" and self.model != "auto":
             return "textbook"
@@ -66,17 +67,17 @@ class CollectiveCost:
 
     @property
     def tier(self) -> str:
-        """The least trusted of TRUST that any axis of the mesh needs for an all-reduce."""
+        """Return the least trusted of TRUST that any axis of the mesh needs for an all-reduce."""
         axes = [(axis,) for axis in self._active(self.mesh.names)] or [()]
         return max((self.tier_of("all_reduce", a) for a in axes), key=TRUST.index)
 
     @property
     def relative_error(self) -> float:
-        """What to expect of `tier`: 0.35 is 35 %."""
+        """Return the relative error to expect of `tier`: 0.35 is 35 %."""
         return self.hardware.curves_error if self.tier == "measured" else ERRORS[self.tier]
 
     def _active(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Axes of more than one device, in the order of the mesh."""
+        """Return the axes of more than one device, in the order of the mesh."""
         return tuple(sorted((a for a in axes if self.mesh.size(a) > 1), key=self.mesh.names.index))
 
     def _price(self, kind: str, axes: tuple[str, ...]) -> Price:
@@ -100,7 +101,7 @@ class CollectiveCost:
         return lambda held: np.minimum(flat(held), staged(held))
 
     def _staged(self, axes: tuple[str, ...]) -> Price:
-        """Reduce-scatter over the innermost axis, all-reduce over the rest, all-gather."""
+        """Price a reduce-scatter over the innermost axis, an all-reduce over the rest, and an all-gather."""
         *outer, inner = axes
         n = self.mesh.size(inner)
         scatter, gather = self._price("reduce_scatter", (inner,)), self._price("all_gather", (inner,))
@@ -121,14 +122,15 @@ class CollectiveCost:
         return lambda held: nccl.seconds(kind, group, self.hardware.nccl, held)
 
     def _group(self, axes: tuple[str, ...]) -> nccl.Group:
-        """Where the group of rank 0 lies; the others lie alike."""
+        """Return where the group of rank 0 lies; the others lie alike."""
         node = self.hardware.links[0]
         on_node = Counter(rank // node.devices if node.devices else 0 for rank in self.mesh.group(axes, 0))
         card = min(self.tiers[axis].bytes_per_second for axis in axes)
         return nccl.Group(self._devices(axes), len(on_node), min(on_node.values()), node.bytes_per_second, card)
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> Price:
-        """The largest latency of the axes, and each axis' bytes at its speed, inner axes first."""
+        """Price a collective by the largest latency of the axes, and each axis' bytes at its speed, inner axes
+        first."""
         per_byte, share = 0.0, 1.0
         for axis in reversed(axes):
             n, link = self.mesh.size(axis), self.links[axis]
@@ -142,7 +144,7 @@ class CollectiveCost:
         return lambda held: latency + per_byte * held
 
     def _textbook(self, axes: tuple[str, ...]) -> Price:
-        """Over the group of all axes, on the slowest of their links."""
+        """Price an all-reduce over the group of all axes, on the slowest of their links."""
         algorithm, n = ALL_REDUCES[self.model], self._devices(axes)
         latency = max(self.links[axis].latency_seconds for axis in axes)
         speed = min(self.links[axis].bytes_per_second for axis in axes)

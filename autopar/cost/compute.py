@@ -64,11 +64,12 @@ OPS_PER_NUMBER = {autopar.dropout.default: 8.0, autopar.uniform.default: 28.0, a
 
 
 def is_pointwise(node: fx.Node) -> bool:
+    """Return whether an op is one of POINTWISE_NAMES."""
     return node.op == "call_function" and op_name(node.target) in POINTWISE_NAMES
 
 
 def flops_of(node: fx.Node) -> float:
-    """FLOPs of one op on global shapes; 0 for ops that are bound by memory."""
+    """Return the FLOPs of one op on global shapes; 0 for ops that are bound by memory."""
     arguments = [a.meta["val"] for a in tensor_arguments(node)]
     outputs = values_of(node)
     target = node.target
@@ -103,7 +104,8 @@ def flops_of(node: fx.Node) -> float:
 
 
 def fused_inputs(node: fx.Node) -> list[bool]:
-    """Per tensor argument: whether it never reaches memory, a pointwise op feeding this pointwise op alone."""
+    """Return for each tensor argument whether it never reaches memory, a pointwise op feeding this pointwise op
+    alone."""
     if not is_pointwise(node):
         return [False] * len(tensor_arguments(node))
     return [is_pointwise(a) and len(a.users) == 1 for a in tensor_arguments(node)]
@@ -132,7 +134,7 @@ class ComputeCost:
         self._works: dict[fx.Node, _Work | None] = {}
 
     def seconds(self, node: fx.Node, strategy: Strategy, mesh: Mesh, local_bytes: float) -> float:
-        """Of one device under a strategy; `local_bytes` are what it reads and writes."""
+        """Return the seconds of an op on one device under a strategy; `local_bytes` are what it reads and writes."""
         work = self._works[node] if node in self._works else self._work(node)
         if work is None:
             return 0.0
@@ -142,7 +144,7 @@ class ComputeCost:
         return max(compute, local_bytes / self.hardware.reached_memory_bytes_per_second) + work.launch_seconds
 
     def _work(self, node: fx.Node) -> _Work | None:
-        """None for an op that does nothing."""
+        """Look up what the prices of an op have in common; return None for an op that does nothing."""
         self._works[node] = None
         if node.target not in FREE:
             value, flops = values_of(node)[0], flops_of(node)
@@ -172,7 +174,8 @@ class ComputeCost:
         return seconds
 
     def _attention_share(self, node: fx.Node, local: Sequence[Sequence[int]]) -> float:
-        """Of the peak, in FLOPs that count: blocks on the diagonal of a causal mask are computed whole."""
+        """Return attention's share of the peak, in FLOPs that count: blocks on the diagonal of a causal mask are
+        computed whole."""
         kernels, is_forward = self.hardware.kernels, node.target is autopar.attention.default
         share = kernels.attention if is_forward else kernels.attention_backward or kernels.attention
         if share is None:
@@ -184,7 +187,7 @@ class ComputeCost:
 
 
 def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, int]) -> list[int]:
-    """Of the devices that hold most."""
+    """Return the local shape on the devices that hold most."""
     local = []
     for size, axes in zip(shape, layout.dims):
         for axis in axes:
@@ -194,5 +197,5 @@ def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, 
 
 
 def fraction(layout: Layout, mesh: Mesh) -> float:
-    """Share of a tensor's elements that a device holds."""
+    """Return the share of a tensor's elements that a device holds."""
     return 1.0 / math.prod(mesh.size(a) for a in layout.sharding_axes)

@@ -26,16 +26,16 @@ class HostCost:
     passes: int = 1
 
     def copy_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
-        """Of a pass: to the device and back."""
+        """Return the seconds of a pass to copy shards to the device and, of what is trained, the gradients back."""
         moved = state.computing + (state.gradient if trainable else 0)
         return elements * moved / self.host.link_bytes_per_second
 
     def optimizer_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
-        """Of a step."""
+        """Return the seconds of a step for the optimizer on the host, 0 for what is not trained."""
         touched = state.gradient + 2 * (state.master + state.optimizer) if trainable else 0
         return elements * touched / self.host.memory_bytes_per_second
 
     def pass_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
-        """Of a pass, with its part of the optimizer's step."""
+        """Return the seconds of a pass, with its part of the optimizer's step."""
         step = self.optimizer_seconds(elements, state, trainable)
         return self.copy_seconds(elements, state, trainable) + step / self.passes

@@ -26,15 +26,15 @@ SENT = {
 
 
 def interpolate(curve: Curve, bytes_: np.ndarray) -> np.ndarray:
-    """Seconds at any number of bytes."""
+    """Return the seconds at any number of bytes."""
     x, y = np.log(curve.bytes_), np.log(np.minimum.accumulate(curve.seconds[::-1])[::-1])
     at = np.log(np.maximum(bytes_, curve.bytes_[0]))
     return np.exp(np.interp(at, x, y) + np.maximum(at - x[-1], 0.0))
 
 
 def curve_for(hardware: Hardware, kind: str, devices: int, stride: int, span: int) -> Curve | None:
-    """The measured curve nearest to a group of `devices` that are `stride` ranks apart and reach over `span` ranks,
-    None if none was measured over the same tier of links."""
+    """Return the measured curve nearest to a group of `devices` that are `stride` ranks apart and reach over `span`
+    ranks, None if none was measured over the same tier of links."""
     tier = hardware.tier_index(span)
     known = [c for c in hardware.curves if c.kind == kind and hardware.tier_index(c.span) == tier]
 
@@ -45,7 +45,7 @@ def curve_for(hardware: Hardware, kind: str, devices: int, stride: int, span: in
 
 
 def seconds(curve: Curve, devices: int, held_bytes: np.ndarray) -> np.ndarray:
-    """Of the curve's collective in a group of so many devices."""
+    """Return the seconds of the curve's collective in a group of so many devices."""
     if curve.devices == devices:
         return interpolate(curve, held_bytes)
     sent = SENT[curve.kind]

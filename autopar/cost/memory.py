@@ -26,13 +26,13 @@ class StateBytes:
 
     @property
     def computing(self) -> int:
-        """Of the tensor that computes."""
+        """Return the bytes of an element of the tensor that computes."""
         return self.copy or self.master
 
     @staticmethod
     def of(optimizer: str, master: int, copy: int) -> StateBytes:
-        """For a parameter of `master` bytes an element that computes in a copy of `copy` bytes, 0 if in itself. Raises
-        StrategyError for an unknown optimizer."""
+        """Return the bytes for a parameter of `master` bytes an element that computes in a copy of `copy` bytes, 0 if
+        in itself. Raise StrategyError for an unknown optimizer."""
         if optimizer not in OPTIMIZER_STATES:
             raise StrategyError(
                 f"no optimizer {optimizer!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZER_STATES))}"
@@ -40,6 +40,6 @@ class StateBytes:
         return StateBytes(master, copy, master, OPTIMIZER_STATES[optimizer] * master)
 
     def resident(self, trainable: bool) -> int:
-        """Bytes an element takes all through training. The copy that computes comes and goes; a gradient lives from the
-        backward to the optimizer's step alone."""
+        """Return the bytes that an element takes all through training. The copy that computes comes and goes; a
+        gradient lives from the backward to the optimizer's step alone."""
         return self.master + (self.optimizer if trainable else 0)

@@ -38,7 +38,7 @@ class State(NamedTuple):
     partial: tuple[tuple[str, str], ...]
 
     def with_dim(self, d: int, axes: tuple[str, ...], parts: int, partial=None) -> State:
-        """The state with dim d cut so."""
+        """Return the state with dim d cut so, and with what is `partial` replaced if that is given."""
         return State(
             (*self.dims[:d], axes, *self.dims[d + 1 :]),
             (*self.parts[:d], parts if axes else 1, *self.parts[d + 1 :]),
@@ -55,7 +55,7 @@ class Core(NamedTuple):
 
     @staticmethod
     def of(source: Layout, target: Layout) -> tuple[Core, tuple[int, ...]]:
-        """The core of two layouts of one tensor, and which of the tensor's dims its dims are."""
+        """Return the core of two layouts of one tensor, and which of the tensor's dims its dims are."""
         a, b, m, n = source.dims, target.dims, source.parts, target.parts
         dims = [d for d in range(len(a)) if a[d] != b[d] or m[d] != n[d]]
         if len(dims) > 1:
@@ -72,7 +72,7 @@ class Core(NamedTuple):
         return core, tuple(dims)
 
     def moves(self, state: State) -> Iterator[tuple[Move, State]]:
-        """Single moves that lead from `state` towards the target, and where they lead."""
+        """Iterate over single moves that lead from `state` towards the target, and where they lead."""
         yield from self._reductions(state)
         wanted = {axis: d for d, axes in enumerate(self.target.dims) for axis in axes}
         for d, axes in enumerate(state.dims):
@@ -108,12 +108,12 @@ class Core(NamedTuple):
                 yield Move("all_reduce", axes, reduction=reduction), State(state.dims, state.parts, rest)
 
     def _is_settled(self, state: State, d: int) -> bool:
-        """Whether dim d already starts as the target wants it: its axes need not move."""
+        """Return whether dim d already starts as the target wants it: its axes need not move."""
         axes = state.dims[d]
         return axes == self.target.dims[d][: len(axes)] and state.parts[d] == self.target.parts[d]
 
     def _may_append(self, state: State, d: int, axis: str) -> bool:
-        """Whether adding `axis` as innermost axis of dim d leads towards the target."""
+        """Return whether adding `axis` as innermost axis of dim d leads towards the target."""
         if state.dims[d] and state.parts[d] != self.target.parts[d]:
             return False
         longer = (*state.dims[d], axis)

@@ -52,7 +52,7 @@ class Group:
 
     @property
     def bus(self) -> float:
-        """Bytes per second of its rings."""
+        """Return the bytes per second of its rings."""
         return self.intra if self.nodes == 1 else min(self.intra, self.per_node * self.card)
 
 
@@ -68,6 +68,7 @@ class Choice:
     ramps: bool = False
 
     def seconds(self, bytes_: np.ndarray, ranks: int) -> np.ndarray:
+        """Return the seconds for `bytes_` of the whole tensor in a group of so many ranks."""
         speed = self.bytes_per_second
         if self.correction:
             exponents = np.log2(np.maximum(bytes_, 1.0)) - 6
@@ -80,7 +81,7 @@ class Choice:
 
 
 def choices(kind: str, group: Group, nccl: Nccl, constants: Constants = LATEST) -> list[Choice]:
-    """What NCCL may choose from for one collective."""
+    """Return what NCCL may choose from for one collective."""
     if kind == "all_to_all":
         return list(_exchanges(group, nccl, constants))
     if kind == "send":
@@ -96,26 +97,26 @@ def choices(kind: str, group: Group, nccl: Nccl, constants: Constants = LATEST) 
 
 
 def seconds(kind: str, group: Group, nccl: Nccl, held_bytes: np.ndarray) -> np.ndarray:
-    """Of the fastest choice; `held_bytes` are those of one device before the collective."""
+    """Return the seconds of the fastest choice; `held_bytes` are those of one device before the collective."""
     whole = held_bytes * (group.ranks if kind == "all_gather" else 1)
     return np.minimum.reduce([choice.seconds(whole, group.ranks) for choice in choices(kind, group, nccl)])
 
 
 def _steps(kind: str, group: Group) -> tuple[int, int]:
-    """A ring's steps in all, and those of them between nodes."""
+    """Return a ring's steps in all, and those of them between nodes."""
     n, nodes = group.ranks, group.nodes
     all_, far = {"all_reduce": (2 * (n - 1), 2 * (nodes - 1)), "broadcast": (n, nodes)}.get(kind, (n - 1, nodes - 1))
     return all_, far if nodes > 1 else 0
 
 
 def _scale(group: Group) -> int:
-    """Column of the tables: one node, two, more."""
+    """Return the column of the tables: one node, two, more."""
     return min(group.nodes, 3) - 1
 
 
 def _reached(kind: str, group: Group, nccl: Nccl) -> float | None:
-    """Bytes per second that each device was measured to send inside a node, between measured numbers of devices
-    linear."""
+    """Return the bytes per second that each device was measured to send inside a node, between measured numbers of
+    devices linear; None if nothing was measured or there are several nodes."""
     points = nccl.reached.get(kind)
     if not points or group.nodes > 1:
         return None
@@ -169,7 +170,7 @@ def _trees(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
 
 
 def _switched(kind: str, group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
-    """NVLS inside a node, NVLS-tree for an all-reduce over several."""
+    """Yield NVLS inside a node, or NVLS-tree for an all-reduce over several."""
     efficiency = c.nvls_efficiency[nccl.generation]
     if not efficiency or kind == "broadcast" or group.nodes == 1 and kind in nccl.reached:
         return  # what was measured contains it
@@ -202,7 +203,7 @@ def _pat(group: Group, c: Constants) -> Choice:
 
 
 def _exchanges(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
-    """All-to-all: every pair sends 1 / n of what a device holds."""
+    """Iterate over the choices for an all-to-all: every pair sends 1 / n of what a device holds."""
     n, m = group.ranks, group.per_node
     if group.nodes > 1:
         loss = 1 - EXCHANGE_NET_LOSS / group.nodes
@@ -217,7 +218,8 @@ def _exchanges(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
 
 
 def _sends(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
-    """From one rank to the next one of the group, through a network card if any two are on different nodes."""
+    """Iterate over the choices for a send from one rank to the next one of the group, through a network card if any two
+    are on different nodes."""
     near = group.nodes == 1
     for p in (LL, SIMPLE):
         hop = c.intra_us[nccl.intra]["ring"][p] if near else c.inter_us["ring"][p]

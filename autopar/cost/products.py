@@ -74,7 +74,7 @@ def _grouped_dw(x: Shape, grad: Shape, _, dw: Shape) -> list[Product]:
 
 
 def _convolution(x: Shape, weight: Shape, *rest: Shape) -> list[Product]:
-    """As a product with unfolded patches; `x` has groups * weight[1] channels."""
+    """Return a convolution as a product with unfolded patches; `x` has groups * weight[1] channels."""
     y = rest[-1]
     groups = max(1, x[1] // weight[1])
     return [(groups, y[0] * math.prod(y[2:]), weight[0] // groups, math.prod(weight[1:]))]
@@ -94,13 +94,14 @@ PRODUCTS = {
 
 
 def products_of(node: fx.Node, shapes: Sequence[Shape]) -> list[Product]:
-    """What an op multiplies when its tensors, arguments first and then outputs, have these shapes; [] if nothing."""
+    """Return what an op multiplies when its tensors, arguments first and then outputs, have these shapes; [] if
+    nothing."""
     found = PRODUCTS.get(node.target)
     return found(*shapes) if found else []
 
 
 def shapes_of(node: fx.Node) -> list[tuple[int, ...]]:
-    """Global shapes of the tensor arguments and outputs."""
+    """Return the global shapes of the tensor arguments and outputs."""
     return [tuple(value.shape) for value in (*(a.meta["val"] for a in tensor_arguments(node)), *values_of(node))]
 
 
@@ -113,7 +114,7 @@ class Shares:
         self._of_large = efficiency / self._relative((1, LARGE, LARGE, LARGE))
 
     def __call__(self, product: Product, element_bytes: int) -> float:
-        """`element_bytes`: of a number of the operands."""
+        """Return the share of the peak that a product reaches. `element_bytes`: of a number of the operands."""
         key = (product, element_bytes)
         if key not in self._known:
             self._known[key] = min(
@@ -144,6 +145,6 @@ class Shares:
         return MISALIGNED if any(size * element_bytes % VECTOR_BYTES for size in product[2:]) else 1.0
 
     def waves_of(self, blocks: int) -> float:
-        """Share of the multiprocessors that so many equal blocks of work keep busy."""
+        """Return the share of the multiprocessors that so many equal blocks of work keep busy."""
         many = self.kernels.multiprocessors
         return blocks / (math.ceil(blocks / many) * many) if many and blocks else 1.0

@@ -73,28 +73,29 @@ class Redistributor:
         self._order = {axis: i for i, axis in enumerate(mesh.names)}
 
     def __call__(self, source: Layout, target: Layout) -> Redistribution | None:
-        """The cheapest redistribution, None if there is none (nothing becomes partial that was not)."""
+        """Return the cheapest redistribution, None if there is none (nothing becomes partial that was not)."""
         key = (source, target)
         if key not in self._found:
             self._found[key] = self._whole(source, target)
         return self._found[key]
 
     def path(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
-        """(move, state after it, share of the elements that a device holds before it) of what moves, as if all else
-        were whole."""
+        """Return (move, state after it, share of the elements that a device holds before it) of what moves, as if all
+        else were whole; None if nothing leads to the target."""
         if core not in self._paths:
             self._paths[core] = self._search(core)
         return self._paths[core]
 
     def share_in_place(self, source: Layout, dims: tuple[int, ...]) -> float:
-        """Share of the elements that the dims which stay in place leave to a device; `dims` are those that move."""
+        """Return the share of the elements that the dims which stay in place leave to a device; `dims` are those that
+        move."""
         size = self.mesh.size
         return 1.0 / math.prod(
             [size(axis) for d, axes in enumerate(source.dims) if axes and d not in dims for axis in axes]
         )
 
     def price(self, kind: str, axes: tuple[str, ...], held: float) -> tuple[float, float, float]:
-        """(wire fraction, latency in seconds, seconds a global byte) of a move that finds a share `held` on each
+        """Return (wire fraction, latency in seconds, seconds a global byte) of a move that finds a share `held` on each
         device."""
         key = (kind, axes, held)
         if key not in self._prices:
@@ -117,7 +118,7 @@ class Redistributor:
         return Redistribution(tuple(steps))
 
     def _search(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
-        """Dijkstra over states."""
+        """Find the cheapest moves with Dijkstra's algorithm over states."""
         if core.target.partial:
             return None
         source = State(
@@ -157,7 +158,7 @@ class Redistributor:
 
 
 def _embedded(state: State, dims: tuple[int, ...], source: Layout, core: Core) -> Layout:
-    """A state of the core as a layout of the whole tensor."""
+    """Return a state of the core as a layout of the whole tensor."""
     axes, parts = list(source.dims), list(source.parts)
     for d, cut, count in zip(dims, state.dims, state.parts):
         axes[d], parts[d] = cut, count

@@ -32,14 +32,14 @@ class AllReduce:
     total_bytes: Callable[[int, float], float]
 
     def seconds(self, n: int, size, latency_seconds: float, bytes_per_second: float):
-        """On equal links; 0 for one node."""
+        """Return the seconds on equal links; 0 for one node."""
         if n == 1:
             return 0.0 * size
         return self.steps(n) * latency_seconds + self.max_node_bytes(n, size) / bytes_per_second
 
 
 def power_below(n: int) -> int:
-    """The largest power of two up to n."""
+    """Return the largest power of two up to n."""
     return 1 << (n.bit_length() - 1)
 
 
@@ -48,7 +48,7 @@ def _log(n: int) -> int:
 
 
 def _folded(n: int) -> int:
-    """Nodes that hand in first, as n is no power of two."""
+    """Return the number of nodes that hand in first, as n is no power of two."""
     return n - power_below(n)
 
 

@@ -40,7 +40,7 @@ class TransferPrices:
         self._table = np.zeros((0, LONGEST), int)
 
     def _step_seconds(self, bytes_: float) -> np.ndarray:
-        """Seconds of every distinct step for a tensor of so many global bytes."""
+        """Return the seconds of every distinct step for a tensor of so many global bytes."""
         price, alike = np.zeros(len(self._steps)), defaultdict(list)
         for step, number in self._steps.items():
             if step is None:
@@ -57,7 +57,7 @@ class TransferPrices:
         return price
 
     def rows(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """The row of every (source, target)."""
+        """Return the row of every (source, target)."""
         ours, theirs = self._numbers(sources), self._numbers(targets)
         key = (tuple(ours), tuple(theirs))
         if key not in self._matrices:
@@ -69,7 +69,7 @@ class TransferPrices:
         return [self._number.setdefault(layout, len(self._number)) for layout in layouts]
 
     def seconds(self, bytes_: float) -> np.ndarray:
-        """Seconds of every row for a tensor of so many global bytes."""
+        """Return the seconds of every row for a tensor of so many global bytes."""
         found = self._seconds.get(bytes_)
         if found is None or len(found) < len(self._rows):
             if len(self._table) < len(self._rows):
@@ -81,12 +81,12 @@ class TransferPrices:
         return found
 
     def matrix(self, sources: Sequence[Layout], targets: Sequence[Layout], bytes_: float) -> np.ndarray:
-        """Seconds of every (source, target), inf where there is no redistribution."""
+        """Return the seconds of every (source, target), inf where there is no redistribution."""
         rows = self.rows(sources, targets)
         return self.seconds(bytes_)[rows]
 
     def pair(self, source: Layout, target: Layout, bytes_: float) -> float:
-        """Seconds of one redistribution, inf if there is none."""
+        """Return the seconds of one redistribution, inf if there is none."""
         return float(self.seconds(bytes_)[self.rows((source,), (target,))[0, 0]])
 
     def _row(self, p: int, q: int) -> int:

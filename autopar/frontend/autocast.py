@@ -18,13 +18,13 @@ State = tuple[tuple[str, torch.dtype], ...]  # device type and lower precision o
 
 
 def ambient() -> State:
-    """The autocast that is on here and now: () if none is."""
+    """Return the autocast that is on here and now, () if none is."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in DEVICES if torch.is_autocast_enabled(d))
 
 
 def device_of(model: nn.Module, around: State) -> str:
-    """The type of device whose autocast a model runs under: CUDA's if it is on around the call, or if a parameter is
-    there."""
+    """Return the type of device whose autocast a model runs under: "cuda" if CUDA's is on around the call or if a
+    parameter is on such a device, else "cpu"."""
     is_cuda = any(device == "cuda" for device, _ in around) or any(p.is_cuda for p in model.parameters())
     return "cuda" if is_cuda else "cpu"
 

@@ -45,7 +45,7 @@ def kept_backwards() -> Iterator[None]:
 
 
 def inline() -> dict[object, Callable]:
-    """For every op made so far, what it stands for: a decomposition table."""
+    """Return the decomposition table of the ops made so far: for each of them, what it stands for."""
     return dict(_forwards)
 
 
@@ -56,16 +56,18 @@ class Context:
         self.needs_input_grad, self.saved_tensors = needs_input_grad, ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep tensors for the backward, which reads them as `saved_tensors`."""
         self.saved_tensors = tensors
 
     def mark_dirty(self, *tensors: Tensor) -> None:
+        """Raise CaptureError: a function that writes to its inputs cannot be traced."""
         raise CaptureError("an autograd function that writes to its inputs cannot be traced", fix="return new tensors")
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Their gradients arrive as zeros and are ignored by the backward."""
+        """Do nothing: gradients of these tensors arrive as zeros, and the backward ignores them."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Gradients of unused outputs arrive as zeros either way."""
+        """Do nothing: gradients of unused outputs arrive as zeros either way."""
 
 
 def _apply(cls, *args, **kwargs):

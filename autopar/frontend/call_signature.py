@@ -38,7 +38,8 @@ _PLAIN = (
 
 
 def split_example(example_inputs) -> tuple[tuple, dict]:
-    """`(args, kwargs)` of an example: a dict of keyword arguments, an (args, kwargs) pair, a tuple, or one tensor."""
+    """Return `(args, kwargs)` of an example, which is a dict of keyword arguments, an (args, kwargs) pair, a tuple, or
+    one tensor. Raises InputError for anything else."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
@@ -68,7 +69,7 @@ class CallSignature:
 
     @staticmethod
     def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
-        """The signature of a call and its tensors. Raises InputError for a tensor that is empty or sparse."""
+        """Return the signature of a call and its tensors. Raises InputError for a tensor that is empty or sparse."""
         leaves, spec = tree_flatten((args, kwargs))
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         signature = CallSignature(
@@ -94,23 +95,26 @@ class CallSignature:
 
     @cached_property
     def differentiated_names(self) -> list[str]:
+        """Return the names of the leaves for which the call computes a gradient."""
         return [name for name, wanted in zip(self.names, self.differentiated) if wanted]
 
     @cached_property
     def keywords(self) -> list[str]:
+        """Return the names of the keyword arguments, in the order of the compiled call."""
         return list(self.rebuild([None] * len(self.tensor_names))[1])
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the global shape of the leaf of this name, None if it is not a tensor."""
         return self.shapes[self.names.index(name)]
 
     def rebuild(self, tensors) -> tuple[tuple, dict]:
-        """`(args, kwargs)` with the given tensors in place."""
+        """Return `(args, kwargs)` with the given tensors in place."""
         it = iter(tensors)
         return tree_unflatten([next(it) if c is ... else c for c in self.constants], self.spec)
 
     def match(self, args: tuple, kwargs: dict, parts: tuple | None = None) -> list[torch.Tensor] | None:
-        """Tensors of another call if it has this form, None if not. `parts` are the shapes of tensors that are not
-        DTensors, if not the global ones (local inputs)."""
+        """Return the tensors of another call if it has this form, None if not. `parts` gives the shapes of tensors that
+        are not DTensors, if these are not the global ones (local inputs)."""
         if list(kwargs) != self.keywords and kwargs.keys() == set(self.keywords):
             kwargs = {name: kwargs[name] for name in self.keywords}  # in the order they were compiled in
         leaves, spec = tree_flatten((args, kwargs))
@@ -138,7 +142,7 @@ class CallSignature:
         return tensors
 
     def check_dtypes(self, args: tuple, kwargs: dict) -> None:
-        """Raises InputError if a tensor of another call has another dtype than the one of that name has here: tracing
+        """Raise InputError if a tensor of another call has another dtype than the one of that name has here: tracing
         would take it, and the model's ops would not."""
         other, _ = CallSignature.of(args, kwargs)
         known = dict(zip(self.names, self.dtypes))
@@ -151,8 +155,8 @@ class CallSignature:
 
 
 def describe_call(args: tuple, kwargs: dict) -> str:
-    """A call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither fp32 nor integers,
-    and `with gradient` if the call computes one."""
+    """Describe a call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither float32
+    nor int64, and `with gradient` if the call computes one."""
     words = []
     for name, leaf in sorted(zip(_leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
         if isinstance(leaf, torch.Tensor):
@@ -165,7 +169,7 @@ def describe_call(args: tuple, kwargs: dict) -> str:
 
 
 def needs_gradient(tensor: torch.Tensor) -> bool:
-    """Whether autograd records a call that takes the tensor for the tensor's own sake."""
+    """Return whether autograd records a call that takes the tensor, for the tensor's own sake."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
@@ -200,7 +204,7 @@ class Returns:
         return self.count, self.loss, self.differentiable
 
     def take_apart(self, output) -> list[torch.Tensor]:
-        """Flatten an output while tracing; remembers how to rebuild it."""
+        """Flatten an output while tracing, and remember how to rebuild it."""
         tensors: list[torch.Tensor] = []
         self.names = []
 
@@ -246,7 +250,8 @@ class Returns:
         return None
 
     def rebuild(self, tensors):
-        """The model's output object with the given tensors; attributes get the values that the call leaves in them."""
+        """Return the model's output object with the given tensors, and give attributes the values that the call leaves
+        in them."""
         for effect in self.effects:
             effect.apply(tensors)
         if self.own_buffers:
@@ -258,8 +263,8 @@ class Returns:
 
 
 def _filled(value, tensors):
-    """A template with the tensors in its slots. A nested function that calls itself would keep them until garbage is
-    collected."""
+    """Return a template with the tensors in its slots. It is no nested function: one that calls itself would keep
+    them until garbage is collected."""
     if isinstance(value, _Slot):
         return tensors[value.position]
     if isinstance(value, _Built):
@@ -276,7 +281,7 @@ def _filled(value, tensors):
 
 
 def _emptied(mapping: Mapping) -> Mapping:
-    """A mapping of the same kind without items."""
+    """Return a mapping of the same kind without items."""
     empty = copy.copy(mapping)
     empty.clear()
     return empty
@@ -302,11 +307,12 @@ class _Built:
 
     @cached_property
     def arguments(self) -> list[str]:
-        """Fields that the class is made from."""
+        """Return the names of the fields that the class is made from."""
         taken = inspect.signature(self.cls).parameters
         return [name for name in self.fields if name in taken]
 
     def make(self, values: dict):
+        """Make an instance of the class from those of the values that it takes."""
         return self.cls(**{name: values[name] for name in self.arguments})
 
 

@@ -23,8 +23,8 @@ FIX = "pass what it holds as arguments of their own, or register its class with 
 
 
 def value_of(value: object, name: str, depth: int = 0) -> object:
-    """Something that is equal for equal arguments. `name`: of the argument, for errors. Raises InputError for one that
-    holds tensors, which would be constants of the graph, or that has no value at all."""
+    """Return something that is equal for equal arguments. `name` is that of the argument, for errors. Raises InputError
+    for one that holds tensors, which would be constants of the graph, or that has no value at all."""
     if isinstance(value, torch.Tensor):
         raise InputError(
             f"{name} is a tensor inside of an object, and would be a constant of the compiled graph", fix=FIX
@@ -63,7 +63,8 @@ def value_of(value: object, name: str, depth: int = 0) -> object:
 
 
 def text_of(value: object, depth: int = 0) -> str:
-    """An argument in a message, equal on all ranks where its values are: without addresses."""
+    """Return an argument as text for a message, without addresses, so that it is equal on all ranks where its values
+    are."""
     text = repr(value)
     if " at 0x" not in text:
         return text
@@ -75,7 +76,8 @@ def text_of(value: object, depth: int = 0) -> str:
 
 
 def _parts(value: object, name: str, inner) -> object:
-    """The value of any other object, by what pickle would write of it: how it is made, its attributes and its items."""
+    """Return the value of any other object by what pickle would write of it: how it is made, its attributes and its
+    items."""
     try:
         made = value.__reduce_ex__(4)
     except Exception as error:

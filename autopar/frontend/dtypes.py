@@ -27,7 +27,7 @@ STRICT: dict[object, dict[str, object]] = {
 
 
 def check_types(graph: fx.Graph, source_line: Callable[[fx.Node], str]) -> None:
-    """Raises CaptureError with the first op of a forward graph that cannot run on the types that it is given."""
+    """Raise CaptureError with the first op of a forward graph that cannot run on the types that it is given."""
     known: dict[tuple, str | None] = {}
     for node in graph.nodes:
         if node.target in STRICT:
@@ -45,7 +45,7 @@ def check_types(graph: fx.Graph, source_line: Callable[[fx.Node], str]) -> None:
 
 
 def _values(node: fx.Node) -> dict[str, object]:
-    """The arguments of an op by name, as fake tensors and constants."""
+    """Return the arguments of an op by name, as fake tensors and constants."""
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args)) | dict(node.kwargs)
     return {name: value.meta.get("val") if isinstance(value, fx.Node) else value for name, value in given.items()}
@@ -65,7 +65,7 @@ def _refusal(node: fx.Node, values: dict[str, object]) -> str | None:
 
 
 def _said(node: fx.Node, values: dict[str, object], type_of: Callable[[str, torch.dtype], torch.dtype]) -> str | None:
-    """torch's words if an op cannot run on small tensors of some types."""
+    """Return torch's words if an op cannot run on small tensors of the types that `type_of` gives, None if it can."""
     small = {name: torch.ones((2,) * v.dim(), dtype=type_of(name, v.dtype),
                               device="cpu") if isinstance(v, torch.Tensor) else v
              for name, v in values.items()}  # fmt: skip

@@ -118,7 +118,7 @@ class EagerMeaning(TorchFunctionMode):
 
 
 def is_stand_in(tensor: Tensor | None) -> bool:
-    """Whether a tensor stands for a parameter that the forward has frozen."""
+    """Return whether a tensor stands for a parameter that the forward has frozen."""
     return hasattr(tensor, _STANDS_IN)
 
 

@@ -42,7 +42,7 @@ class Effect:
     is_saved: bool | None = None
 
     def apply(self, outputs: list) -> None:
-        """Set it, given the outputs of a call."""
+        """Give the attribute the value that the call leaves in it, from the outputs of the call."""
         if self.step:
             setattr(self.owner, self.name, getattr(self.owner, self.name) + self.step)
         elif self.value is MISSING:
@@ -62,14 +62,14 @@ class Refill:
     value: object
 
     def apply(self, outputs: list) -> None:
-        """Change it, given the outputs of a call."""
+        """Change the list or dict as the call does, given the outputs of the call."""
         made = _filled(self.value, outputs)
         self.owner.clear()
         self.owner.update(made) if isinstance(self.owner, dict) else self.owner.extend(made)
 
 
 def has_tensor(value: object) -> bool:
-    """Whether an attribute's new value has tensors in it."""
+    """Return whether an attribute's new value has tensors in it."""
     if isinstance(value, dict):
         return any(map(has_tensor, value.values()))
     return any(map(has_tensor, value)) if type(value) in (list, tuple) else isinstance(value, Slot)
@@ -88,8 +88,8 @@ def _filled(value: object, outputs: list) -> object:
 
 
 def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], names: list[str]) -> list[Effect | Refill]:
-    """Return what the run that `watch` saw leaves in attributes, with buffers that became `others`. Tensors are
-    appended to `outputs`, with a name each.
+    """Return what the run that `watch` saw leaves in attributes, with the writes of buffers in `others`. Its tensors
+    are appended to `outputs`, with a name each.
 
     Raises CaptureError for what no graph can leave there."""
     found, others = [], list(others)
@@ -114,14 +114,15 @@ def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], nam
 
 
 def _is_flat(item: Snapshot) -> bool:
-    """Whether an element of a container is what it was, and not a container that changed itself."""
+    """Return whether an element of a container is no container itself, or one that is what it was."""
     return item.items is None or item.is_now(item.value)
 
 
 def _template(
     value: object, write: Write | Read, outputs: list[Tensor], names: list[str], before: Set[int] = frozenset()
 ) -> object:
-    """The value with Slots for the tensors that a run made; elements that were there `before` are what they were."""
+    """Return the value with Slots for the tensors that a run made; elements that were there `before` are what they
+    were."""
     if value is MISSING or isinstance(value, PLAIN) or id(value) in before:
         return value
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

@@ -75,8 +75,9 @@ def export(
     dtype: torch.dtype | None = None, loss_alone: bool = True, with_gradients: bool = True,
 ) -> Exported:  # fmt: skip
     """Trace the forward of `model` on an example call; only shapes are read of it and of the model, so either may be on
-    any device. `forms`: shapes and dtypes to give the parameters instead of their own; `dtype`: what to compute in;
-    `loss_alone`: of the outputs, differentiate the loss if there is one (see FlatCall).
+    any device. `forms` gives shapes and dtypes that the parameters have instead of their own, and `dtype` is what the
+    model computes in. With `loss_alone`, of the outputs only the loss is differentiated, if there is one (see
+    FlatCall).
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
@@ -132,7 +133,7 @@ def export(
 
 
 def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
-    """The forms of a model's parameters, or others for them, with the places of its tensors."""
+    """Return the forms of a model's parameters, or others for them, with the places of its tensors."""
     found = forms_of(model)
     return found if forms is None else Forms(forms, found.buffers, found.tables, found.held)
 
@@ -144,8 +145,8 @@ FIX_VALUES = (
 
 
 def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
-    """The exported program. Some models take another way when they are compiled than in eager mode (they leave out
-    masks, or loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
+    """Export the program. Some models take another way when they are compiled than in eager mode (they leave out masks,
+    or loops over values): what cannot be traced on the one may be on the other, and the numbers are the same."""
     try:
         return torch.export.export(wrapper, tuple(inputs), strict=False)
     except AutoparError:
@@ -159,7 +160,7 @@ def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
 
 
 def tie_map(model: nn.Module) -> dict[str, str]:
-    """Every qualified name of a parameter or buffer -> the first name of the same tensor."""
+    """Map every qualified name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     ties = {}
     for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
@@ -169,8 +170,8 @@ def tie_map(model: nn.Module) -> dict[str, str]:
 
 
 def differentiate(exported: Exported) -> Captured:
-    """The joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs without
-    one."""
+    """Return the joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs
+    where there is no loss."""
     _refuse_sizes_from_values(exported.graph_module.graph)
     try:
         with quiet():
@@ -240,7 +241,7 @@ def differentiate(exported: Exported) -> Captured:
 
 
 def _refuse_sizes_from_values(graph: fx.Graph) -> None:
-    """Raises CaptureError for numbers and shapes that a forward graph computes from the values of tensors."""
+    """Raise CaptureError for numbers and shapes that a forward graph computes from the values of tensors."""
     found = [n for n in graph.nodes if _torch.has_unknown_number(n.meta.get("val"))]
     if found:
         lines = list(dict.fromkeys(filter(None, map(source_line, found))))
@@ -252,7 +253,7 @@ def _refuse_sizes_from_values(graph: fx.Graph) -> None:
 
 
 def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
-    """Raises CaptureError for a tensor of the tracing itself among the constants: its values, and the gradient through
+    """Raise CaptureError for a tensor of the tracing itself among the constants: its values, and the gradient through
     it, are lost."""
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and _torch.is_fake(getattr(graph_module, node.target, None)):
@@ -287,7 +288,7 @@ def move(captured: Captured, device: torch.device) -> None:
 
 
 def _merge_shared_placeholders(graph: fx.Graph) -> None:
-    """One placeholder for each shared parameter or buffer, under its first name."""
+    """Leave one placeholder for each shared parameter or buffer, under its first name."""
     first: dict[Role, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         if node.meta["role"].kind in ("parameter", "buffer"):
@@ -302,6 +303,8 @@ def _strip(name: str) -> str:
 
 
 def module_path(node: fx.Node) -> str:
+    """Return the dotted path of the module that the node comes from, an empty text for the model itself or if
+    unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple) and isinstance(entry[0], str)]
     return _strip(paths[-1]) if paths and paths[-1] != ROOT else ""
@@ -311,7 +314,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's innermost "file.py:line" that made the node: the last frame outside torch and autopar."""
+    """Return the user's innermost "file.py:line" that made the node, the last frame outside torch and autopar; an empty
+    text if there is none."""
     trace = node.meta.get("stack_trace") or ""
     frames = [(path, line) for path, line in _FRAME.findall(trace) if not _is_internal(path)]
     return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""

@@ -51,7 +51,7 @@ class Held:
     leaf: str
 
     def refresh(self) -> None:
-        """Put in what the table has now."""
+        """Put into the container what the table has now."""
         self.container[self.key] = getattr(self.owner, self.leaf)
 
 
@@ -71,7 +71,7 @@ class Forms(dict[str, Form]):
 
     @property
     def saved_buffers(self) -> set[str]:
-        """First names of the buffers that a state dict holds."""
+        """Return the first names of the buffers that a state dict holds."""
         return {name for t in self.tables for leaf, name in t.buffers.items()
                 if name is not None and leaf not in t.module._non_persistent_buffers_set}  # fmt: skip
 
@@ -171,7 +171,7 @@ def forms_of(model: nn.Module) -> Forms:
 
 
 def fake(mode, shape, dtype: torch.dtype) -> Tensor:
-    """A tensor of `mode` without memory."""
+    """Return a fake tensor of `mode`, which has no memory."""
     with mode:
         return torch.empty(tuple(shape), dtype=dtype, device=DEVICE)
 

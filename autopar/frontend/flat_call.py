@@ -69,8 +69,8 @@ class FlatCall(nn.Module):
 
     @contextmanager
     def _seen(self) -> Iterator[Callable[[list[Tensor]], None]]:
-        """Watch what runs inside. Gives a function that appends what the run leaves in attributes to its outputs, to be
-        called last. Afterwards the module's attributes are as they were."""
+        """Watch what runs inside. Yields a function that appends what the run leaves in attributes to its outputs, to
+        be called last. Afterwards the module's attributes are as they were."""
         if self.watch is None:
             yield lambda outputs: None
             return
@@ -94,7 +94,7 @@ class FlatCall(nn.Module):
 
 
 def _own_buffers(model: nn.Module, outputs: list[Tensor]) -> dict[int, tuple[nn.Module, str]]:
-    """Where the buffers are that the model returns themselves, by the positions of the outputs."""
+    """Return where the buffers are that the model returns themselves, by the positions of the outputs."""
     places = {
         id(b): (module, leaf) for module in model.modules() for leaf, b in module._buffers.items() if b is not None
     }
@@ -102,8 +102,8 @@ def _own_buffers(model: nn.Module, outputs: list[Tensor]) -> dict[int, tuple[nn.
 
 
 def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
-    """The outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output that is a
-    view of a parameter, an input or another output."""
+    """Return the outputs, each in memory of its own if it has a gradient: torch traces no gradient through an output
+    that is a view of a parameter, an input or another output."""
     taken, result = {_torch.storage_key(p) for p in leaves}, []
     for output in outputs:
         if output.requires_grad and _torch.storage_key(output) in taken:
@@ -114,14 +114,15 @@ def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _keeps_cache(model: nn.Module) -> bool:
-    """Whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
+    """Return whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
     takes = inspect.signature(model.forward).parameters
     is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     return "use_cache" in takes or (is_open and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
-    """Keyword arguments of the call go to the model if it takes them and to the loss function if that takes them."""
+    """Split the keyword arguments of the call: they go to the model if it takes them and to the loss function if that
+    takes them."""
     model_takes, loss_takes = inspect.signature(forward).parameters, list(inspect.signature(loss_fn).parameters)[1:]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in model_takes.values())
     to_loss = {k: v for k, v in kwargs.items() if k in loss_takes}

@@ -41,12 +41,12 @@ class Guards:
         return Guards(watch.reads.values())
 
     def copied(self, memo: Mapping[int, object]) -> Guards:
-        """Return the same of a deep copy of the model; `memo` has the copies by the identities of what was copied."""
+        """Return the same guards for a deep copy of the model; `memo` has the copies by the ids of their originals."""
         copied = [replace(r, owner=memo.get(id(r.owner), r.owner), before=r.before.copied(memo)) for r in self.reads]
         return Guards(old if isinstance(old.owner, Place) else new for old, new in zip(self.reads, copied))
 
     def hold(self) -> bool:
-        """Whether everything is as it was."""
+        """Return whether everything is as it was."""
         if (
             not all(map(is_, map(getattr, self._owners, self._names, repeat(MISSING)), self._values))
             and not self._are_equal()

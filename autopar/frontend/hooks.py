@@ -36,7 +36,7 @@ class Structure:
         return [*chain.from_iterable(map(dict.values, self.tables))]
 
     def check(self) -> None:
-        """Raises InputError if a module was added, taken out or replaced: its parameters are not among those that were
+        """Raise InputError if a module was added, taken out or replaced: its parameters are not among those that were
         planned."""
         if self._now() != self.before:
             raise InputError(
@@ -47,7 +47,7 @@ class Structure:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises CaptureError if a module in the model has a backward hook."""
+    """Raise CaptureError if a module in the model has a backward hook."""
     for path, module in model.named_modules():
         if any(vars(module)[name] for name in BACKWARD):
             raise CaptureError(

@@ -18,7 +18,7 @@ from ..errors import CaptureError
 
 @contextmanager
 def traced_idioms() -> Iterator[None]:
-    """Inside, these are seen by torch's tracing, if it began outside."""
+    """Inside, torch's tracing sees these idioms, if it began outside."""
     inference, idioms = torch.inference_mode, _Idioms()
     before = inference.__enter__, inference.__exit__
     inference.__enter__ = lambda region: idioms.enter(region.mode)
@@ -49,12 +49,13 @@ class _Idioms(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def enter(self, inference: bool) -> None:
-        """An inference mode begins, or one that is `inference_mode(False)`."""
+        """Enter an inference mode, where gradients are off, or an `inference_mode(False)`, where they are on."""
         self.outer.append((self.inference, torch.is_grad_enabled()))
         self.inference = inference
         torch.set_grad_enabled(not inference)
 
     def leave(self) -> None:
+        """Leave the innermost inference mode, and restore what was on around it."""
         self.inference, gradients = self.outer.pop()
         torch.set_grad_enabled(gradients)
 

@@ -55,7 +55,7 @@ def names_in(code: types.CodeType) -> Names:
 
 @functools.lru_cache(4096)
 def is_library(module: str | None) -> bool:
-    """Whether a module, by its name, belongs to Python, to an installed package or to autopar."""
+    """Return whether a module, by its name, belongs to Python, to an installed package or to autopar."""
     if not module or module == "__main__":
         return False
     root = module.split(".")[0]
@@ -142,7 +142,8 @@ class Reach:
 
 
 def _functions_in(cls: type, names: Iterable[str] | None) -> list[object]:
-    """The functions of a class that have one of these names, or all."""
+    """Return the functions of a class, and of its bases outside of libraries, that have one of these names, or all if
+    `names` is None."""
     found = []
     for base in cls.__mro__:
         if not is_library(base.__module__):
@@ -152,7 +153,7 @@ def _functions_in(cls: type, names: Iterable[str] | None) -> list[object]:
 
 
 def _function_of(value: object) -> types.FunctionType | None:
-    """The Python function behind a method, a property or a partial."""
+    """Return the Python function behind a method, a property or a partial, None if there is none."""
     for _ in range(8):
         if isinstance(value, types.FunctionType):
             return value

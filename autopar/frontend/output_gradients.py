@@ -12,8 +12,9 @@ aten = torch.ops.aten
 
 
 def differentiable_outputs(graph_module: fx.GraphModule, inputs: list[torch.Tensor], loss: int | None) -> list[bool]:
-    """Run an exported forward on its fake inputs and see, as eager torch would. With a `loss` the graph detaches the
-    other outputs (see capture.FlatCall); what counts is what they are before."""
+    """Return which outputs of an exported forward require a gradient, found by running it on its fake inputs as eager
+    torch would. With a `loss` the graph detaches the other outputs (see flat_call.FlatCall); what counts is what they
+    are before."""
     outputs = [
         node.args[0] if loss not in (None, at) and node.target is aten.detach.default else node
         for at, node in enumerate(output_node(graph_module.graph).args[0])

@@ -52,7 +52,7 @@ WIDE_INSIDE = (
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
-    """The type that a precision computes in, None for the model's own types. Raises StrategyError for an unknown
+    """Return the type that a precision computes in, None for the model's own types. Raises StrategyError for an unknown
     one."""
     if precision not in COMPUTE_DTYPE:
         raise StrategyError(
@@ -63,7 +63,7 @@ def compute_dtype(precision: str) -> torch.dtype | None:
 
 
 def narrowed(tensor: object, dtype: torch.dtype | None):
-    """A float tensor that is wider than `dtype` in that type; anything else as it is."""
+    """Return a float tensor that is wider than `dtype` in that type, anything else as it is."""
     if dtype is None or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
     return tensor.to(dtype) if tensor.dtype.itemsize > dtype.itemsize else tensor
@@ -134,7 +134,7 @@ class _Widening(TorchFunctionMode):
 
 
 def widened(tensor: object):
-    """A float tensor narrower than float32 as float32."""
+    """Return a float tensor that is narrower than float32 as float32, anything else as it is."""
     if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype.itemsize < 4:
         return tensor.float()
     return tensor

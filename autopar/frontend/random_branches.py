@@ -44,7 +44,7 @@ class no_random_branches(TorchFunctionMode):  # noqa: N801  (a context manager)
         return result
 
     def _is_drawn(self, function, args) -> bool:
-        """Whether nothing but random numbers and constants goes into a result."""
+        """Return whether nothing but random numbers and constants goes into a result."""
         if getattr(function, "__name__", "") in DRAWS:
             return True
         tensors = [a for a in args if isinstance(a, Tensor)]

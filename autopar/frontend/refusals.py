@@ -39,14 +39,15 @@ Noted = dict[str, str]  # the user's line by the name of a transform
 
 @contextmanager
 def noted() -> Iterator[Noted]:
-    """Inside, transforms of torch.func that the model enters are noted."""
+    """Inside, the transforms of torch.func that the model enters are noted, each with the user's line."""
     found: Noted = {}
     with _torch.transforms(lambda name: found.setdefault(name, line_of_user())):
         yield found
 
 
 def refuse(graph: fx.Graph, entered: Noted, source_line) -> None:
-    """Raises CaptureError for a forward graph that runs, but not as the model does. `source_line`: of a node."""
+    """Raise CaptureError for a forward graph that runs, but not as the model does. `source_line` gives the line of a
+    node."""
     if name := next((name for name in DERIVATIVES if name in entered), None):
         raise of_transform(name, entered[name])
     for node in graph.nodes:
@@ -71,8 +72,8 @@ def _of_branches(name: str, node: str | None = None, source: str | None = None) 
 
 def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, source_line=None,
               of_user: str | None = None) -> CaptureError | None:  # fmt: skip
-    """The reason behind an error of torch's own tracing, if it is known; `graph`: the forward's, if there is one
-    already; `of_user`: the user's line that it came from."""
+    """Return the reason behind an error of torch's own tracing, None if it is not known. `graph` is the forward's, if
+    there is one already; `of_user` is the user's line that the error came from."""
     if entered:
         name = min(entered, key=lambda name: name not in DERIVATIVES)
         return of_transform(name, entered[name])
@@ -92,7 +93,7 @@ def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, s
 
 
 def of_transform(name: str, source: str | None) -> CaptureError:
-    """The refusal of a transform of torch.func."""
+    """Return the error that refuses a transform of torch.func."""
     if name in DERIVATIVES:
         reason, fix = (
             "takes a derivative inside of the forward",
@@ -127,7 +128,7 @@ _INTERNAL = (
 
 
 def line_of_user() -> str | None:
-    """The innermost line outside of torch and autopar that runs now."""
+    """Return the innermost line outside of torch and autopar that runs now."""
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
         frame = frame.f_back

@@ -38,15 +38,16 @@ class Compact:
 
     @property
     def most(self) -> int:
-        """Copies that blocks 2 and 5 stand for together."""
+        """Return how many blocks of the whole model blocks 2 and 5 stand for together."""
         return self.count - BLOCKS + 2
 
     def block(self, node: fx.Node) -> int:
-        """Number of a node's block in the small graph."""
+        """Return the number of a node's block in the small graph."""
         return self.home[node][1]
 
     def stands_for(self, block: int, first: int) -> range:
-        """Numbers in the whole model of the blocks that a block of the small graph stands for."""
+        """Return the numbers in the whole model of the blocks that a block of the small graph stands for; block 2
+        stands for `first`."""
         if block == FIRST:
             return range(FIRST, FIRST + first)
         if block == LAST:
@@ -61,6 +62,6 @@ class Compact:
         return range(number, number + 1)
 
     def nodes(self, node: fx.Node, first: int) -> list[fx.Node]:
-        """The nodes of the whole graph that a node of the small one stands for."""
+        """Return the nodes of the whole graph that a node of the small one stands for."""
         origin, block = self.home[node]
         return [self.whole[origin, number] for number in self.stands_for(block, first)]

@@ -30,7 +30,7 @@ MISSING = _Missing()
 
 
 def is_container(value: object) -> bool:
-    """Whether a value is one of Python's own containers, or made from one without attributes of its own."""
+    """Return whether a value is one of Python's own containers, or of a class made from one; torch.Size is none."""
     return isinstance(value, CONTAINERS) and not isinstance(value, (torch.Size, torch.Tensor))
 
 
@@ -49,7 +49,7 @@ class Snapshot:
             self.items = tuple((key, Snapshot(item, within)) for key, item in _entries(value))
 
     def is_now(self, value: object) -> bool:
-        """Whether a value is what this one was."""
+        """Return whether a value is what this one was."""
         if self.items is None or type(value) is not type(self.value):
             if self.form is not None:
                 return isinstance(value, torch.Tensor) and _form(value) == self.form
@@ -72,7 +72,8 @@ class Snapshot:
             item.forget_values(used)
 
     def copied(self, memo: Mapping[int, object]) -> Snapshot:
-        """Return the same of a deep copy of what holds the value."""
+        """Return the same snapshot for a deep copy of what holds the value; `memo` has the copies by the ids of their
+        originals."""
         made = Snapshot(memo.get(id(self.value), self.value))
         made.form = self.form
         if self.items is not None:
@@ -114,7 +115,7 @@ def _has_version(value: object) -> bool:
 
 
 def _entries(container) -> list[tuple[object, object]]:
-    """(key, element) pairs: numbers for sequences, the elements themselves for sets."""
+    """Return (key, element) pairs, whose keys are numbers for sequences, the elements themselves for sets."""
     if isinstance(container, dict):
         return list(container.items())
     if isinstance(container, (set, frozenset)):
@@ -123,6 +124,6 @@ def _entries(container) -> list[tuple[object, object]]:
 
 
 def text(value: object) -> str:
-    """A value for a message, in one short line."""
+    """Return a value as text for a message, in one short line."""
     words = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return words if len(words) <= 60 else f"{words[:57]}..."

@@ -26,7 +26,7 @@ def step_of(write: Write, reach: Reach) -> int | float:
 
 @functools.lru_cache(4096)
 def _mentions(code: types.CodeType, name: str) -> bool:
-    """Whether code reads the attribute `name` of something otherwise than to count on."""
+    """Return whether code reads an attribute `name` for anything else than to count it on."""
     if any(isinstance(c, types.CodeType) and _mentions(c, name) for c in code.co_consts) or name in code.co_consts:
         return True
     if name not in code.co_names:

@@ -30,8 +30,8 @@ class traced_forms(TorchFunctionMode):  # noqa: N801  (a context manager)
 def cov(
     input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Tensor:
-    """The covariance matrix of the rows of `input`, (v, n) or (n,). Where ATen warns that no degree of freedom is left,
-    and divides by zero, this does as well, without the warning."""
+    """Return the covariance matrix of the rows of `input`, (v, n) or (n,). Where ATen warns that no degree of freedom
+    is left, and divides by zero, this does as well, without the warning."""
     if input.dim() > 2:
         raise CaptureError(
             f"cov takes one or two dims, not {input.dim()}", shape=tuple(input.shape), fix="give it one matrix"
@@ -52,7 +52,7 @@ def cov(
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """The correlation matrix of the rows of `input`, (v, n) or (n,)."""
+    """Return the correlation matrix of the rows of `input`, (v, n) or (n,)."""
     c = cov(input)
     if not c.dim():
         return c / c
@@ -86,8 +86,8 @@ def _refuse_field(name: str):
 
 
 def lstsq(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | None = None) -> LeastSquares:  # noqa: N803
-    """The solution of least squares and smallest norm, by the pseudo-inverse, through which torch differentiates it as
-    well."""
+    """Return the solution of least squares and smallest norm, by the pseudo-inverse, through which torch differentiates
+    it as well."""
     pinv = torch.linalg.pinv(A) if rcond is None else torch.linalg.pinv(A, rtol=rcond)
     is_vector = B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1])
     return LeastSquares((pinv @ B.unsqueeze(-1)).squeeze(-1) if is_vector else pinv @ B)
@@ -97,7 +97,7 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blank: int = 0, reduction: str | int = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As torch.nn.functional.ctc_loss, and as torch.ctc_loss, whose reduction is a number."""
+    """Compute what torch.nn.functional.ctc_loss does, and torch.ctc_loss, whose reduction is a number."""
     is_batched = log_probs.dim() == 3
     if not is_batched:
         log_probs = log_probs.unsqueeze(1)
@@ -124,8 +124,8 @@ def _lengths(lengths: Tensor | Sequence[int] | int, samples: int, device: torch.
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average=None, reduce=None, reduction: str = "mean"
 ) -> Tensor:
-    """As torch.nn.functional.multilabel_margin_loss: hinge losses of all pairs of a target, of those before the first
-    -1, and another class, (n, c), (n, c) -> (n,) or reduced."""
+    """Compute what torch.nn.functional.multilabel_margin_loss does: hinge losses of all pairs of a target, of those
+    before the first -1, and another class, (n, c), (n, c) -> (n,) or reduced."""
     classes = input.shape[-1]
     is_end = (target < 0).to(torch.int64)
     is_listed = is_end.cumsum(-1) == 0  # (n, c): places before the first -1
@@ -141,7 +141,7 @@ def multilabel_margin_loss(
 
 
 def _legacy(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """What the arguments that torch has deprecated say, if they are given."""
+    """Return the reduction that the arguments which torch has deprecated ask for, `reduction` if they are not given."""
     if size_average is None and reduce is None:
         return reduction
     return "none" if reduce is False else "sum" if size_average is False else "mean"

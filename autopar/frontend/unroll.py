@@ -59,8 +59,8 @@ class Tower:
 
 
 def tower_of(model: nn.Module) -> Tower | None:
-    """The model's list of equal blocks, None if it has none of at least FEWEST or several. Lists inside of a list are
-    its own."""
+    """Return the model's list of equal blocks, None unless there is just one of at least FEWEST blocks, and neither
+    forward hooks nor containers of other kinds. Lists inside of a list are its own."""
     found = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
     lists = [(n, m) for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
     others = [m for m in model.modules() if isinstance(m, (nn.ParameterList, nn.ParameterDict, nn.ModuleDict))]
@@ -77,7 +77,7 @@ def tower_of(model: nn.Module) -> Tower | None:
 
 
 def _alike(first: nn.Module, other: nn.Module, distance: int) -> bool:
-    """Whether two blocks have the same structure and settings; an integer may count the blocks."""
+    """Return whether two blocks have the same structure and settings; an integer may count the blocks."""
     pairs = list(itertools.zip_longest(first.named_modules(), other.named_modules()))
     for left, right in pairs:
         if left is None or right is None or left[0] != right[0] or type(left[1]) is not type(right[1]):
@@ -109,7 +109,8 @@ def _equal(a: object, b: object, distance: int) -> bool:
 
 
 def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured:
-    """The joint graph of the whole model from that of the shortened one. `ties` are those of the whole model.
+    """Return the joint graph of the whole model, made from that of the shortened one. `ties` are those of the whole
+    model.
 
     Raises CaptureError if the blocks are not alike but for a shift."""
     zones = _Zones.of(captured.graph, tower.name)
@@ -138,14 +139,16 @@ class _Zones:
         self.streams = 0  # random streams of a block: what numbers of one block and of the next differ by
 
     def zone(self, node: fx.Node) -> int:
+        """Return the zone of a node; HEAD has all that is in no other."""
         return self.place[node][0] if node in self.place else TAIL if node in self.tail else HEAD
 
     def number(self, name: str) -> int | None:
-        """Number of the block that a qualified name lies in, in the short model."""
+        """Return the number of the block that a qualified name lies in, in the short model; None if it lies in none."""
         return _number(self.list_name, name)
 
     @staticmethod
     def of(graph: fx.Graph, list_name: str) -> _Zones | None:
+        """Find the zones of a short joint graph, None if its blocks are not all found in their order."""
         number = partial(_number, list_name)
         nodes = list(graph.nodes)
         leaves = {n: number(n.meta["role"].name) for n in nodes if n.op in ("placeholder", "get_attr")}
@@ -174,8 +177,8 @@ class _Zones:
         return _Zones(list_name, members, tail, set(backward))
 
     def are_shifted(self) -> bool:
-        """Whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and what
-        all read."""
+        """Return whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and
+        what all read."""
         if len({len(nodes) for nodes in self.members.values()}) != 1:
             return False
         likes = list(zip(*(self.members[z] for z in (1, 2, 3))))
@@ -183,7 +186,7 @@ class _Zones:
         return all(self._agree(*nodes) for nodes in likes) and self._edges_read_neighbours()
 
     def _agree(self, one: fx.Node, two: fx.Node, three: fx.Node) -> bool:
-        """Whether a node of the template has its like on both sides."""
+        """Return whether a node of the template has its like on both sides."""
         if (
             two.op == "get_attr"
             or len({(n.op, n.target if n.op == "call_function" else "") for n in (one, two, three)}) > 1
@@ -199,14 +202,14 @@ class _Zones:
         )
 
     def _constants(self, node: fx.Node) -> str:
-        """Arguments that are not tensors, a stream as it would be in zone 0."""
+        """Return the arguments that are not tensors as text, with a random stream as it would be in zone 0."""
         args = list(node.args)
         if stream_of(node) is not None:
             args[STREAM[node.target]] -= self.place[node][0] * self.streams
         return str(fx.node.map_arg((args, node.kwargs), lambda a: "node"))
 
     def _shifted(self, left: fx.Node, right: fx.Node, zone: int) -> bool:
-        """Whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift
+        """Return whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift
         apart."""
         a, b = self.place.get(left), self.place.get(right)
         if a and b:
@@ -218,7 +221,7 @@ class _Zones:
         return left is right
 
     def _edges_read_neighbours(self) -> bool:
-        """Head and tail may read the zone next to them alone; the output may read all."""
+        """Return whether head and tail read the zone next to them alone; the output may read all."""
         for node in {user for n in self.place for user in n.users} - self.place.keys():
             near = 3 if node in self.tail else 1
             if node.op != "output" and any(self.place[a][0] != near for a in node.all_input_nodes if a in self.place):
@@ -241,6 +244,7 @@ class _Unrolled:
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def build(self) -> fx.Graph:
+        """Build the unrolled graph: copies of zone 2 in order in the forward, in reverse in the backward."""
         # a list: torch's iterator over a graph's nodes starts anew when another node is made meanwhile
         for is_template, run in itertools.groupby(list(self.short.nodes), lambda n: self.zones.zone(n) == TEMPLATE):
             nodes = list(run)
@@ -260,15 +264,15 @@ class _Unrolled:
         return self.graph
 
     def _block(self, zone: int) -> int:
-        """Number of the block that stands where the zone does; the tail's is the last."""
+        """Return the number of the block that stands where the zone does; the tail's is the last."""
         return zone + self.more if zone > TEMPLATE else zone
 
     def _zone(self, block: int) -> int:
-        """Zone that the block is a copy of."""
+        """Return the zone that the block is a copy of."""
         return max(min(block, TEMPLATE), block - self.more)
 
     def _read(self, argument: fx.Node, zone: int, block: int) -> fx.Node:
-        """What a node of `zone`, emitted for `block`, reads in place of `argument`."""
+        """Return what a node of `zone`, emitted for `block`, reads in place of `argument`."""
         if argument not in self.zones.place:
             return self.made[argument, self._block(self.zones.zone(argument))]
         near, position = self.zones.place[argument]
@@ -308,11 +312,11 @@ class _Unrolled:
         self.graph.output(tuple(values)).meta = dict(node.meta, roles=roles)
 
     def _read_of_all(self, value: fx.Node) -> fx.Node:
-        """An output that belongs to no block, in whichever zone it is made."""
+        """Return the node of an output that belongs to no block, in whichever zone it is made."""
         return self.made[value, self._block(self.zones.zone(value))]
 
     def _renamed(self, name: str, zone: int, block: int) -> str:
-        """The name with its block's number in the whole model."""
+        """Return the name with its block's number in the whole model."""
         number = self.zones.number(name)
         if number is None:
             return name

@@ -78,8 +78,8 @@ def _answering(kind: type, asked: Callable[[object], None]) -> Iterator[None]:
 
 
 def valid_answer(frame: FrameType) -> bool | None:
-    """The answer to the truth that a frame asks for now which does not raise; None if neither answer, or both, may go
-    on."""
+    """Return the answer to the truth that a frame asks for now with which it does not raise; None if neither answer,
+    or both, may go on."""
     tree, place = _parsed(frame.f_code.co_filename), _asked(frame)
     if tree is None or place is None:
         return None
@@ -93,7 +93,7 @@ def valid_answer(frame: FrameType) -> bool | None:
 
 
 def _wanted(node: ast.AST) -> bool | None:
-    """Of an `if` or `assert`, the truth of its test that does not raise; None if it is no check."""
+    """Return the truth of the test of an `if` or `assert` that does not raise; None if the statement is no check."""
     if isinstance(node, ast.Assert):
         return True
     if not isinstance(node, ast.If):
@@ -104,7 +104,7 @@ def _wanted(node: ast.AST) -> bool | None:
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Whether statements always end in a raise."""
+    """Return whether statements always end in a raise."""
     if not body or any(
         isinstance(n, (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.Try)) for s in body for n in ast.walk(s)
     ):
@@ -114,7 +114,8 @@ def _raises(body: list[ast.stmt]) -> bool:
 
 
 def _answer(test: ast.expr, wanted: bool, place: Range, asks_itself: bool) -> bool | None:
-    """The truth that makes `test` come out as wanted, of the part of it at `place`."""
+    """Return the truth of the part of `test` at `place` that makes `test` come out as wanted; None if that cannot be
+    told."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _answer(test.operand, not wanted, place, asks_itself)
     if isinstance(test, ast.BoolOp):
@@ -129,7 +130,8 @@ def _answer(test: ast.expr, wanted: bool, place: Range, asks_itself: bool) -> bo
 
 
 def _is_caught(frame: FrameType) -> bool:
-    """Whether the module itself would catch what is raised here: then it goes on, in another way. (torch does not.)"""
+    """Return whether the module itself would catch what is raised here: then it goes on, in another way. (torch does
+    not.)"""
     while frame is not None and not _is_capture(frame):
         if frame.f_code.co_filename.startswith(TORCH):
             frame = frame.f_back
@@ -153,7 +155,7 @@ def _is_capture(frame: FrameType) -> bool:
 
 
 def _catches(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler takes what a check raises, and does not raise again."""
+    """Return whether a handler takes what a check raises, and does not raise again."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     is_unrelated = all(isinstance(kind, ast.Name) and kind.id in UNRELATED for kind in kinds)
     return not is_unrelated and not _raises(handler.body)
@@ -164,8 +166,8 @@ def _instruction(frame: FrameType) -> dis.Instruction:
 
 
 def _asked(frame: FrameType) -> Range | None:
-    """Where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or by a
-    call itself."""
+    """Return where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or
+    by a call itself."""
     if not _instruction(frame).opname.startswith(ASKS):
         return _place(frame, frame.f_lasti)
     before = [i.offset for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti]
@@ -173,7 +175,7 @@ def _asked(frame: FrameType) -> Range | None:
 
 
 def _place(frame: FrameType, offset: int) -> Range | None:
-    """Where in the source an instruction of a frame comes from."""
+    """Return where in the source an instruction of a frame comes from."""
     positions, at = list(frame.f_code.co_positions()), offset // 2
     if not 0 <= at < len(positions) or None in positions[at]:
         return None
@@ -190,7 +192,7 @@ def _contains(outer: Range, inner: Range) -> bool:
 
 
 def _around(tree: ast.AST, place: Range) -> list[ast.stmt]:
-    """Statements that a place is in, the innermost first."""
+    """Return the statements that a place is in, the innermost first."""
     found, bodies = [], [tree]
     while bodies:
         node = bodies.pop()
@@ -205,7 +207,7 @@ def _around(tree: ast.AST, place: Range) -> list[ast.stmt]:
 
 @lru_cache(maxsize=256)
 def _parsed(filename: str) -> ast.Module | None:
-    """The syntax tree of a source file, None if there is none to be read."""
+    """Return the syntax tree of a source file, None if there is none to be read."""
     lines = linecache.getlines(filename)
     try:
         return ast.parse("".join(lines)) if lines else None

@@ -50,7 +50,7 @@ class Read:
         return getattr(self.owner, self.name, MISSING)
 
     def put(self, value: object) -> None:
-        """Give it a value, or take it away (MISSING)."""
+        """Set the attribute or global to a value, or delete the attribute (MISSING)."""
         if isinstance(self.owner, Place):
             self.owner.set(value)
         elif value is MISSING:
@@ -115,7 +115,7 @@ class Watch:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """One run of the forward. Raises CaptureError for what it changes and a graph cannot."""
+        """Watch one run of the forward. Raises CaptureError for what it changes and a graph cannot."""
         self.reads.clear(), self.writes.clear(), self._known.clear()
         generators = _random_states()
         for name, module in self.model.named_modules():
@@ -266,7 +266,7 @@ class Watch:
 
 
 def _identity(owner: object) -> int:
-    """A number that an object shares with what stands for it while torch traces, which has the same dict."""
+    """Return a number that an object shares with what stands for it while torch traces, which has the same dict."""
     try:
         return id(object.__getattribute__(owner, "__dict__"))
     except AttributeError:  # an object with slots alone
@@ -274,7 +274,7 @@ def _identity(owner: object) -> int:
 
 
 def _own(owner: object, name: str) -> object:
-    """An attribute in the object's own dict."""
+    """Return an attribute in the object's own dict, MISSING if it is not there."""
     try:
         return object.__getattribute__(owner, "__dict__").get(name, MISSING)
     except AttributeError:  # an object with slots alone
@@ -287,7 +287,7 @@ def _is_in_tables(module: nn.Module, name: str) -> bool:
 
 
 def _is_computed(cls: type, name: str) -> bool:
-    """Whether a class makes the attribute by a method, a property or `__getattr__`, what they read being watched
+    """Return whether a class makes the attribute by a method, a property or `__getattr__`, what they read being watched
     itself."""
     for base in cls.__mro__:
         if name in vars(base):
@@ -308,7 +308,7 @@ def _is_same(before: object, now: object) -> bool:
 
 
 def _random_states() -> dict[str, tuple[object, Callable]]:
-    """State of the generators outside of torch, and of torch's seed, each with what sets it."""
+    """Return the state of the generators outside of torch, and of torch's seed, each with what sets it."""
     import numpy
 
     return {

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def drop_tangents(graph: fx.Graph, zeros: Sequence[fx.Node], tangents: Sequence[fx.Node]) -> None:
-    """Rewrites a joint graph as if the placeholders `zeros`, some of its `tangents`, were zero, and erases them. An
+    """Rewrite a joint graph as if the placeholders `zeros`, some of its `tangents`, were zero, and erase them. An
     output that is zero becomes None."""
     if not zeros:
         return
@@ -42,7 +42,7 @@ def drop_tangents(graph: fx.Graph, zeros: Sequence[fx.Node], tangents: Sequence[
 
 
 def _is_only_the_other_term(node: fx.Node, zero: set[fx.Node]) -> bool:
-    """Whether the node is a sum of which one term is zero; it is replaced by the other one."""
+    """Return whether the node is a sum of which one term is zero; if so, replace it by the other one."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
     (other,) = (a for a in node.args if a not in zero)

@@ -46,8 +46,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"
 
 
 def load(name: str | Path | Hardware) -> Hardware:
-    """A profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML or JSON
-    file.
+    """Return a profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML
+    or JSON file.
 
     A device whose name states less memory than the profile ("A100-SXM4-40GB") keeps its own. Raises HardwareError with
     the nearest names, or with what is wrong in the file.
@@ -72,13 +72,14 @@ def load(name: str | Path | Hardware) -> Hardware:
 
 
 def names() -> list[str]:
-    """The profiles that come with autopar."""
+    """Return the names of the profiles that come with autopar."""
     return sorted(file.stem for file in PROFILES.glob("*.toml"))
 
 
 @cache
 def _patterns() -> dict[str, Path]:
-    """Pattern of device names -> its profile; each profile's own name is one. Compared without regard to case."""
+    """Map each pattern of device names to its profile; each profile's own name is one. They are compared without regard
+    to case."""
     patterns = {}
     for file in sorted(PROFILES.glob("*.toml")):
         for pattern in (file.stem, *_parse(file)["device_names"]):
@@ -103,7 +104,7 @@ def _parse(file: Path) -> dict:
 
 
 def _read(file: Path) -> Hardware:
-    """Raises HardwareError on a missing or impossible entry."""
+    """Read the profile in a file. Raises HardwareError on a missing or impossible entry."""
     table = _Table(file, _parse(file))
     compute, memory, collectives = (table.inner(key) for key in ("compute", "memory", "collectives"))
     speeds = compute.inner("flops_per_second")
@@ -241,7 +242,7 @@ class _Table:
         return self._get(key, str, " or ".join(known), fits=known.__contains__)
 
     def numbers(self, key: str, length: int | None = None, rising: bool = False) -> tuple[float, ...]:
-        """A list of positive numbers, `length` of them if given."""
+        """Return a list of positive numbers, `length` of them if given, each larger than the last if `rising`."""
 
         def fits(values: list) -> bool:
             positive = all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in values)

@@ -100,7 +100,7 @@ class Curve:
 
     @property
     def span(self) -> int:
-        """Consecutive ranks that one group reaches over."""
+        """Return how many consecutive ranks one group reaches over."""
         return self.devices * self.stride
 
 
@@ -150,15 +150,16 @@ class Hardware:
     fingerprint: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def peak_flops_per_second(self, dtype: str) -> float:
-        """Raises HardwareError for a dtype that the profile does not list."""
+        """Return the peak speed of computing in a dtype. Raises HardwareError for a dtype that the profile does not
+        list."""
         if dtype not in self.flops_per_second:
             known = ", ".join(sorted(self.flops_per_second))
             raise HardwareError(f"profile {self.name} has no speed for {dtype!r}", fix=f"use one of {known}")
         return self.flops_per_second[dtype]
 
     def reached_flops_per_second(self, dtype: str) -> float:
-        """Peak times efficiency: of a large matrix product. Raises HardwareError for a dtype that the profile does not
-        list."""
+        """Return peak times efficiency, the speed of a large matrix product. Raises HardwareError for a dtype that the
+        profile does not list."""
         return self.peak_flops_per_second(dtype) * self.flops_efficiency
 
     @property
@@ -167,16 +168,17 @@ class Hardware:
 
     @property
     def overlap_gain(self) -> float:
-        """Share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute waits for
-        it."""
+        """Return the share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute
+        waits for it."""
         return max(0.0, 2.0 - self.overlap_slowdown) if self.nccl else 0.0
 
     def tiers_for(self, mesh: Mesh) -> dict[str, Tier]:
-        """By axis, the closest tier that joins all devices of one group along it. The last axis is the closest."""
+        """Return, by axis, the closest tier that joins all devices of one group along it. The last axis is the
+        closest."""
         return {axis: self.links[self.tier_index(span)] for axis, span in spans(mesh).items()}
 
     def links_for(self, mesh: Mesh) -> dict[str, Link]:
-        """Latency and speed of collectives along each axis alone.
+        """Return latency and speed of collectives along each axis alone.
 
         A group within the closest tier has that tier's numbers. Of a group of n that reaches beyond it, m = gcd(n,
         members that fit in a node) share each node, and its rings leave a node over the outer links of all m: m times
@@ -199,13 +201,13 @@ class Hardware:
         return links
 
     def tier_index(self, span: int) -> int:
-        """Index of the closest tier that joins so many consecutive ranks."""
+        """Return the index of the closest tier that joins so many consecutive ranks."""
         return next(i for i, tier in enumerate(self.links) if tier.devices is None or span <= tier.devices)
 
 
 def spans(mesh: Mesh) -> dict[str, int]:
-    """By axis, how many consecutive ranks one of its groups reaches over: its size times those of all inner axes; 1 for
-    an axis of one device, which sends nothing."""
+    """Return, by axis, how many consecutive ranks one of its groups reaches over: its size times those of all inner
+    axes; 1 for an axis of one device, which sends nothing."""
     return {
         axis: math.prod(mesh.sizes[i:]) if size > 1 else 1 for i, (axis, size) in enumerate(zip(mesh.names, mesh.sizes))
     }

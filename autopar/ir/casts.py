@@ -18,9 +18,9 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
-    """What is cast -> its cast: parameters that nothing else reads, and values that end as gradients through `linear`
-    ops alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, the last one:
-    the sum over devices is then of what was there before the rounding."""
+    """Map what is cast to its cast: parameters that nothing else reads, and values that end as gradients through
+    `linear` ops alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, it
+    is the last one: the sum over devices is then of what was there before the rounding."""
     output, result = output_node(graph), {}
     gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
     for node in graph.nodes:
@@ -36,7 +36,7 @@ def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
 
 
 def _leads_to(node: fx.Node, gradients: set[fx.Node], linear: Collection) -> bool:
-    """Whether a value ends as a gradient through ops that are each read by one alone."""
+    """Return whether a value ends as a gradient through ops that are each read by one alone."""
     while node not in gradients:
         users = list(node.users)
         if len(users) != 1 or users[0].target not in linear:
@@ -46,6 +46,7 @@ def _leads_to(node: fx.Node, gradients: set[fx.Node], linear: Collection) -> boo
 
 
 def output_of(node: fx.Node) -> int:
-    """Which tensor output of its producer a node is; items that are None (a gradient nobody wants) are no outputs."""
+    """Return which tensor output of its producer a node is; items that are None (a gradient nobody wants) are no
+    outputs."""
     producer, item = tensor_of(node)
     return item if item == 0 else sum(isinstance(v, torch.Tensor) for v in producer.meta["val"][:item])

@@ -40,7 +40,7 @@ class Role:
 
     @property
     def is_tangent(self) -> bool:
-        """Whether it is given to the backward."""
+        """Return whether the placeholder is given to the backward."""
         return self.kind in ("tangent", "arriving")
 
 
@@ -64,12 +64,12 @@ class OutputRole:
 
     @property
     def is_forward(self) -> bool:
-        """Whether the forward gives it."""
+        """Return whether the forward gives the output."""
         return self.kind in FORWARD_OUTPUTS
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
-    """Global fake values of a node's outputs, one for a single-output node."""
+    """Return the global fake values of a node's outputs, one for a single-output node."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
@@ -77,21 +77,23 @@ def values_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def is_tensor(argument: object) -> bool:
+    """Return whether an argument is a node whose value is one tensor."""
     return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor)
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """Tensor-valued arguments in order of appearance in args, then kwargs; a repeated argument appears repeatedly."""
+    """Return the tensor-valued arguments in order of appearance in args, then kwargs; a repeated argument appears
+    repeatedly."""
     return [a for a in flat_arguments(node) if is_tensor(a)]
 
 
 def flat_arguments(node: fx.Node) -> list[object]:
-    """Arguments in args, then kwargs, with lists and tuples opened."""
+    """Return the arguments in args, then kwargs, with lists and tuples opened."""
     return flatten((node.args, node.kwargs))
 
 
 def flatten(tree: object) -> list[object]:
-    """Leaves of nested lists, tuples and dicts in order; what a pytree gives, at a tenth of its time."""
+    """Return the leaves of nested lists, tuples and dicts in order: what a pytree gives, at a tenth of its time."""
     flat: list[object] = []
 
     def walk(value: object) -> None:
@@ -109,12 +111,12 @@ def flatten(tree: object) -> list[object]:
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether the node computes something (getitem only names an output of its producer)."""
+    """Return whether the node computes something (getitem only names an output of its producer)."""
     return node.op == "call_function" and node.target is not operator.getitem
 
 
 def tensor_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """The producer of a tensor and which of its outputs it is: getitem nodes are looked through."""
+    """Return the producer of a tensor and which of its outputs it is: getitem nodes are looked through."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0], node.args[1]
     return node, 0
@@ -151,19 +153,20 @@ def mark_phases(graph: fx.Graph) -> None:
 
 
 def op_base_name(node: fx.Node) -> str:
-    """The name of an op's nodes before they are numbered: that of the op, whatever the tracer called the node."""
+    """Return the name of an op's nodes before they are numbered: that of the op, whatever the tracer called the
+    node."""
     return op_name(node.target) or node.target.__name__
 
 
 def leaf_name(role: Role) -> str:
-    """The name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents,
-    s_ for sums over the batch."""
+    """Return the name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents,
+    r_ for the random state, s_ for sums over the batch."""
     prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r", "total": "s"}[role.kind]
     return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
 
 
 def renumbered(graph: fx.Graph) -> fx.Graph:
-    """A copy whose ops are named by their kind and counted in order, so that equal graphs have equal names."""
+    """Return a copy whose ops are named by their kind and counted in order, so that equal graphs have equal names."""
     copy, made = fx.Graph(), {}
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
@@ -174,14 +177,15 @@ def renumbered(graph: fx.Graph) -> fx.Graph:
 
 
 def call(node: fx.Node, target, *args, **kwargs) -> fx.Node:
-    """A new node in the place of `node` that remembers where it comes from."""
+    """Add a new op node that remembers where `node` comes from, with its metadata but for the value."""
     new = node.graph.call_function(target, args, kwargs)
     new.meta = {key: value for key, value in node.meta.items() if key != "val"}
     return new
 
 
 def describe(node: fx.Node) -> str:
-    """`mm_3: aten.mm.default (8, 16) (16, 4) -> (8, 4)` with global shapes, for errors and listings."""
+    """Describe a node as `mm_3: aten.mm.default (8, 16) (16, 4) -> (8, 4)` with global shapes, for errors and
+    listings."""
     name = str(node.target) if node.op == "call_function" else node.op
     shapes = " ".join(str(tuple(a.meta["val"].shape)) for a in tensor_arguments(node))
     outputs = " ".join(str(tuple(v.shape)) for v in values_of(node))

@@ -30,7 +30,7 @@ class Layout:
     parts: tuple[int, ...] = ()
 
     def __post_init__(self):
-        """Equal placements become equal values: partial axes are sorted, and an unsharded dim has one part."""
+        """Make equal placements equal values: partial axes are sorted, and an unsharded dim has one part."""
         if not self.parts:
             object.__setattr__(self, "parts", (1,) * len(self.dims))
         elif len(self.parts) != len(self.dims):
@@ -42,6 +42,7 @@ class Layout:
 
     @staticmethod
     def replicated(ndim: int) -> Layout:
+        """Return the layout of a tensor of `ndim` dims that every device holds whole."""
         return Layout(((),) * ndim)
 
     @property
@@ -53,21 +54,22 @@ class Layout:
         return tuple(axis for axes in self.dims for axis in axes)
 
     def dim_of(self, axis: str) -> int | None:
-        """The dim that `axis` shards, or None."""
+        """Return the dim that `axis` shards, or None."""
         for d, axes in enumerate(self.dims):
             if axis in axes:
                 return d
         return None
 
     def reduction_of(self, axis: str) -> str | None:
-        """How the value is partial over `axis`: "sum" or "max", None if it is not."""
+        """Return how the value is partial over `axis`: "sum" or "max", None if it is not."""
         for name, reduction in self.partial:
             if name == axis:
                 return reduction
         return None
 
     def text(self, mesh: Mesh | None = None) -> str:
-        """`dp:S(0) tp:P`, axes outermost first in a dim; `S(0/3)`: sharded inside each of 3 parts; `R`: replicated."""
+        """Write the layout as `dp:S(0) tp:P`, axes outermost first in a dim; `S(0/3)` is sharded inside each of 3
+        parts, `R` is replicated."""
         words = [
             (axis, f"{axis}:S({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
             for d, axes in enumerate(self.dims)
@@ -81,7 +83,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str, ndim: int) -> Layout:
-        """The inverse of `text`. Raises StrategyError with the accepted form."""
+        """Read what `text` writes. Raises StrategyError with the accepted form."""
         dims: list[list[str]] = [[] for _ in range(ndim)]
         parts, partial, seen = [1] * ndim, [], set()
         for word in text.replace(",", " ").split():
@@ -112,7 +114,7 @@ class Layout:
 
 
 def chunk(size: int, count: int, index: int | range) -> tuple[int, int]:
-    """(start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count); of a range of
+    """Return (start, stop) of block `index` when `size` is cut into `count` blocks of ceil(size / count); of a range of
     blocks, from the first to the last."""
     block = -(-size // count)
     first, last = (index.start, index.stop) if isinstance(index, range) else (index, index + 1)
@@ -122,7 +124,7 @@ def chunk(size: int, count: int, index: int | range) -> tuple[int, int]:
 def dim_ranges(
     size: int, axes: Sequence[str], parts: int, mesh: Mesh, coordinate: Mapping[str, int]
 ) -> list[tuple[int, int]]:
-    """Global (start, stop) ranges of one dim that the device at `coordinate` holds, one range a part."""
+    """Return the global (start, stop) ranges of one dim that the device at `coordinate` holds, one range a part."""
     start, stop = 0, size // parts
     for axis in axes:
         low, high = chunk(stop - start, mesh.size(axis), coordinate[axis])
@@ -133,7 +135,7 @@ def dim_ranges(
 def local_ranges(
     shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
 ) -> list[list[tuple[int, int]]]:
-    """For each dim the global (start, stop) ranges that the device at `coordinate` holds of a tensor of global
+    """Return for each dim the global (start, stop) ranges that the device at `coordinate` holds of a tensor of global
     `shape`."""
     return [
         dim_ranges(size, axes, parts, mesh, coordinate) if axes else [(0, size)]
@@ -142,7 +144,7 @@ def local_ranges(
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
-    """Local shape on the device at `coordinate` of a tensor of global `shape`."""
+    """Return the local shape on the device at `coordinate` of a tensor of global `shape`."""
     return tuple(
         size if not axes else sum(b - a for a, b in dim_ranges(size, axes, parts, mesh, coordinate))
         for size, axes, parts in zip(shape, layout.dims, layout.parts)
@@ -150,12 +152,13 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Ma
 
 
 def local_offset(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int], dim: int) -> int:
-    """Global index of the first local element along `dim` (which must have one part)."""
+    """Return the global index of the first local element along `dim` (which must have one part)."""
     return dim_ranges(shape[dim], layout.dims[dim], 1, mesh, coordinate)[0][0]
 
 
 def local_part(tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]):
-    """The shard of a full tensor that the device at `coordinate` holds, a contiguous copy. Partial axes are ignored."""
+    """Return the shard of a full tensor that the device at `coordinate` holds, a contiguous copy. Partial axes are
+    ignored."""
     import torch
 
     for d, (axes, parts) in enumerate(zip(layout.dims, layout.parts)):
@@ -167,7 +170,7 @@ def local_part(tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]
 
 
 def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
-    """Whether every device gets at least one element, and dims of several parts are cut evenly by one axis."""
+    """Return whether every device gets at least one element, and dims of several parts are cut evenly by one axis."""
     for size, axes, parts in zip(shape, layout.dims, layout.parts):
         if parts > 1 and (len(axes) > 1 or size % (parts * math.prod(mesh.size(a) for a in axes))):
             return False
@@ -184,7 +187,7 @@ def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
 
 
 def is_even(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
-    """Whether all devices have local shapes of the same size."""
+    """Return whether all devices have local shapes of the same size."""
     return all(
         size % (parts * math.prod(mesh.size(a) for a in axes)) == 0
         for size, axes, parts in zip(shape, layout.dims, layout.parts)
@@ -192,10 +195,11 @@ def is_even(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
 
 
 def shard_count(layout: Layout, mesh: Mesh) -> int:
-    """Number of different shards of a tensor with this layout."""
+    """Return the number of different shards of a tensor with this layout."""
     return math.prod(mesh.size(axis) for axis in layout.sharding_axes)
 
 
 def largest_local_numel(shape: Sequence[int], layout: Layout, mesh: Mesh) -> int:
-    """Elements on the device that holds most of them (the one at coordinate 0 along every axis)."""
+    """Return the number of elements on the device that holds most of them (the one at coordinate 0 along every
+    axis)."""
     return math.prod(local_shape(shape, layout, mesh, dict.fromkeys(mesh.names, 0)))

@@ -43,7 +43,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """`"dp=2,tp=4"` -> Mesh. Raises MeshError on anything else."""
+        """Read a mesh from text such as "dp=2,tp=4". Raises MeshError on anything else."""
         pairs = [part.strip() for part in str(text).split(",") if part.strip()]
         matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(\d+)", part) for part in pairs]
         if not pairs or not all(matches):
@@ -52,7 +52,8 @@ class Mesh:
 
     @staticmethod
     def of(mesh: object) -> Mesh:
-        """A Mesh from a Mesh, text, a dict of sizes by name, or a torch DeviceMesh."""
+        """Return a Mesh from a Mesh, text, a dict of sizes by name, or a torch DeviceMesh. Raises MeshError on anything
+        else."""
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, str):
@@ -73,13 +74,13 @@ class Mesh:
         return dict(zip(self.names, self.sizes))
 
     def size(self, axis: str) -> int:
-        """Number of devices along `axis`. Raises MeshError if there is no such axis."""
+        """Return the number of devices along `axis`. Raises MeshError if there is no such axis."""
         if axis not in self.axis_sizes:
             raise MeshError(f"the mesh has no axis {axis!r}", mesh=self, fix=f"use one of {', '.join(self.names)}")
         return self.axis_sizes[axis]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of `rank` along every axis. Raises MeshError if there is no such rank."""
+        """Return the position of `rank` along every axis. Raises MeshError if there is no such rank."""
         if not 0 <= rank < self.devices:
             raise MeshError(f"there is no rank {rank} in a mesh of {self.devices} devices", mesh=self)
         position = {}
@@ -89,7 +90,7 @@ class Mesh:
         return {name: position[name] for name in self.names}
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only along `axes`, in the order of `axes` (first axis slowest)."""
+        """Return the ranks that differ from `rank` only along `axes`, in the order of `axes` (first axis slowest)."""
         here = self.coordinate(rank)
         ranks = []
         for position in itertools.product(*(range(self.size(a)) for a in axes)):

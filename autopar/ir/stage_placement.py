@@ -58,7 +58,7 @@ class Places:
             self.read_at[value] = self.read_at.get(value, 0) | 1 << stage
 
     def _roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
-        """What follows from inputs alone or from parameters alone -> the leaves that it follows from."""
+        """Map what follows from inputs alone or from parameters alone to the leaves that it follows from."""
         changed = {role.name for _, role in self.pairs if role is not None and role.kind == "mutation"}
         kinds: dict[fx.Node, frozenset[str]] = {}
         roots: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -101,7 +101,7 @@ class Places:
                 self.stage[node] = self.stage[tensor_of(node)[0]]
 
     def _reads(self) -> None:
-        """Which stages read each value, and each parameter, through what is computed wherever it is read."""
+        """Find which stages read each value, and each parameter, through what is computed wherever it is read."""
         self.read_at: dict[fx.Node, int] = {}
         reads = [(argument, stage) for node, stage in self.stage.items() for argument in node.all_input_nodes]
         reads += [(v, self.count - 1) for v, r in self.pairs if v in self.free and r is not None and r.is_forward]
@@ -124,8 +124,8 @@ class Places:
         return terms
 
     def _owners(self) -> dict[fx.Node, int]:
-        """The stage that each gradient, or part of one, goes to: the latest with its parameter, not after where it is
-        made."""
+        """Return the stage that each gradient, or part of one, goes to: the latest with its parameter, not after where
+        it is made."""
         owner: dict[fx.Node, int] = {}
         for value, role in self.pairs:
             homes, stack = self.homes.get(value, 0), [value] if role is not None and role.kind == "gradient" else []
@@ -138,15 +138,15 @@ class Places:
         return owner
 
     def available(self, node: fx.Node) -> int:
-        """Stages that can read a value in the backward without anything else being sent."""
+        """Return the stages that can read a value in the backward without anything else being sent."""
         stages = self.reachable(node)
         if node in self.stage and node.meta["phase"] == "forward":
             stages &= 1 << self.stage[node] | self.read_at.get(node, 0)
         return stages
 
     def reachable(self, node: fx.Node) -> int:
-        """Stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the forward
-        reads it."""
+        """Return the stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the
+        forward reads it."""
         if node in self.stage and node.meta["phase"] != "forward":
             return (1 << self.stage[node] + 1) - 1
         stages = self.all
@@ -155,7 +155,8 @@ class Places:
         return stages
 
     def _floors(self) -> dict[fx.Node, int]:
-        """The earliest stage that can run each op of the backward: gradients of later parameters follow from it."""
+        """Return the earliest stage that can run each op of the backward: gradients of later parameters follow from
+        it."""
         floors: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             if node.op == "call_function" and node not in self.stage and node not in self.free:
@@ -167,8 +168,8 @@ class Places:
         return floors
 
     def _backward(self) -> None:
-        """The last stage that could run each op of the backward, if possible without sending more of the forward's
-        values."""
+        """Place each op of the backward on the last stage that could run it, if possible without sending more of the
+        forward's values."""
         floors = self._floors()
         for node in self.nodes:
             if node not in floors or node in self.terms:
@@ -183,8 +184,8 @@ class Places:
             self.stage[node] = (near or far).bit_length() - 1
 
     def _sink(self) -> None:
-        """Ops of the backward whose results are read in earlier stages only go there, unless they are given less than
-        they make."""
+        """Move ops of the backward whose results are read in earlier stages only to those, unless they are given more
+        than they make."""
         for node in reversed(self.nodes):
             if node in self.stage and node.meta["phase"] != "forward" and is_op(node):
                 items = [u for u in node.users if tensor_of(u)[0] is node and u is not node]
@@ -193,7 +194,7 @@ class Places:
                     self.stage |= dict.fromkeys([node, *(i for i in items if i in self.stage)], wanted)
 
     def _wanted(self, node: fx.Node, items: Sequence[fx.Node]) -> int:
-        """The latest stage that reads an op's results, if the op could run there, else its own."""
+        """Return the latest stage that reads an op's results, if the op could run there, else its own."""
         here, wanted = self.stage[node], -1
         for result in (node, *items):
             homes = [self.parameters[self.terms[u]] for u in result.users if u in self.terms]
@@ -204,7 +205,7 @@ class Places:
         return wanted if possible else here
 
     def _carried(self, node: fx.Node, target: int) -> int:
-        """Bytes that come down to a stage for an op that runs there, and would not otherwise."""
+        """Return the bytes that come down to a stage for an op that runs there, and would not otherwise."""
         given = [a for a in node.all_input_nodes if a in self.stage and a.meta["phase"] != "forward"]
         return sum(
             bytes_of(v) for a in given for v in values_of(a)
@@ -213,7 +214,7 @@ class Places:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether the op is linear in each of its arguments alone: a sum of two tensors, or a view or cast of one."""
+    """Return whether the op is linear in all of its tensors together: a sum of two, or a view or cast of one."""
     if node.target is aten.add.Tensor:
         return not node.kwargs and all(
             is_tensor(a) and a.meta["val"].shape == node.meta["val"].shape for a in node.args
@@ -222,5 +223,5 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def first_of(mask: int, default: int) -> int:
-    """The first stage of a set."""
+    """Return the first stage of a set, `default` if it is empty."""
     return (mask & -mask).bit_length() - 1 if mask else default

@@ -19,13 +19,14 @@ aten = torch.ops.aten
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask that says what to keep as one that is added to the scores."""
+    """Return a mask that says what to keep as one that is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the log-sum-exp of queries of type `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -33,7 +34,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def by_kernel(q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp)."""
+    """Return (output, log-sum-exp), by torch's fused CPU kernel."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         *_one_width(q, k, v), 0.0, causal, attn_mask=_whole(mask, q, k), scale=_scale(q, scale)
     )
@@ -46,7 +47,7 @@ def by_kernel(q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -
 def by_kernel_backward(
     grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v, by torch's fused CPU kernel."""
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # what the kernel says itself of a closed query
     wide_q, wide_k, *wide = _one_width(q, k, v, out, grad)
@@ -57,7 +58,7 @@ def by_kernel_backward(
 
 
 def _one_width(*heads: Tensor) -> list[Tensor]:
-    """Heads of one size, as the kernel wants them: zeros behind the others add nothing to a product."""
+    """Pad heads to one size, as the kernel wants them: zeros behind the others add nothing to a product."""
     width = max(x.shape[-1] for x in heads)
     return [x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]
 
@@ -67,7 +68,7 @@ def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _closed(mask: Tensor, causal: bool, rows: int, columns: int) -> Tensor:
-    """Whether a query may attend to no key, broadcastable to (b, h, s)."""
+    """Return whether each query may attend to no key, broadcastable to (b, h, s)."""
     closed = mask == float("-inf")
     if causal:
         closed = closed | ~_triangle(rows, columns, mask.device)
@@ -78,13 +79,14 @@ def _closed(mask: Tensor, causal: bool, rows: int, columns: int) -> Tensor:
 
 
 def by_formula(q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp): right for every shape; fused kernels are a later choice of the code generator."""
+    """Return (output, log-sum-exp), written out: right for every shape; fused kernels are a later choice of the code
+    generator."""
     scores = _scores(q, k, mask, causal, scale)
     return _weights(scores, mask).to(q.dtype) @ v, scores.logsumexp(-1)
 
 
 def by_formula_backward(grad, q, k, v, mask: Tensor | None, causal: bool, scale: float | None) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v, written out."""
     p = _weights(_scores(q, k, mask, causal, scale), mask)
     dp = (grad @ v.transpose(-1, -2)).to(p.dtype)
     ds = (p * (dp - (dp * p).sum(-1, keepdim=True))).to(q.dtype) * _scale(q, scale)
@@ -92,8 +94,8 @@ def by_formula_backward(grad, q, k, v, mask: Tensor | None, causal: bool, scale:
 
 
 def _scores(q, k, mask, causal, scale) -> Tensor:
-    """q k^T * scale + mask (b, h, s, t), in the type of the log-sum-exp, which the lowest number of a narrower one does
-    not leave."""
+    """Return q k^T * scale + mask (b, h, s, t), in the type of the log-sum-exp, whose range the lowest number of a
+    narrower type does not leave."""
     scores = (q @ k.transpose(-1, -2)).to(lse_dtype(q.dtype)) * _scale(q, scale)
     if causal:
         scores = scores.masked_fill(~_triangle(*scores.shape[-2:], scores.device), float("-inf"))
@@ -101,7 +103,7 @@ def _scores(q, k, mask, causal, scale) -> Tensor:
 
 
 def _weights(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """The softmax of the scores, zeros where a mask closes all of them."""
+    """Return the softmax of the scores, zeros where a mask closes all of them."""
     return scores.softmax(-1) if mask is None else aten._safe_softmax(scores, -1)
 
 

@@ -29,13 +29,13 @@ def _normalized(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
 
 @custom_op("autopar::square_deviation", mutates_args=())
 def square_deviation(x: Tensor, mean: Tensor) -> Tensor:
-    """The sum of (x - mean)^2 of each channel: (n, c, ...), (c) -> (c)."""
+    """Return the sum of (x - mean)^2 of each channel: (n, c, ...), (c) -> (c)."""
     return _sum_to_channels((x - _over_channels(mean, x)).square())
 
 
 @custom_op("autopar::batch_norm", mutates_args=())
 def batch_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, count: int) -> Tensor:
-    """x normalized by the statistics of its own batch of `count` elements a channel: (n, c, ...) -> (n, c, ...). The
+    """Normalize x by the statistics of its own batch of `count` elements a channel: (n, c, ...) -> (n, c, ...). The
     gradient goes through the statistics too, so `mean` and `rstd` get none."""
     y = _normalized(x, mean, rstd)
     y = y if weight is None else y * _over_channels(weight, x)
@@ -44,7 +44,7 @@ def batch_norm(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bia
 
 @custom_op("autopar::batch_norm_sums", mutates_args=())
 def batch_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of grad and of grad * xhat of each channel: the gradients of bias and weight."""
+    """Return the sums of grad and of grad * xhat of each channel: the gradients of bias and weight."""
     grad = grad.to(mean.dtype)
     return _sum_to_channels(grad), _sum_to_channels(grad * _normalized(x, mean, rstd))
 
@@ -54,7 +54,7 @@ def batch_norm_dx(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, grad_sum: Tensor, grad_xhat_sum: Tensor,
     count: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient of x."""
+    """Return the gradient of x."""
     along_xhat = _normalized(x, mean, rstd) * _over_channels(grad_xhat_sum / count, x)
     scale = rstd if weight is None else rstd * weight
     return ((grad - _over_channels(grad_sum / count, x) - along_xhat) * _over_channels(scale, x)).to(x.dtype)

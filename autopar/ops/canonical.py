@@ -29,19 +29,19 @@ aten = torch.ops.aten
 
 @custom_op("autopar::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """(..., i), (o, i) -> (..., o)."""
+    """Multiply x by the transposed weight: (..., i), (o, i) -> (..., o)."""
     return torch.matmul(x, weight.t())
 
 
 @custom_op("autopar::linear_dx", mutates_args=())
 def linear_dx(grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of the input: (..., o), (o, i) -> (..., i)."""
+    """Return the gradient of the input: (..., o), (o, i) -> (..., i)."""
     return torch.matmul(grad, weight)
 
 
 @custom_op("autopar::linear_dw", mutates_args=())
 def linear_dw(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the weight: (..., o), (..., i) -> (o, i)."""
+    """Return the gradient of the weight: (..., o), (..., i) -> (o, i)."""
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
@@ -70,7 +70,7 @@ def _repeat_heads(q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The same values with adjacent elements in the last dim: the CPU kernel reads them so without checking."""
+    """Return the same values with adjacent elements in the last dim: the CPU kernel reads them so without checking."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -80,7 +80,7 @@ def _sum_repeats(grad: Tensor, kv: Tensor) -> Tensor:
 
 
 def _seq_major(x: Tensor) -> Tensor:
-    """The same values stored as (b, s, h, d), which the projection after attention reads without a copy."""
+    """Return the same values stored as (b, s, h, d), which the projection after attention reads without a copy."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -88,9 +88,9 @@ def _seq_major(x: Tensor) -> Tensor:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Scaled dot-product attention. q (b, h, s, d), k (b, h_kv, t, d), v (b, h_kv, t, d_v) with h a multiple of h_kv
-    (grouped queries), mask bool or additive, broadcastable to (b, h, s, t). Returns the output (b, h, s, d_v) and the
-    log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
+    """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
+    multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). Returns the output
+    (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
     q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
     out, lse = (by_formula if q.is_cuda else by_kernel)(q, k, v, mask, causal, scale)
     return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
@@ -101,7 +101,7 @@ def attention_bw(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     grad, q, out = _rows(grad), _rows(q), _rows(out)
     full_k, full_v, mask = _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
     if q.is_cuda:
@@ -145,7 +145,7 @@ attention.register_autograd(_attention_backward, setup_context=_attention_setup)
 
 @custom_op("autopar::embedding", mutates_args=())
 def embedding(weight: Tensor, index: Tensor, padding_idx: int, offset: int) -> Tensor:
-    """Rows `index - offset` of weight (v, h), zero where outside: (v, h), (...) -> (..., h)."""
+    """Return rows `index - offset` of weight (v, h), zero where outside: (v, h), (...) -> (..., h)."""
     row = index - offset
     inside = (row >= 0) & (row < weight.shape[0])
     return weight[torch.where(inside, row, 0)] * inside.unsqueeze(-1)
@@ -153,8 +153,8 @@ def embedding(weight: Tensor, index: Tensor, padding_idx: int, offset: int) -> T
 
 @custom_op("autopar::embedding_dw", mutates_args=())
 def embedding_dw(grad: Tensor, index: Tensor, padding_idx: int, offset: int, rows: int) -> Tensor:
-    """Gradient of `rows` rows of the weight from `offset` on: (..., h), (...) -> (rows, h). Rows at `padding_idx` get
-    none."""
+    """Return the gradient of `rows` rows of the weight from `offset` on: (..., h), (...) -> (rows, h). Rows at
+    `padding_idx` get none."""
     row = (index - offset).reshape(-1)
     inside = (row >= 0) & (row < rows) & (index.reshape(-1) != padding_idx)
     update = grad.reshape(-1, grad.shape[-1]) * inside.unsqueeze(-1)
@@ -184,8 +184,8 @@ embedding.register_autograd(_embedding_backward, setup_context=_embedding_setup)
 
 @custom_op("autopar::vocab_loss", mutates_args=())
 def vocab_loss(logits: Tensor, target: Tensor, row_max: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """The two sums a cross-entropy needs over the vocabulary: of exp(logits - row_max), and of logits where the column
-    plus `offset` is `target`. (..., v), (...), (...) -> (...), (...), both in at least fp32."""
+    """Return the two sums that a cross-entropy needs over the vocabulary: of exp(logits - row_max), and of logits where
+    the column plus `offset` is `target`. (..., v), (...), (...) -> (...), (...), both in at least fp32."""
     shifted = logits.to(row_max.dtype) - row_max.unsqueeze(-1)
     column = target - offset
     inside = (column >= 0) & (column < logits.shape[-1])
@@ -197,7 +197,7 @@ def vocab_loss(logits: Tensor, target: Tensor, row_max: Tensor, offset: int) -> 
 def vocab_loss_bw(
     grad_sum: Tensor, grad_picked: Tensor, logits: Tensor, target: Tensor, row_max: Tensor, offset: int
 ) -> Tensor:
-    """Gradient of the logits: grad_sum * exp(logits - row_max), plus grad_picked at the target's column."""
+    """Return the gradient of the logits: grad_sum * exp(logits - row_max), plus grad_picked at the target's column."""
     column = target - offset
     inside = (column >= 0) & (column < logits.shape[-1])
     grad = (logits.to(row_max.dtype) - row_max.unsqueeze(-1)).exp_().mul_(grad_sum.unsqueeze(-1))
@@ -221,7 +221,8 @@ def _vocab_loss_setup(ctx, inputs, output):
 
 
 def _vocab_loss_backward(ctx, grad_sum, grad_picked):
-    """row_max only shifts the exponent; it cancels in log(sum) + row_max, so it gets no gradient."""
+    """Return the gradient of the logits. row_max only shifts the exponent; it cancels in log(sum) + row_max, so it gets
+    no gradient."""
     return vocab_loss_bw(grad_sum, grad_picked, *ctx.saved_tensors, ctx.offset), None, None, None
 
 

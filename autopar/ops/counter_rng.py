@@ -32,7 +32,7 @@ LOW_32 = 2**32 - 1
 
 
 def key_of(seed: int, offset: int, stream: int) -> int:
-    """An odd 64-bit key, as the signed integer of the same bits."""
+    """Return an odd 64-bit key, as the signed integer of the same bits."""
     z = 0
     for word in (seed, offset, stream):
         z = (z + word + 0x9E3779B97F4A7C15) % 2**64
@@ -43,7 +43,7 @@ def key_of(seed: int, offset: int, stream: int) -> int:
 
 
 def squares64(counter: Tensor, key: int) -> Tensor:
-    """Five rounds: 64 random bits for each counter, both as int64."""
+    """Return 64 random bits for each counter, by five rounds, both as int64."""
     y = counter * key
     z = y + key
     x = _swapped(torch.addcmul(y, y, y))
@@ -55,18 +55,18 @@ def squares64(counter: Tensor, key: int) -> Tensor:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """The two halves of each 64-bit word exchanged, in place."""
+    """Exchange the two halves of each 64-bit word, in place."""
     high = (x >> 32).bitwise_and_(LOW_32)
     return x.bitwise_left_shift_(32).bitwise_or_(high)
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Steps of the global index along each dim of a whole tensor."""
+    """Return the steps of the global index along each dim of a whole tensor."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """(size, stride) of the dims with those joined that lie in the global tensor without a gap; at least one."""
+    """Return (size, stride) of the dims with those joined that lie in the global tensor without a gap; at least one."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides):
         if dims and dims[-1][1] == size * stride:
@@ -79,8 +79,8 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int
 def _blocks(
     dims: list[tuple[int, int]], start: int, device: torch.device
 ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of their
-    elements."""
+    """Yield pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of
+    their elements."""
     *outer, (width, step) = dims
     rows = torch.full((1,), start, device=device)
     for size, stride in outer:
@@ -95,8 +95,8 @@ def _blocks(
 
 
 def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
-    """As `_blocks`, with 16 random bits for each element as int16: the quarters of a word serve four neighbours, lowest
-    first."""
+    """Yield pieces as `_blocks` does, with 16 random bits for each element as int16: the quarters of a word serve four
+    neighbours, lowest first."""
     *outer, (width, step) = dims
     if step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer))):
         quarters = [*((size, stride // 4) for size, stride in outer), (width // 4, 1)]
@@ -116,7 +116,8 @@ def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torc
 def dropout(
     x: Tensor, state: Tensor, p: float, stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0
 ) -> Tensor:
-    """Elements of x (...) are zero with probability p, else divided by 1 - p. p counts in multiples of 2**-16."""
+    """Return x (...) with elements set to zero with probability p, the others divided by 1 - p. p counts in multiples
+    of 2**-16."""
     dropped = round(p * 2**16)
     if dropped == 2**16:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -140,7 +141,7 @@ def uniform(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Numbers of [0, 1), multiples of the type's precision, of shape `size`."""
+    """Draw numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
         _place(state, stream, start, micro_batch_step), size, strides, dtype, device,
@@ -160,8 +161,8 @@ def normal(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Standard normal numbers of shape `size`: Box and Muller, Annals of Mathematical Statistics 29, 1958, each from 64
-    bits."""
+    """Draw standard normal numbers of shape `size` by the method of Box and Muller, Annals of Mathematical Statistics
+    29, 1958, each from 64 bits."""
 
     def normal_of(word: Tensor) -> Tensor:
         radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
@@ -171,7 +172,7 @@ def normal(
 
 
 def _place(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
-    """The key of an op's numbers, and the global index of its first."""
+    """Return the key of an op's numbers, and the global index of its first."""
     seed, offset, *micro_batch = state.tolist()
     return key_of(seed, offset, stream), start + micro_batch_step * sum(micro_batch)
 
@@ -209,10 +210,10 @@ STREAM = {
 
 
 def of_micro_batch(state: Tensor, number: int) -> Tensor:
-    """The state that one micro-batch of a forward takes: int64 (3,)."""
+    """Return the state that one micro-batch of a forward takes: int64 (3,)."""
     return torch.cat([state, state.new_tensor([number])])
 
 
 def stream_of(node) -> int | None:
-    """Stream number of a graph's node, None if it does not draw."""
+    """Return the stream number of a graph's node, None if it does not draw."""
     return node.args[STREAM[node.target]] if node.op == "call_function" and node.target in STREAM else None

@@ -25,7 +25,8 @@ def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype, weight: Tensor | None = None,
     smoothing: float = 0.0, classes: int = 0,
 ) -> Tensor:  # fmt: skip
-    """(..., c), (...), weight (c,) -> () or (...) in `dtype`; `classes` is c, which only smoothing needs."""
+    """Return the cross-entropy in `dtype`: (..., c), (...), weight (c,) -> () or (...). `classes` is c, which only
+    smoothing needs."""
     wide = _wide(dtype)
     row_max = aten._to_copy.default(aten.amax.default(aten.detach.default(logits), [-1]), dtype=wide)
     keep = aten.ne.Scalar(target, ignore_index)
@@ -47,7 +48,7 @@ def cross_entropy(
 
 
 def _of_all(logits: Tensor, log_sum: Tensor, weight: Tensor | None, wide: torch.dtype, classes: int) -> Tensor:
-    """sum_c -w_c l_c = (sum_c w_c) log_sum - sum_c w_c logits_c."""
+    """Return sum_c -w_c l_c = (sum_c w_c) log_sum - sum_c w_c logits_c."""
     scores = aten._to_copy.default(logits, dtype=wide)
     if weight is None:
         return aten.sub.Tensor(aten.mul.Tensor(log_sum, float(classes)), aten.sum.dim_IntList(scores, [-1]))
@@ -58,7 +59,7 @@ def _of_all(logits: Tensor, log_sum: Tensor, weight: Tensor | None, wide: torch.
 def negative_log_likelihood(
     log_p: Tensor, target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype, weight: Tensor | None = None
 ) -> Tensor:
-    """The same of log-probabilities, without smoothing."""
+    """Return the negative log-likelihood as `cross_entropy` does, from log-probabilities and without smoothing."""
     keep = aten.ne.Scalar(target, ignore_index)
     safe = aten.where.ScalarOther(keep, target, 0)
     picked = aten.squeeze.dim(aten.gather.default(log_p, -1, aten.unsqueeze.default(safe, -1)), -1)
@@ -71,7 +72,7 @@ def negative_log_likelihood(
 
 
 def _reduced(loss: Tensor, keep: Tensor, share: Tensor | None, reduction: int, dtype: torch.dtype) -> Tensor:
-    """`share`: what a target counts in a mean, 1 if None."""
+    """Reduce the losses of the targets to keep. `share` is what a target counts in a mean, 1 if None."""
     wide = _wide(dtype)
     loss = aten.where.ScalarOther(keep, loss, 0.0)
     if reduction != NONE:

@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def ctc(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """The negative log-likelihood of every sample: (t, n, c), (n, s) or all targets in one row (s,), (n,), (n,) ->
-    (n,)."""
+    """Return the negative log-likelihood of every sample: (t, n, c), (n, s) or all targets in one row (s,), (n,),
+    (n,) -> (n,)."""
     return _forward(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
 
 
@@ -28,7 +28,7 @@ def ctc_bw(
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
     zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
-    """Gradient of `log_probs`: (n,), then as `ctc` -> (t, n, c)."""
+    """Return the gradient of `log_probs`: (n,), then as `ctc` -> (t, n, c)."""
     loss, log_alpha = _forward(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     return aten._ctc_loss_backward.Tensor(
         grad, log_probs, targets, input_lengths, target_lengths, loss, log_alpha, blank, zero_infinity

@@ -23,8 +23,8 @@ aten = torch.ops.aten
 
 
 def rounded(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """round(x / scale) + zero_point, not clamped; in the wider of x's and scale's types. Multiplies by 1 / scale, as
-    torch does."""
+    """Return round(x / scale) + zero_point, not clamped, in the wider of x's and scale's types. It multiplies by
+    1 / scale, as torch does."""
     q = torch.round(_wide(x, scale) * (1 / scale))
     return q if zero_point is None else q + zero_point
 
@@ -34,12 +34,12 @@ def _wide(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantized(q: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """The values that integers on the grid stand for."""
+    """Return the values that integers on the grid stand for."""
     return (q if zero_point is None else q - zero_point) * scale
 
 
 def fake_quantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-    """y, without a gradient of its own."""
+    """Return y, without a gradient of its own."""
     return dequantized(rounded(x, scale, zero_point).clamp(qmin, qmax), scale, zero_point).to(x.dtype)
 
 
@@ -47,13 +47,13 @@ def fake_quantized(x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: in
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, grad_factor: float = 1.0
 ) -> Tensor:
-    """y: (...), (broadcasts), (broadcasts) -> (...)."""
+    """Return y: (...), (broadcasts), (broadcasts) -> (...)."""
     return fake_quantized(x, scale, zero_point, qmin, qmax)
 
 
 @custom_op("autopar::fake_quantize_bw", mutates_args=())
 def fake_quantize_bw(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-    """The gradient of x."""
+    """Return the gradient of x."""
     q = rounded(x, scale, zero_point)
     return grad * ((q >= qmin) & (q <= qmax))
 
@@ -62,7 +62,8 @@ def fake_quantize_bw(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor 
 def fake_quantize_dscale(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int
 ) -> Tensor:
-    """What each element of x contributes to the gradient of its scale: (...) as x, in the type of the computation."""
+    """Return what each element of x contributes to the gradient of its scale: (...) as x, in the type of the
+    computation."""
     q = rounded(x, scale, zero_point)
     clamped = q.clamp(qmin, qmax)
     slope = (clamped if zero_point is None else clamped - zero_point) - torch.where(
@@ -97,7 +98,7 @@ def _backward(ctx, grad):
 
 
 def _sum_to(parts: Tensor, shape: torch.Size) -> Tensor:
-    """Added up over the dims along which a tensor of `shape` was broadcast."""
+    """Add up `parts` over the dims along which a tensor of `shape` was broadcast."""
     new = parts.dim() - len(shape)
     dims = [d for d in range(parts.dim()) if d < new or shape[d - new] == 1]
     total = aten.sum.dim_IntList(parts, dims, True)

@@ -18,7 +18,7 @@ from torch.library import custom_op
 
 @custom_op("autopar::matmul", mutates_args=())
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """(..., m, k), (..., k, n) -> (..., m, n), with the same leading dims."""
+    """Multiply stacks of matrices: (..., m, k), (..., k, n) -> (..., m, n), with the same leading dims."""
     return torch.matmul(a, b)
 
 
@@ -33,7 +33,7 @@ def _backward(ctx, grad):
 
 
 def save_factors(ctx, inputs, output) -> None:
-    """Each of two factors only for the other one's gradient, as ATen does: a factor that no gradient needs may be
+    """Save each of two factors only for the other one's gradient, as ATen does: a factor that no gradient needs may be
     written to."""
     a, b = inputs
     ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
@@ -44,7 +44,7 @@ matmul.register_autograd(_backward, setup_context=save_factors)
 
 @custom_op("autopar::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
-    """(r, k), (g, k, n), (r) -> (r, n): each row of x times the matrix of its group; zero where there is no such
+    """Multiply each row of x by the matrix of its group: (r, k), (g, k, n), (r) -> (r, n); zero where there is no such
     group."""
     y = x.new_zeros(x.shape[0], weight.shape[2])
     for i, rows in _rows_of(group, weight.shape[0]):
@@ -54,7 +54,7 @@ def grouped_mm(x: Tensor, weight: Tensor, group: Tensor) -> Tensor:
 
 @custom_op("autopar::grouped_mm_dw", mutates_args=())
 def grouped_mm_dw(x: Tensor, grad: Tensor, group: Tensor, groups: int) -> Tensor:
-    """(r, k), (r, n), (r) -> (g, k, n): of each of so many groups x.T @ grad over its rows."""
+    """Return x.T @ grad of each of so many groups, over its rows: (r, k), (r, n), (r) -> (g, k, n)."""
     dw = x.new_zeros(groups, x.shape[1], grad.shape[1])
     for i, rows in _rows_of(group, groups):
         torch.mm(x[rows].t(), grad[rows], out=dw[i])
@@ -62,7 +62,7 @@ def grouped_mm_dw(x: Tensor, grad: Tensor, group: Tensor, groups: int) -> Tensor
 
 
 def _rows_of(group: Tensor, groups: int) -> Iterator[tuple[int, Tensor]]:
-    """The groups that have rows, and the indices of those."""
+    """Yield each group that has rows, with the indices of those."""
     found, order = group.sort(stable=True)
     ends = torch.searchsorted(found, torch.arange(groups + 1, device=group.device, dtype=group.dtype)).tolist()
     for i, (start, end) in enumerate(zip(ends, ends[1:])):

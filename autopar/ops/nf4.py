@@ -46,8 +46,8 @@ CHUNK = 2**22  # elements that are rounded at once
 def dequantize(
     packed: Tensor, absmax: Tensor, scale: Tensor | None, offset: Tensor | None, quant_type: str, dtype: torch.dtype
 ) -> Tensor:
-    """The weight (..., o, i) in `dtype` of the tensors said above; without double quantization there is no scale and
-    offset."""
+    """Return the weight (..., o, i) in `dtype` from the tensors said above; without double quantization there is no
+    scale and offset."""
     if scale is not None:
         absmax = absmax * _spread(scale, absmax.shape) + offset
     if quant_type == "int8":
@@ -67,20 +67,20 @@ def _(packed, absmax, scale, offset, quant_type, dtype):
 
 @functools.cache
 def _pairs(quant_type: str, device: torch.device) -> Tensor:
-    """(256, 2): the two values of every byte."""
+    """Return the two values of every byte: (256, 2)."""
     codes = torch.tensor(CODES[quant_type])
     return torch.cartesian_prod(codes, codes).to(device)
 
 
 def _spread(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """A number a tile -> one a block."""
+    """Repeat a number for each tile as one for each block."""
     rows, blocks = shape[-2] // scale.shape[-2], shape[-1] // scale.shape[-1]
     return scale.repeat_interleave(rows, -2).repeat_interleave(blocks, -1)
 
 
 def tile_of(rows: int, blocks: int) -> tuple[int, int]:
-    """Rows and blocks of a tile: at most 64 x 4, less where a matrix has no multiple of them, with more rows for few
-    blocks."""
+    """Return the rows and blocks of a tile: at most 64 x 4, less where a matrix has no multiple of them, with more rows
+    for few blocks."""
     across = math.gcd(blocks, TILE_BLOCKS)
     return math.gcd(rows, max(TILE_ROWS, FEWEST // across)), across
 
@@ -88,7 +88,7 @@ def tile_of(rows: int, blocks: int) -> tuple[int, int]:
 def forms_of_parts(
     shape: Sequence[int], quant_type: str, block_size: int, double_quant: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each of the tensors that a weight of this shape becomes."""
+    """Return shape and dtype of each of the tensors that a weight of this shape becomes."""
     *stack, rows, columns = shape
     blocks = columns // block_size
     codes = (
@@ -103,7 +103,7 @@ def forms_of_parts(
 
 @torch.no_grad()
 def quantize(weight: Tensor, quant_type: str, block_size: int, double_quant: bool) -> dict[str, Tensor]:
-    """The tensors that a weight (..., o, i) becomes; i is a multiple of `block_size`, which is even."""
+    """Return the tensors that a weight (..., o, i) becomes; i is a multiple of `block_size`, which is even."""
     forms = forms_of_parts(weight.shape, quant_type, block_size, double_quant)
     blocks = weight.unflatten(-1, (-1, block_size))
     largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).float()
@@ -121,7 +121,8 @@ def quantize(weight: Tensor, quant_type: str, block_size: int, double_quant: boo
 
 
 def _packed(blocks: Tensor, largest: Tensor, quant_type: str) -> Tensor:
-    """Codes of the blocks (..., b) of which `largest` (...) has the largest values; flat, a few blocks at a time."""
+    """Return the codes of the blocks (..., b) of which `largest` (...) has the largest absolute values; flat, made a
+    few blocks at a time."""
     size = blocks.shape[-1]
     norms = torch.where(largest > 0, largest, 1.0).reshape(-1, 1)
     chunks = zip(*(x.split(max(1, CHUNK // size)) for x in (blocks.reshape(-1, size), norms)))
@@ -129,7 +130,7 @@ def _packed(blocks: Tensor, largest: Tensor, quant_type: str) -> Tensor:
 
 
 def _codes(values: Tensor, quant_type: str) -> Tensor:
-    """Codes of values from -1 to 1: int8, or those of two neighbours in a byte."""
+    """Return the codes of values from -1 to 1: int8, or those of two neighbours in a byte."""
     if quant_type == "int8":
         return (values * INT8_STEPS).round().to(torch.int8)
     book, order = torch.tensor(CODES[quant_type], device=values.device).sort()

@@ -36,7 +36,7 @@ ONCE = (
 
 
 def check(micro_batches: object) -> None:
-    """Raises StrategyError for anything but a number of passes."""
+    """Raise StrategyError for anything but a number of passes."""
     if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
         raise StrategyError(
             f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4"
@@ -44,8 +44,9 @@ def check(micro_batches: object) -> None:
 
 
 def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tuple[bool, ...]:
-    """Whether gradients are reduced once a step (True) or in every pass (False), where both make sense the expert's way
-    first. All of those that go to the host (`on_host`) are reduced before."""
+    """Return the ways to reduce gradients that are worth a search: once a step (True) or in every pass (False). Where
+    both make sense the expert's way comes first. Gradients that go to the host (`on_host`) are all reduced before that,
+    in every pass."""
     name = ALIASES.get(strategy, strategy) or "auto"
     if micro_batches == 1 or on_host or name.endswith(EVERY_PASS):
         return (False,)
@@ -53,8 +54,8 @@ def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tup
 
 
 def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
-    """Every expert strategy, reducing as experts do; and the tensor parallelism of the model's own `styles`, if it has
-    any."""
+    """Return the plan of every expert strategy, or why it has none, with gradients reduced as experts do; and that of
+    the tensor parallelism of the model's own `styles`, if it has any."""
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
     found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
@@ -64,7 +65,7 @@ def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None
 
 
 def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:
-    """The fastest plan of all ways that fits, and who found it. Its bound holds for all ways. Raises
+    """Return the fastest plan of all ways that fits, and the solver that found it. Its bound holds for all ways. Raise
     MemoryInfeasibleError if none fits, BeyondCutoff if none that fits can be fast enough."""
     found, refused, bounds = [], [], []
     for solver in solvers:
@@ -86,7 +87,8 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str,
 def timelines(
     problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0
 ) -> list[tuple[int, Timeline]]:
-    """How often a step plays which timeline: passes that leave gradients alone, and the one that reduces them."""
+    """Return how often a step plays which timeline: that of the passes that leave gradients alone, and that of the one
+    that reduces them."""
     if not evaluation.reduces_once:
         return [(micro_batches, simulate(problem, evaluation, slowdown))]
 
@@ -100,8 +102,8 @@ def timelines(
 
 
 def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float) -> Plan:
-    """The plan of a step from that of an average pass. `problem`, `evaluation`: of the whole graph, for the timelines,
-    and the hardware's `slowdown`."""
+    """Return the plan of a step from that of an average pass. `problem` and `evaluation` are of the whole graph, for
+    the timelines; `slowdown` is the hardware's."""
     if micro_batches == 1:
         return plan
     played = timelines(problem, evaluation, micro_batches, slowdown)
@@ -122,6 +124,6 @@ def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches:
 
 
 def samples_of(problem: Problem) -> int:
-    """Samples of one pass over all devices: dim 0 of the first input, 0 if there is none."""
+    """Return the samples of one pass over all devices: dim 0 of the first input that has dims, 0 if there is none."""
     shapes = [v.node.meta["val"].shape for v in problem.vertices if v.kind == "input" and v.node.meta["val"].dim()]
     return int(shapes[0][0]) if shapes else 0

@@ -22,8 +22,8 @@ MOST_CAPTURES = 3  # of a model at different batches, when the number of passes 
 
 
 def data_ways(mesh: Mesh, strategy: str | None) -> int:
-    """Over how many replicas the batch is spread: the axes that the strategy gives the batch; without one all but those
-    that are named for something else."""
+    """Return over how many replicas the batch is spread: along the axes that the strategy gives to the batch; without a
+    strategy along all axes but those that are named for something else."""
     roles = Restriction.of(strategy, mesh).roles
     named = DATA in roles.values() or strategy not in (None, AUTO)
     return math.prod(mesh.size(a) for a, role in roles.items() if (role == DATA if named else a not in NOT_DATA))
@@ -32,7 +32,8 @@ def data_ways(mesh: Mesh, strategy: str | None) -> int:
 def passes_of(
     batch: int, mesh: Mesh | None, strategy: str | None, micro_batches: int | None, micro_batch: int | None
 ) -> int:
-    """K, from either of the two. Raises InputError if it does not divide the batch."""
+    """Return K, from either the number of micro-batches or the samples of one on a replica, 1 without both. Raise
+    InputError if it does not divide the batch, if both are given, or if samples are given before the mesh is known."""
     if micro_batches is not None and micro_batch is not None:
         raise InputError("micro-batches are given both as a number and by their size", fix="leave one out")
     if micro_batch is None:
@@ -56,8 +57,8 @@ def passes_of(
 
 
 def of_samples(signature: CallSignature, samples: int) -> tuple[tuple, dict]:
-    """`(args, kwargs)` of a call like another one, without values, with so many samples: every tensor whose dim 0 is as
-    long as that of the first one has them there."""
+    """Return `(args, kwargs)` of a call like another one, without values, with so many samples: every tensor whose dim
+    0 is as long as that of the first one has them there."""
     shapes = [shape for shape in signature.shapes if shape is not None]
     batch = samples_of(signature)
     dtypes = [dtype for dtype in signature.dtypes if dtype is not None]
@@ -66,15 +67,15 @@ def of_samples(signature: CallSignature, samples: int) -> tuple[tuple, dict]:
 
 
 def samples_of(signature: CallSignature) -> int:
-    """Samples of a call: dim 0 of its first tensor that has dims, 1 if none has."""
+    """Return the samples of a call: dim 0 of its first tensor that has dims, 1 if none has."""
     return next((shape[0] for shape in signature.shapes if shape), 1)
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
-    """The plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell;
+    """Return the plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell;
     `search(K)` plans with K passes. How many are needed is estimated from the activations of the plan before, which
-    shrink with K. Micro-batches are multiples of `ways`, if the batch is. If none does, what the last search gave or
-    raised (MemoryInfeasibleError)."""
+    shrink with K. Micro-batches are multiples of `ways`, if the batch is. If no plan fits so, return or raise
+    (MemoryInfeasibleError) what the last search did."""
     choices = [k for k in _divisors(batch) if batch % ways or batch // k % ways == 0]
     without: Planned | None = None
     last: Planned | MemoryInfeasibleError | None = None
@@ -104,7 +105,7 @@ def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Plann
 
 
 def _excess(last: Planned | MemoryInfeasibleError) -> float:
-    """How many times as large as what there is room for the activations are, at least 2."""
+    """Estimate how many times as large the activations are as the room for them: at least 2, and 4 if no plan fits."""
     if isinstance(last, MemoryInfeasibleError):
         return 4.0
     e, limit = last.evaluation, last.solver.limit_bytes

@@ -24,7 +24,7 @@ from .solver.search import Outcome
 
 
 def describe_plan(planned: Planned) -> Plan:
-    """The plan of a search."""
+    """Describe the result of a search as a Plan."""
     options, chosen, pricer = planned.options, planned.chosen, planned.pricer
     problem, e = planned.whole
     alternatives = []
@@ -56,18 +56,18 @@ def describe_plan(planned: Planned) -> Plan:
 
 
 def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:
-    """Names of the blocks of which all values are computed again, or only some."""
+    """Return the names of the blocks of which all values (`wholly`) are computed again, or else only some."""
     return tuple(block for block, levels in e.recomputed.items() if (FULL in levels) == wholly)
 
 
 def _again(problem: Problem, e: Evaluation) -> list[fx.Node]:
-    """The ops that run again in the backward."""
+    """Return the ops that run again in the backward."""
     vertices = [problem.vertices[v] for v in recomputed_vertices(e)]
     return [node for v in vertices for node in (v.node, *v.casts.values())]
 
 
 def _kinds_again(problem: Problem, e: Evaluation) -> tuple[str, ...]:
-    """Kinds of the ops that run again in blocks of which only some do, the most frequent first."""
+    """Return the kinds of the ops that run again in blocks of which only some do, the most frequent first."""
     wholly = set(_recomputed(e, True))
     kinds = Counter(
         op_base_name(problem.vertices[v].node) for v, block in recomputed_vertices(e).items() if block not in wholly
@@ -76,7 +76,7 @@ def _kinds_again(problem: Problem, e: Evaluation) -> tuple[str, ...]:
 
 
 def _elements(problem: Problem, trained: bool) -> int:
-    """Elements of all parameters, or of those that train; of a quantized weight those that it has when it is
+    """Count the elements of all parameters, or of those that train; of a quantized weight those that it has when it is
     dequantized."""
     leaves = [n for n in problem.graph.nodes if n.op == "placeholder"]
     found = {n for n in leaves if n.meta["role"].kind == "parameter" and isinstance(n.meta["val"], torch.Tensor)}
@@ -112,7 +112,7 @@ def _layouts(problem: Problem, e: Evaluation) -> dict[str, str]:
 
 
 def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
-    """The decisions that the lowering reads."""
+    """Return the decisions that the lowering reads."""
 
     def strategy(index: int):
         return problem.choices(index).strategies[e.choice[index]]
@@ -137,7 +137,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
 
 
 def _outputs(problem: Problem, strategy) -> tuple:
-    """Layout of every output of the graph."""
+    """Return the layout of every output of the graph."""
     layouts = {}
     for use in problem.output_uses:
         s, v = strategy(use.consumer), problem.vertices[use.consumer]

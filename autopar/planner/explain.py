@@ -87,9 +87,9 @@ class Explanation:
 
 def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices: int = 8,
                  report: Callable[[str], None] = lambda text: None) -> Explanation:  # fmt: skip
-    """Explains what the glob `pattern` matches: parameters, ops by their node's name, or everything in modules. At most
-    so many `choices`, with so many `alternatives` each. `report` is told what is being tried. Raises StrategyError if
-    nothing matches."""
+    """Explain what the glob `pattern` matches: parameters, ops by their node's name, or everything in modules. Explain
+    at most so many `choices`, with so many `alternatives` each. `report` is told what is being tried. Raise
+    StrategyError if nothing matches."""
     classes = _matched(planned, pattern)
     explainer = _Explainer(planned, classes[:choices], alternatives, report)
     e = planned.evaluation
@@ -100,8 +100,9 @@ def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices:
 
 
 def runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
-    """By name of a parameter or input, the layout that would be next best, and about the seconds of a step that it
-    costs at least, where memory is short with the price of its bytes: from bounds alone, without a search."""
+    """Return by name of a parameter or input the layout that would be next best, and about the seconds of a step that
+    it costs at least, where memory is short with the price of its bytes. Both come from bounds alone, without a
+    search."""
     problem = planned.problem
     classes = [cls for cls in problem.classes if problem.vertices[cls].kind in ("parameter", "input")]
     ranks, result = _Explainer(planned, classes, 0).ranks(), {}
@@ -120,8 +121,8 @@ def runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 
 def _matched(planned: Planned, pattern: str) -> list[int]:
-    """Classes that the pattern names, in graph order. What a module matches leaves views out: nobody decides about
-    those."""
+    """Return the classes whose names the pattern matches, or else those in modules that it matches, in graph order.
+    Views in a module are left out: nobody decides about those. Raise StrategyError if nothing matches."""
     by_name, by_module, names = {}, {}, {}
     for v in planned.problem.vertices:
         if v.kind not in ("op", "parameter", "input"):
@@ -143,7 +144,7 @@ def _matched(planned: Planned, pattern: str) -> list[int]:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """What to write instead of a pattern that matches none of the names, which are in graph order."""
+    """Say what to write instead of a pattern that matches none of the names, which are in graph order."""
     word = pattern.strip("*")
     if word and any(word in name for name in names):
         return f"the pattern is for whole names: write '*{word}*'"
@@ -156,7 +157,8 @@ def _name(v: Vertex) -> str:
 
 
 def strategy_text(kind: str, strategy: Strategy) -> str:
-    """A parameter's layout, or `what an op reads -> what it makes`, equal neighbours once."""
+    """Return the text of a strategy: of a parameter its layout, of an op `what it reads -> what it makes`, equal
+    neighbours once."""
     made = " | ".join(dict.fromkeys(x.text() for x in strategy.outputs))
     if kind != "op":
         return made + " on the host" * strategy.on_host
@@ -176,6 +178,8 @@ class _Explainer:
         self.roomy = self._without_limit()
 
     def choices(self) -> Iterator[Choice]:
+        """Iterate over the decisions of the classes, each with its alternatives, the fastest first and those that do
+        not fit last."""
         rank = self.ranks()
         for cls in self.classes:
             v, options = self.problem.vertices[cls], self.problem.classes[cls]
@@ -198,7 +202,7 @@ class _Explainer:
             )  # fmt: skip
 
     def _solver(self, limit_bytes: float) -> Solver:
-        """A search of its own, which starts from the chosen plan and leaves the finished search as it is."""
+        """Make another solver, which starts from the chosen plan and leaves the finished search as it is."""
         search = self.planned.options.search
         search = replace(search, gap=max(search.gap, BASELINE_GAP), rounds=ROUNDS, largest_program=0)
         solver = Solver(self.problem, self.planned.pricer, limit_bytes, search)
@@ -206,15 +210,16 @@ class _Explainer:
         return solver
 
     def _without_limit(self) -> Outcome | None:
-        """The fastest plan if memory were no matter, where that plan needs more than there is."""
+        """Return the plan that would be the fastest if memory were no matter, or None unless it is faster than the
+        chosen one and needs more memory than there is."""
         limit = self.planned.solver.limit_bytes
         found = self._solver(limit * FAR_MORE).solve(self.restriction, self.pins)
         is_faster = found.evaluation.seconds < self.evaluation.seconds * (1 - 1e-6)
         return found if is_faster and found.evaluation.bytes_ > limit else None
 
     def ranks(self) -> dict[int, np.ndarray]:
-        """By class and strategy, about what a plan with it costs more than the best; infinite for those not to be
-        tried."""
+        """Return by class and strategy about how much more a plan with it costs than the best; it is infinite for
+        strategies that are not to be tried."""
         free = dict(self.allowed)
         for cls in self.classes:
             if free[cls].sum() == 1 or self._pins(cls):  # a pin or a recipe decided: the alternatives are outside of it
@@ -254,11 +259,11 @@ class _Explainer:
         )  # fmt: skip
 
     def _parts(self, cls: int, e: Evaluation) -> tuple[float, float, float]:
-        """Seconds of compute, of communication at a class, and of all communication."""
+        """Return the seconds of compute, of communication at a class, and of all communication."""
         return e.compute_seconds + e.recompute_seconds + e.offload_seconds, self._here(cls, e), e.communication_seconds
 
     def _here(self, cls: int, e: Evaluation) -> float:
-        """Seconds of communication of the tensors that the members of a class make or read."""
+        """Return the seconds of communication of the tensors that the members of a class make or read."""
         members = set(self.problem.classes[cls].members)
         return sum(
             t.seconds * t.copies
@@ -267,7 +272,7 @@ class _Explainer:
         )
 
     def _binding(self, cls: int, taken: Counter) -> str:
-        """What keeps a choice from being another."""
+        """Say what keeps a choice from being another."""
         v, options = self.problem.vertices[cls], self.problem.classes[cls]
         if pins := self._pins(cls):
             return f"pinned by {' and '.join(pins)}"

@@ -76,8 +76,8 @@ class PipelineExplanation:
 
 def explain_pipeline(planned: PipelinePlanned, pattern: str | None = None, alternatives: int = 6,
                      report: Report = lambda text: None) -> PipelineExplanation:  # fmt: skip
-    """Explains the pipeline, and with a glob `pattern` also what it matches inside of the stages (planner/explain.py).
-    Raises StrategyError if it matches nothing."""
+    """Explain the pipeline, and with a glob `pattern` also what it matches inside of the stages (planner/explain.py).
+    Raise StrategyError if it matches nothing."""
     inside = explain_plan(planned.inner, pattern, alternatives, report=report) if pattern else None
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
@@ -88,6 +88,7 @@ def explain_pipeline(planned: PipelinePlanned, pattern: str | None = None, alter
 
 
 def ranks_of(judged: Judged) -> Iterator[RankCost]:
+    """Iterate over what each rank along the pipeline's axis does in a step."""
     played, step = judged.played, judged.step_seconds
     for rank, order in enumerate(played.schedule.orders):
         seconds = {False: 0.0, True: 0.0}
@@ -108,6 +109,7 @@ class _Pricing:
         self.options: PlanOptions = replace(inner, within=None, micro_batches=1, memory_bytes=self.limit, refuses=False)
 
     def priced(self, text: str, judged: Judged) -> Priced:
+        """Return the price of a judged pipeline, which `text` describes."""
         ranks, step = judged.pipeline.ranks, judged.step_seconds
         works, reduces = sum(judged.played.busy) / ranks, sum(judged.once_seconds) / ranks
         return Priced(
@@ -115,10 +117,12 @@ class _Pricing:
         )
 
     def itself(self, text: str) -> Priced:
+        """Return the price of the chosen pipeline, marked as chosen."""
         return replace(self.priced(text, self.planned.judged), chosen=True)
 
     def micro_batches(self) -> list[Priced]:
-        """In order of their number."""
+        """Price the numbers of micro-batches that were tried with the chosen schedule, and half and twice the chosen
+        one, in order of their number."""
         p, samples = self.chosen, self.planned.plan.samples
         best: dict[int, Judged] = {}
         for judged in sorted(self.planned.tried, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
@@ -144,7 +148,8 @@ class _Pricing:
         return self.priced(text, again.judged)
 
     def schedules(self) -> list[Priced]:
-        """The fastest first."""
+        """Price every schedule with its best cut, those that fit first, the fastest first, and those that are
+        impossible last."""
         p, found, impossible = self.chosen, [self.itself(_schedule(self.chosen))], []
         for name, kind in KINDS.items():
             v = kind.chunks or max(2, p.stages_per_rank)
@@ -158,7 +163,7 @@ class _Pricing:
         return sorted(found, key=lambda one: (not one.fits, one.step_seconds)) + impossible
 
     def cuts(self) -> tuple[list[Priced], int]:
-        """The chosen cut, an even one, and each border moved; and how many borders are left out."""
+        """Price the chosen cut, an even one, and each border moved; and return how many borders are left out."""
         p, best = self.chosen, self.planned.best
         _, pieces, _ = best.search.prepared(best.base)
         found, places = [self.itself("as chosen")], [*pieces.starts]

@@ -13,6 +13,8 @@ from .explain_text import explain_text
 
 
 def explain_pipeline_text(e: PipelineExplanation) -> str:
+    """Return the text of an explanation: what each rank does, then a table each of micro-batches, schedules and
+    cuts."""
     p = e.plan.pipeline
     lines = [
         f"pipeline of {e.plan.model} on mesh {e.plan.mesh}: step {ms(e.plan.step_seconds)}, peak "
@@ -33,7 +35,7 @@ def explain_pipeline_text(e: PipelineExplanation) -> str:
 
 
 def inside_lines(plan: Plan) -> list[str]:
-    """What the seconds of an explanation inside of stages are of."""
+    """Say what the seconds of an explanation inside of stages are of."""
     p = plan.pipeline
     return [f"inside of the stages: seconds of one of {p.micro_batches} micro-batches through all stages, as if one "
             f"rank along {p.axis} had them all; a rank has 1/{p.ranks} of it"]  # fmt: skip
@@ -58,14 +60,15 @@ def _ranks(e: PipelineExplanation) -> list[str]:
 
 
 def priced_lines(title: str, priced: Sequence[Priced]) -> list[str]:
-    """A table, the planned one marked with a star, with what each takes by the planned one's seconds."""
+    """Return a table in which a star marks the planned one, with each step over the planned one's, and then the notes
+    of those that have no price."""
     header, rows = priced_table(priced)
     notes = [f"  {one.text}: {one.note}" for one in priced if one.note]
     return table([title, *header], rows) + notes
 
 
 def priced_table(priced: Sequence[Priced]) -> tuple[list[str], list[list[str]]]:
-    """(header without the first column, rows) of those that have a price."""
+    """Return (header without the first column, rows) of those that have a price."""
     shown = [one for one in priced if not one.note]
     base = next(one.step_seconds for one in shown if one.chosen)
     unit, bytes_ = byte_column([one.peak_bytes for one in shown])
@@ -79,6 +82,7 @@ def priced_table(priced: Sequence[Priced]) -> tuple[list[str], list[list[str]]]:
 
 
 def against(one: Priced, base: float) -> str:
+    """Return as text how many times as long as `base` a step takes, or that it does not fit."""
     if not one.fits:
         return "does not fit"
     return f"{one.step_seconds / base:.2f}x" if base else "-"

@@ -7,7 +7,7 @@ from .explain import Choice, Explanation
 
 
 def explain_text(e: Explanation) -> str:
-    """A heading, then a paragraph and a table a choice."""
+    """Return the text of an explanation: a heading, then a paragraph and a table for each choice."""
     lines = [
         f"{e.pattern} of {e.model} on mesh {e.mesh}: step {ms(e.step_seconds)}, peak {size(e.peak_bytes)} a device"
     ]
@@ -48,7 +48,7 @@ def _choice(e: Explanation, c: Choice) -> list[str]:
 
 
 def _signed(values: list[float]) -> list[str]:
-    """Differences with the same number of decimals; `-` for none, `<0.001` for one too small to show."""
+    """Format differences with the same number of decimals; `-` stands for none, `<0.001` for one too small to show."""
     digits = decimals(max(map(abs, values), default=0.0))
     least = 10.0**-digits
 

@@ -19,7 +19,7 @@ LEVELS = (AUTO, NONE, SELECTIVE, FULL)
 
 
 def check(level: object) -> None:
-    """Raises StrategyError for an unknown level."""
+    """Raise StrategyError for an unknown level."""
     if level not in LEVELS:
         raise StrategyError(f"no recomputation {level!r} is known", fix=f"use one of {', '.join(LEVELS)}")
 
@@ -27,9 +27,9 @@ def check(level: object) -> None:
 def fastest(
     solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str], level: str = AUTO, refuses: bool = True
 ) -> tuple[Solver, Outcome]:
-    """The fastest plan with every block at a level, or with as much recomputation as the memory demands ("auto"), and
-    who found it. Raises MemoryInfeasibleError for what does not fit, unless it `refuses` nothing: then the plan is the
-    one that misses least by recomputing all."""
+    """Return the fastest plan with every block at a level, or with as much recomputation as the memory demands
+    ("auto"), and the solver that found it. Raise MemoryInfeasibleError if none fits, unless `refuses` is False: then
+    return the plan that misses least, which under "auto" recomputes all."""
     if level == AUTO:
         try:
             return accumulation.fastest(solvers, restriction, pins)
@@ -49,7 +49,7 @@ def fastest(
 
 
 def at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
-    """The same decisions with every block at a level."""
+    """Return the same decisions with every block at a level."""
     evaluation = (
         outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
     )

@@ -37,8 +37,8 @@ ROUGH_GAP = 2e-2  # of the search that says which mesh is best
 
 
 def candidates(devices: int, node: int, batch: int, axes: int = 2) -> list[Mesh]:
-    """Meshes of up to two axes, or of three, over nodes of so many devices. The outermost axis divides a batch of
-    several samples; one sample is cut along its sequence, and the mesh has no dp."""
+    """Return the meshes of up to two axes, or of three, over nodes of so many devices. The outermost axis divides a
+    batch of several samples; one sample is cut along its sequence, and the mesh has no dp."""
     names = ("dp", "cp", "tp") if batch > 1 else ("cp", "sp", "tp")
     inner = [t for t in range(2, node + 1) if node % t == 0 and devices % t == 0 and t < devices]
     if axes == 3:
@@ -50,7 +50,7 @@ def candidates(devices: int, node: int, batch: int, axes: int = 2) -> list[Mesh]
 
 
 def refines(mesh: Mesh, coarse: Mesh) -> bool:
-    """Whether neighbouring axes of a mesh of three make those of a coarser one."""
+    """Return whether neighbouring axes of a mesh of three make those of a coarser one."""
     a, b, c = mesh.sizes
     return coarse.sizes in ((a * b, c), (a, b * c), (a * b * c,))
 
@@ -67,6 +67,7 @@ class _Try:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of a pass under its plan, infinite while it has none."""
         return self.planned.evaluation.seconds if self.planned else math.inf
 
 
@@ -82,17 +83,18 @@ class _Tour:
 
     @property
     def refusal(self) -> AutoparError | None:
-        """Of the mesh on which least memory is missing; if all failed otherwise, of the last one; None if none
-        failed."""
+        """Return the refusal of the mesh that lacks least memory; if all failed otherwise, that of the last one; None
+        if none failed."""
         missing = [e for e in self.refusals if isinstance(e, MemoryInfeasibleError)]
         return min(missing, key=lambda e: e.missing_bytes, default=self.refusals[-1] if self.refusals else None)
 
     @property
     def best(self) -> _Try | None:
+        """Return the try with the fastest plan, None if there is no plan yet."""
         return min((t for t in self.tries if t.planned), key=lambda t: t.seconds, default=None)
 
     def visit(self, meshes: list[Mesh], most: int) -> None:
-        """Bound all, then search the `most` promising ones."""
+        """Bound all meshes, then search the `most` promising ones."""
         bounded = [t for mesh in meshes for t in self._bounded(mesh)]
         self.tries += bounded
         for i, one in enumerate(sorted(bounded, key=lambda t: t.bound)):
@@ -149,10 +151,10 @@ def search(
     captured: Captured, devices: int, options: plan.PlanOptions, model: str = "model",
     report: Callable[[str], None] = lambda t: None,
 ) -> plan.Planned:  # fmt: skip
-    """The best plan over all meshes that are tried, which its `meshes` list. Raises InputError for a batch that no mesh
-    divides, else what planning raises, of the mesh that misses least memory, if there is no plan for any; BeyondCutoff,
-    with the meshes that were `tried`, if none takes less than the search's cutoff, as far as meshes of two axes
-    tell."""
+    """Return the best plan over all meshes that are tried, which its `meshes` list. Raise InputError for a batch that
+    no mesh divides; if there is no plan for any, what planning raises, of the mesh that misses least memory;
+    BeyondCutoff, with the meshes that were `tried`, if none takes less than the search's cutoff, as far as meshes of
+    two axes tell."""
     node, batch = options.hardware.links[0].devices or devices, _batch(captured)
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
@@ -188,7 +190,7 @@ def _all_told(tour: _Tour, micro_batches: int) -> tuple[MeshTried, ...]:
 
 
 def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
-    """Seconds that no plan of the problem undercuts, whatever memory it takes."""
+    """Return seconds that no plan of the problem undercuts, whatever memory it takes."""
     dual = Dual(solver.problem, solver.hubs, solver.allowed(restriction, pins), solver.free, restriction.keep)
     for _ in range(SWEEPS):
         dual.sweep(True)
@@ -201,7 +203,7 @@ def _order(one: _Try) -> tuple:
 
 
 def _told(one: _Try, micro_batches: int) -> MeshTried:
-    """Seconds of a step."""
+    """Return how a mesh fared, in seconds of a step."""
     bound = one.bound * micro_batches
     if one.planned is None:
         return MeshTried(str(one.mesh), bound, None, None, None, one.note)
@@ -210,7 +212,7 @@ def _told(one: _Try, micro_batches: int) -> MeshTried:
 
 
 def _batch(captured: Captured) -> int:
-    """Samples of one pass, 1 if the model has no input with dims."""
+    """Return the samples of one pass, 1 if the model has no input with dims."""
     nodes = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"]
     return next((int(n.meta["val"].shape[0]) for n in nodes if n.meta["val"].dim()), 1)
 

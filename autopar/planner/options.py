@@ -29,8 +29,8 @@ _UNITS = {
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
              micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
-    """The arguments of `autopar.plan` and `compile`, checked as far as they can be without a model. Raises
-    StrategyError, HardwareError."""
+    """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
+    Raise StrategyError or HardwareError for what cannot be right."""
     for what, value in (
         ("optimizer", optimizer),
         ("precision", precision),
@@ -75,6 +75,8 @@ def _default_hardware(mesh) -> str:
 
 
 def bytes_of_text(memory: float | str | None) -> float | None:
+    """Return a memory limit in bytes, from a number or from text such as "40GiB"; None stays None. Raise StrategyError
+    for anything else."""
     if memory is None:
         return None
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*)\s*", str(memory))

@@ -72,14 +72,14 @@ class PlanOptions:
     beside: fx.Graph | None = None
 
     def around(self, mesh: Mesh) -> Mesh:
-        """The mesh on which the distances between the devices of a planned mesh are measured."""
+        """Return the mesh on which the distances between the devices of a planned mesh are measured."""
         if self.within is None:
             return mesh
         alone = [name for name in mesh.names if name not in self.within.names]  # of a stage that is one device
         return Mesh((*self.within.names, *alone), (*self.within.sizes, *map(mesh.size, alone)))
 
     def check(self, mesh: Mesh) -> None:
-        """Raises StrategyError or MeshError for what can be known to be wrong before the model is traced."""
+        """Raise StrategyError or MeshError for what can be known to be wrong before the model is traced."""
         Restriction.of(self.strategy, mesh)
         compute_dtype(self.precision)
         passes.check(self.micro_batches)
@@ -117,25 +117,26 @@ class Planned:
 
     @cached_property
     def whole(self) -> tuple[Problem, Evaluation]:
-        """The problem and the plan with every block of the model, which timelines and traces are about."""
+        """Return the problem and the plan with every block of the model, which timelines and traces are about."""
         return self.written or whole_of(self.problem, self.evaluation)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The chosen plan played through with the hardware's overlap."""
+        """Play the chosen plan through with the hardware's overlap."""
         return self.played(self.options.hardware.overlap_slowdown)
 
     def played(self, slowdown: float) -> Timeline:
-        """The same with another slowdown of compute beside a collective."""
+        """Play the chosen plan through with another slowdown of compute beside a collective."""
         return simulate(*self.whole, slowdown)
 
     @cached_property
     def live_bytes(self) -> LiveBytes:
-        """The memory of a device over the step."""
+        """Return the memory of a device over the step."""
         return live_bytes(*self.whole, self.pricer)
 
     @cached_property
     def plan(self) -> Plan:
+        """Describe the finished search as a Plan."""
         from .describe import describe_plan
 
         return describe_plan(self)
@@ -143,7 +144,7 @@ class Planned:
 
 def make_plan(captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model",
               report: Callable[[str], None] = lambda t: None) -> Plan:  # fmt: skip
-    """Raises UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
+    """Plan a captured graph on a mesh. Raise UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
     return search(captured, mesh, options, model, report).plan
 
 
@@ -156,8 +157,8 @@ def search(
     report: Callable[[str], None] = lambda t: None,
     solvers: list[Solver] | None = None,
 ) -> Planned:
-    """The best plan of a captured graph, with the search that found it; `solvers`: what `solvers_of` gave, if it was
-    called before. Raises as `make_plan` does."""
+    """Find the best plan of a captured graph and return it with the search that found it; `solvers`: what `solvers_of`
+    gave, if it was called before. Raise what `make_plan` raises."""
     options.check(mesh)
     start = time.perf_counter()
     restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
@@ -178,7 +179,7 @@ def search(
 def solvers_of(
     captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None
 ) -> list[Solver]:
-    """One for each way to reduce gradients, all of the same problem."""
+    """Return one solver for each way to reduce gradients, all of the same problem."""
     hardware, around = options.hardware, options.around(mesh)
     links, tiers = hardware.links_for(around), hardware.tiers_for(around)
     redistribute = Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second)
@@ -203,7 +204,8 @@ def solvers_of(
 
 
 def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
-    """What is said of ops without a rule: they run whole on every device."""
+    """Return what is said of ops without a rule, which run whole on every device. Raise UnsupportedOpError for them if
+    planning is `strict`."""
     if not problem.unruled:
         return ()
     lines = []
@@ -233,8 +235,8 @@ def _by_target(problem: Problem) -> dict[str, list[int]]:
 
 
 def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], options: PlanOptions) -> Outcome:
-    """The free plan, or an expert's if that fits and is faster by the same model (the search stops at a small gap).
-    What was asked for stays."""
+    """Return the free plan, or an expert's if that fits and is faster by the same model (the search stops at a small
+    gap). Keep a plan of which something was asked for."""
     if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != fixed_recompute.AUTO:
         return chosen
     for name, other in others.items():

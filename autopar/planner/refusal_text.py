@@ -8,7 +8,7 @@ from ..utils.format import byte_column, column, size, table
 
 
 def refusal_text(error: MemoryInfeasibleError) -> str:
-    """The message, the memory of the smallest plan, and the changes that were planned, cheapest first, as on the
+    """Return the message, the memory of the smallest plan, and the changes that were planned, cheapest first, as on the
     command line."""
     sections = [
         [error.message if error.fixes else f"{error.message}; fix: {error.fix}"],

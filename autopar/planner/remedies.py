@@ -59,7 +59,7 @@ class Fix:
 
     @property
     def device_seconds(self) -> float:
-        """What a step costs, in seconds of one device."""
+        """Return what a step costs, in seconds of one device, infinite if the plan does not fit."""
         return math.inf if self.step_seconds is None else self.step_seconds * self.devices
 
     def __str__(self) -> str:
@@ -92,6 +92,8 @@ class Request:
 
     def change(self, argument: str, option: str, mesh: Mesh | None = None,
                captured: Callable[[], Captured] | None = None, **options) -> _Change:  # fmt: skip
+        """Return a change of what was asked for: another mesh, another capture of the model or other `options` of
+        planning."""
         options = replace(self.options, baselines=False, search=SEARCH, **options)
         return _Change(argument, option, mesh or self.mesh, options, captured or (lambda: self.captured))
 
@@ -99,8 +101,8 @@ class Request:
 def with_fixes(
     error: MemoryInfeasibleError, request: Request, report: Callable[[str], None] = lambda text: None
 ) -> MemoryInfeasibleError:
-    """The refusal of a request with what would fit instead, cheapest first, and after that what would not, nearest
-    first."""
+    """Return the refusal of a request with what would fit instead, cheapest first, and after that what would not,
+    nearest first."""
     found: dict[str, Fix] = {}
     for changes in (_changes, _further_changes):  # the second only if nothing fits yet
         for kind, steps in changes(error, request):
@@ -121,7 +123,7 @@ def with_fixes(
 
 
 def _tried(change: _Change) -> Fix | None:
-    """None for what cannot be planned for another reason than memory."""
+    """Plan a change and return what it leads to, None if it cannot be planned for another reason than memory."""
     try:
         planned = _planned(change)
     except MemoryInfeasibleError as error:
@@ -134,7 +136,7 @@ def _tried(change: _Change) -> Fix | None:
 
 
 def _planned(change: _Change) -> plan.Planned:
-    """The search that a change asks for, if its smallest plan fits. Raises AutoparError."""
+    """Search the plan that a change asks for, if its smallest plan fits. Raise AutoparError if there is none."""
     captured, mesh, options = change.captured(), change.mesh, change.options
     options.check(mesh)
     solvers = plan.solvers_of(captured, mesh, options)
@@ -147,7 +149,7 @@ def _planned(change: _Change) -> plan.Planned:
 
 
 def _changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[str, Iterator[_Change]]]:
-    """Kinds of change, each as steps of which a later one gains more memory."""
+    """Iterate over kinds of change, each as steps of which a later one gains more memory."""
     yield "recomputation", _recomputation(request)
     yield "strategy", _free_strategy(request)
     yield "stage", _higher_stages(request)
@@ -164,7 +166,7 @@ def _further_changes(error: MemoryInfeasibleError, request: Request) -> Iterator
 def _larger_changes(
     error: MemoryInfeasibleError, request: Request, times: int
 ) -> Iterator[tuple[str, Iterator[_Change]]]:
-    """Changes by a number, `times` as large as the smallest plan seems to need."""
+    """Iterate over changes by a number, `times` as large as the smallest plan seems to need."""
     for axis in request.mesh.names:
         yield axis, _larger_axis(error, request, axis, times)
     yield "micro-batches", _micro_batches(error, request, times)
@@ -181,7 +183,7 @@ def _free_strategy(request: Request) -> Iterator[_Change]:
 
 
 def _higher_stages(request: Request) -> Iterator[_Change]:
-    """Higher stages of ZeRO; of a tensor-parallel strategy on its data axes."""
+    """Iterate over the higher stages of ZeRO; with a tensor-parallel strategy they are for its data axes."""
     name = ALIASES.get(request.options.strategy, request.options.strategy) or ""
     tensor, plus, data = name.rpartition("+")
     if data in RECIPES and not RECIPES[data].data:
@@ -205,7 +207,8 @@ def _larger_axis(error: MemoryInfeasibleError, request: Request, axis: str, time
 
 
 def _micro_batches(error: MemoryInfeasibleError, request: Request, times: int) -> Iterator[_Change]:
-    """None if what does not shrink with the samples has no room."""
+    """Yield as many more micro-batches as seem to be needed; yield nothing if what does not shrink with the samples has
+    no room, or if the samples cannot be divided so."""
     shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, AGAIN, PASSING))
     room = shrinking - error.missing_bytes
     factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
@@ -214,7 +217,7 @@ def _micro_batches(error: MemoryInfeasibleError, request: Request, times: int) -
 
 
 def _together(request: Request) -> Iterator[_Change]:
-    """A free strategy and recomputation with some micro-batches, and with as many as there can be."""
+    """Yield a free strategy and recomputation with some micro-batches, then with as many as there can be."""
     possible = _divisions(request)
     for factor in dict.fromkeys((possible[len(possible) // 2], possible[-1]) if possible else ()):
         yield _passes(
@@ -224,14 +227,15 @@ def _together(request: Request) -> Iterator[_Change]:
 
 
 def _divisions(request: Request) -> list[int]:
-    """Powers of two that divide the samples and leave the first axis as many as it divides, if it divides them now."""
+    """Return the powers of two that divide the samples and leave a number that the first axis divides, if it divides
+    them now."""
     samples, ways = request.samples, request.mesh.sizes[0]
     powers = (2**i for i in range(1, samples.bit_length()))
     return [k for k in powers if samples % k == 0 and (samples % ways or samples // k % ways == 0)]
 
 
 def _passes(request: Request, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
-    """So many times as many passes of as much smaller samples."""
+    """Return the change to `factor` times as many passes with as many times fewer samples each."""
     passes, samples = request.options.micro_batches * factor, request.samples // factor
     return request.change(
         f"{arguments}micro_batches={passes} of {samples} samples", f"{flags}--micro-batches {passes}",

@@ -42,7 +42,7 @@ def _cuts(layout: Layout, axis: str) -> bool:
 
 
 def axis_lines(plan: Plan) -> list[str]:
-    """A line for every axis that carries nothing, and for every one whose name says what it does not carry."""
+    """Return a line for every axis that carries nothing, and for every one whose name says what it does not carry."""
     lines = []
     for axis, kinds in carried(plan).items():
         if not kinds:
@@ -53,7 +53,7 @@ def axis_lines(plan: Plan) -> list[str]:
 
 
 def check_axes(plan: Plan, strict: bool) -> None:
-    """Raises StrategyError, if `strict`, for a plan in which an axis carries nothing."""
+    """Raise StrategyError, if `strict`, for a plan in which an axis carries nothing."""
     idle = [axis for axis, kinds in carried(plan).items() if not kinds] if strict else []
     if idle:
         others = ",".join(f"{name}={size}" for name, size in plan.mesh.axis_sizes.items() if name not in idle)

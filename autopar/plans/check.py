@@ -19,7 +19,7 @@ from .sharding import NodeSharding, Sharding
 
 
 def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
-    """Raises PlanIncompatible naming the first node whose decision its rule does not offer, or that the graph does not
+    """Raise PlanIncompatible naming the first node whose decision its rule does not offer, or that the graph does not
     have."""
     mesh = sharding.mesh
     nodes = {n.name: n for n in graph.nodes}
@@ -54,7 +54,8 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
 
 
 def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
-    """An op is promised partial terms only of a value that is made as such: no collective splits a sum again."""
+    """Raise PlanIncompatible if an op is promised partial terms of a value that is not made as such: no collective
+    splits a sum again."""
     for node in graph.nodes:
         decision = sharding.nodes.get(node.name) if is_op(node) else None
         for argument, wanted in zip(tensor_arguments(node), decision.inputs if decision else ()):
@@ -69,7 +70,8 @@ def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
 
 
 def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
-    """Every output has a layout that a DTensor can have; gradients and new values that of what they belong to."""
+    """Raise PlanIncompatible unless every output has a layout that a DTensor can have, gradients and new values that of
+    what they belong to."""
     output = output_node(graph)
     values, roles = output.args[0], output.meta["roles"]
     if len(sharding.outputs) != len(values):
@@ -107,8 +109,8 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
 
 
 def _fits(layout: Layout, shape, mesh: Mesh) -> bool:
-    """Whether a tensor that enters or leaves the graph can have a layout: DTensors cut unevenly only in the mesh's
-    order."""
+    """Return whether a tensor that enters or leaves the graph can have a layout: DTensors cut unevenly only in the
+    mesh's order."""
     if layout.partial or len(layout.dims) != len(shape) or not is_legal(shape, layout, mesh):
         return False
     in_order = all(list(axes) == sorted(axes, key=mesh.names.index) for axes in layout.dims)

@@ -12,8 +12,8 @@ from .text import waiting_seconds
 
 
 def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
-    """Costs, memory by kind and collectives of the plans under their `names`; a second line a kind where plans differ
-    in it."""
+    """Return a table of what the plans are made for, their costs, memory by kind and collectives, one column a plan
+    under its name of `names`."""
     sections = [_made_for(plans), _costs(plans), _memory(plans), _collectives(plans)]
     titles = ["", "ms", _memory_unit(plans), f"collectives: count, {_wire_unit(plans)} sent"]
     rows = [[title, *cells] for title, cells in sections[0]]
@@ -50,14 +50,14 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
 
 
 def _stage(plan: Plan, i: int) -> str:
-    """What a stage holds, and on which rank."""
+    """Return what a stage holds, and on which rank."""
     if plan.pipeline is None or i >= len(plan.pipeline.costs):
         return "-"
     return f"{plan.pipeline.costs[i].name}, rank {plan.pipeline.orders.rank_of_stage[i]}"
 
 
 def _recomputed(plan: Plan) -> str:
-    """How many blocks compute all again, and how many of them some: "12 and 68 in part"."""
+    """Return how many blocks compute all again, and how many of them some, as "12 and 68 in part"."""
     some = f"{len(plan.recomputed_selectively)} in part" if plan.recomputed_selectively else ""
     return " and ".join(filter(None, (str(len(plan.recomputed) or ""), some))) or "-"
 
@@ -108,7 +108,7 @@ def _collectives(plans: Sequence[Plan]) -> Rows:
 
 
 def _aligned(values: dict[str, list[float]], show: Callable[[list[float]], list[str]], width: int) -> Rows:
-    """Rows of numbers with one number of decimals for all; those that are nothing everywhere are left out."""
+    """Return rows of numbers with one number of decimals for all; those that are nothing everywhere are left out."""
     kept = {label: row for label, row in values.items() if any(row)}
     cells = show([v for row in kept.values() for v in row])
     return [(label, cells[i * width : (i + 1) * width]) for i, label in enumerate(kept)]

@@ -13,7 +13,7 @@ from .text import in_tree_order, waiting_seconds
 
 
 def diff_text(a: Plan, b: Plan) -> str:
-    """`what: before -> after`, in sections; empty if nothing differs."""
+    """Return lines of `what: before -> after`, in sections; the text is empty if nothing differs."""
     sections = {
         "made for": _pairs(_made_for(a), _made_for(b)),
         "pipeline": _pairs(_pipeline(a), _pipeline(b)),
@@ -53,7 +53,7 @@ def _costs(plan: Plan) -> dict[str, str]:
 
 
 def _pipeline(plan: Plan) -> dict[str, str]:
-    """The schedule, and for each stage where it runs, what it holds and how long a micro-batch takes there."""
+    """Return the schedule, and for each stage where it runs, what it holds and how long a micro-batch takes there."""
     p = plan.pipeline
     if p is None:
         return {}
@@ -82,7 +82,7 @@ def _activations(plan: Plan) -> dict[str, str]:
 
 
 def _ops(a: Plan, b: Plan) -> list[str]:
-    """How many ops are cut otherwise: there are too many to list."""
+    """Return a line that says how many ops are cut otherwise: there are too many to list."""
     before, after = a.sharding.nodes, b.sharding.nodes
     changed = sum(before.get(name) != after.get(name) for name in {*before, *after})
     return [f"{changed} of {len({*before, *after})} ops are sharded otherwise"] if changed else []
@@ -100,8 +100,8 @@ def _pairs(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 def _folded(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    """Differences by name, where names that differ in their numbers alone and change alike are one line: `h.*.mlp
-    (x12)`."""
+    """Return differences by name, where names that differ in their numbers alone and change alike are one line:
+    `h.*.mlp (x12)`."""
     found: dict[tuple[str, str], int] = defaultdict(int)
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):

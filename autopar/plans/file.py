@@ -29,14 +29,14 @@ MEMORY_KINDS = (  # in the order of the plan's text
 
 
 def write(path: str | Path, data: dict, key: str | bytes | None = None) -> None:
-    """Writes a plan's data, hashed; with `key` also signed (HMAC-SHA256)."""
+    """Write a plan's data, which holds its hash; with `key` also sign it (HMAC-SHA256)."""
     if key is not None:
         data = data | {"signature": signature(data, key)}
     Path(path).write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def read(path: str | Path, key: str | bytes | None = None) -> dict:
-    """The data of a plan file. Raises PlanFormatError, or PlanTampered if hash or signature do not fit."""
+    """Return the data of a plan file. Raise PlanFormatError, or PlanTampered if hash or signature do not fit."""
     try:
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
@@ -58,7 +58,8 @@ _DEEPER = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def parse(text: str) -> object:
-    """JSON without duplicate keys and without numbers that are infinite or huge. Raises ValueError."""
+    """Parse JSON. Raise ValueError for anything else, for duplicate keys, for infinite or huge numbers, and for what is
+    nested too deep."""
     depth = 0
     for token in _TOKEN.finditer(text):
         depth += _DEEPER.get(token[0], 0)
@@ -74,7 +75,7 @@ def parse(text: str) -> object:
 
 
 def check(data: object, name: str, key: str | bytes | None = None) -> None:
-    """Raises PlanFormatError if `data` is not a plan of this version, PlanTampered if it was changed or not signed with
+    """Raise PlanFormatError if `data` is not a plan of this version, PlanTampered if it was changed or not signed with
     `key`."""
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int or version != VERSION:
@@ -95,11 +96,12 @@ def check(data: object, name: str, key: str | bytes | None = None) -> None:
 
 
 def content_hash(data: dict) -> str:
-    """SHA-256 of everything but the hash itself, in canonical form."""
+    """Return the SHA-256 of everything but the hash itself and the signature, in canonical form."""
     return hashlib.sha256(_canonical(data)).hexdigest()
 
 
 def signature(data: dict, key: str | bytes) -> str:
+    """Return the HMAC-SHA256 by a key of everything but the hash and the signature, in canonical form."""
     return hmac.new(key.encode() if isinstance(key, str) else key, _canonical(data), hashlib.sha256).hexdigest()
 
 
@@ -239,7 +241,7 @@ SCHEMA = {
 
 
 def _mismatch(value: object, kind: object, where: str) -> str:
-    """What is wrong with a value, "" if nothing is."""
+    """Return what is wrong with a value, "" if nothing is."""
     if isinstance(kind, Callable):
         return "" if kind(value) else f"{where or 'it'} is not {kind.__doc__}"
     if isinstance(kind, Either):

@@ -22,7 +22,8 @@ ALONE = "device"  # the axis of a stage that is one device
 
 
 def sizes_of(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Samples of each of the micro-batches of a batch: equal ones, or the first ones with one more than the others."""
+    """Return the samples of each of the micro-batches of a batch: equal ones, or the first ones with one more than the
+    others."""
     least, more = divmod(samples, micro_batches)
     return (least + 1,) * more + (least,) * (micro_batches - more)
 
@@ -69,21 +70,21 @@ class Pipeline:
 
     @property
     def orders(self) -> Schedule:
-        """The actions of all ranks. Raises StrategyError for a schedule that there is not."""
+        """Return the actions of all ranks. Raise StrategyError for a schedule that there is not."""
         return _made(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What each micro-batch takes of the seconds of the largest: work is in proportion to samples."""
+        """Return what each micro-batch takes of the seconds of the largest: work is in proportion to samples."""
         sizes = sizes_of(self.samples, self.micro_batches) if self.samples else (1,) * self.micro_batches
         return tuple(size / sizes[0] for size in sizes)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Of a place along the axis."""
+        """Return the stages of a place along the axis."""
         return self.orders.stages_of(rank)
 
     def played(self) -> Played:
-        """The step as it is predicted."""
+        """Return the step as it is predicted."""
         c = self.costs
         return play(
             self.orders, [x.forward_seconds for x in c], [x.input_seconds for x in c], [x.weight_seconds for x in c],
@@ -97,20 +98,20 @@ def _made(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Sc
 
 
 def axis_of(mesh: Mesh) -> str | None:
-    """The pipeline's axis: the one that is named pp, if it has more than one device."""
+    """Return the pipeline's axis: the one that is named pp, if it has more than one device; else None."""
     return AXIS if AXIS in mesh.names and mesh.size(AXIS) > 1 else None
 
 
 def inside(mesh: Mesh, axis: str = AXIS) -> Mesh:
-    """The mesh of one stage: without the pipeline's axis, or one device if there is no other. Raises MeshError if it
-    has no such axis."""
+    """Return the mesh of one stage: without the pipeline's axis, or one device if there is no other. Raise MeshError if
+    it has no such axis."""
     mesh.size(axis)
     left = [(n, s) for n, s in zip(mesh.names, mesh.sizes) if n != axis] or [(ALONE, 1)]
     return Mesh(*map(tuple, zip(*left)))
 
 
 def rank_inside(mesh: Mesh, coordinate: Mapping[str, int]) -> int:
-    """The rank in the mesh of a stage of a device at `coordinate` of the whole one."""
+    """Return the rank, in the mesh of a stage, of a device at `coordinate` of the whole one."""
     rank = 0
     for name, size in zip(mesh.names, mesh.sizes):
         rank = rank * size + coordinate.get(name, 0)

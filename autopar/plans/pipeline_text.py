@@ -13,7 +13,7 @@ COLUMNS = 40
 
 
 def pipeline_line(plan: Plan) -> str:
-    """The schedule, how much of it is idle, and how even the stages are."""
+    """Return the schedule, how much of it is idle, and how even the stages are, in one line."""
     p = plan.pipeline
     sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, p.micro_batches)}, reverse=True))
     batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {sizes} samples"
@@ -25,13 +25,13 @@ def pipeline_line(plan: Plan) -> str:
 
 
 def balance(plan: Plan) -> float:
-    """Seconds of the slowest stage by those of the mean one."""
+    """Return the seconds of the slowest stage divided by those of the mean one."""
     times = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in plan.pipeline.costs]
     return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
 
 def pipeline_lines(plan: Plan) -> list[str]:
-    """The table of the stages, and the grid."""
+    """Return the table of the stages, and the grid of a small schedule."""
     p = plan.pipeline
     if p is None or not p.costs:
         return []

@@ -149,7 +149,7 @@ class Plan:
         return plan_text(self)
 
     def to_json(self) -> dict:
-        """Plain data, without the time that planning took, so equal plans are equal bytes."""
+        """Return plain data, without the time that planning took, so equal plans are equal bytes."""
         data = asdict(replace(self, sharding=None))
         data.pop("planning_seconds")
         data["mesh"] = str(self.mesh)
@@ -168,13 +168,14 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path, key: str | bytes | None = None) -> Plan:
-        """Raises PlanFormatError if the file is not a plan of this version, PlanTampered if it was changed after it was
-        written or, with a `key`, not signed by it. Nothing in the file is executed or imported."""
+        """Return the plan of a file. Raise PlanFormatError if the file is not a plan of this version, PlanTampered if
+        it was changed after it was written or, with a `key`, not signed by it. Nothing in the file is executed or
+        imported."""
         return Plan._of(file.read(path, key), str(path))
 
     @staticmethod
     def from_json(data: object, name: str = "plan") -> Plan:
-        """The inverse of `to_json`, with the errors of `load`."""
+        """Return the plan of what `to_json` returned. Raise the errors of `load`."""
         file.check(data, name)
         return Plan._of(data, name)
 
@@ -205,7 +206,7 @@ class Plan:
         return Plan(**fields)
 
     def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:
-        """Raises PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
+        """Raise PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
         graph does not allow."""
         if self.mesh != mesh:
             raise PlanIncompatible(
@@ -228,7 +229,7 @@ class Plan:
 
 
 def fingerprint(graph: fx.Graph) -> str:
-    """Hash of a joint graph: every node with its op, constants and global shapes."""
+    """Return the hash of a joint graph: every node with its op, constants and global shapes."""
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [(tuple(v.shape), str(v.dtype)) for v in values_of(node)]
@@ -238,6 +239,7 @@ def fingerprint(graph: fx.Graph) -> str:
 
 
 def leaf_and_op_names(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
+    """Return the leaves, the ops and the output of a graph, all as nodes."""
     leaves = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
     return leaves, [n for n in graph.nodes if is_op(n)], output_node(graph)
 
@@ -257,7 +259,7 @@ def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
 
 
 def _sharding_to_json(sharding: Sharding) -> dict:
-    """Layouts as text, each distinct one once: nodes refer to them by number."""
+    """Return a sharding as plain data, layouts as text, each distinct one once: nodes refer to them by number."""
     numbers: dict[Layout, int] = {}
 
     def number(layout: Layout | None) -> int | None:

@@ -51,5 +51,6 @@ class Sharding:
 
     @cached_property
     def redistributor(self) -> Redistributor:
-        """Finds the moves between layouts; the planner prices with the same links, so both see the same moves."""
+        """Return what finds the moves between layouts; the planner prices with the same links, so both see the same
+        moves."""
         return Redistributor(self.mesh, dict(self.links), self.memory_bytes_per_second)

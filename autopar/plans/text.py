@@ -14,15 +14,16 @@ MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """All of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload, alternatives,
-    meshes, warnings."""
+    """Return all of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload,
+    alternatives, meshes, warnings."""
     sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines,
                 _alternatives, _meshes, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
 def summary(plan: Plan) -> str:
-    """The result alone, in four lines."""
+    """Return the result alone: four lines, and more on axes, micro-batches and trained parameters where there is
+    something to say."""
     return "\n".join(_result(plan))
 
 
@@ -51,19 +52,20 @@ def _bound(plan: Plan) -> str:
 
 
 def pass_lines(plan: Plan) -> list[str]:
+    """Return a line on the micro-batches and how often gradients are reduced, none if a step has a single pass."""
     how = "once a step" if plan.reduces_once else "every pass"
     line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
     return [line] if plan.micro_batches > 1 else []
 
 
 def parts_of(plan: Plan) -> str:
-    """What the step's seconds are made of."""
+    """Return what the step's seconds are made of, as text."""
     text = " + ".join(f"{name} {ms(seconds)}" for name, seconds in _parts(plan).items() if seconds) or "nothing"
     return text + (f" - {ms(hidden)} of it hidden" if (hidden := hidden_seconds(plan)) else "")
 
 
 def hidden_seconds(plan: Plan) -> float:
-    """What the step's parts take more than the step, because they run beside each other; 0 for what is mere
+    """Return what the step's parts take more than the step, because they run beside each other; 0 for what is mere
     rounding."""
     hidden = sum(_parts(plan).values()) - plan.step_seconds
     return hidden if hidden > 1e-6 * plan.step_seconds else 0.0
@@ -80,7 +82,7 @@ def _parts(plan: Plan) -> dict[str, float]:
 
 
 def waiting_seconds(plan: Plan) -> float:
-    """What the mean rank of a pipeline waits in a step."""
+    """Return what the mean rank of a pipeline waits in a step."""
     busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
     return max(0.0, plan.step_seconds - busy) if plan.pipeline else 0.0
 
@@ -111,7 +113,8 @@ def _modules(plan: Plan) -> list[str]:
 
 
 def in_tree_order(regions: Sequence[Region]) -> list[Region]:
-    """Modules as they first appear, each followed by what is inside of it; what belongs to no module comes last."""
+    """Return modules as they first appear, each followed by what is inside of it; what belongs to no module comes
+    last."""
     first: dict[tuple[str, ...], int] = {}  # of every module, and of every module around one
     for position, region in enumerate(regions):
         names = region.name.split(".")
@@ -146,7 +149,8 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """(header without the first column, rows): by kind of memory the most ever, and what of it is there at the peak."""
+    """Return (header without the first column, rows): by kind of memory the most ever, and what of it is there at the
+    peak."""
     kinds = [k for k in MEMORY_KINDS if k in plan.memory]
     at_peak = [*(plan.at_peak.get(k, 0.0) for k in kinds), plan.peak_bytes]
     unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak])
@@ -159,12 +163,13 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def in_order(memory: dict[str, float]) -> dict[str, float]:
-    """Kinds of memory in the order that they are printed in."""
+    """Return the kinds of memory in the order that they are printed in."""
     known = [k for k in MEMORY_KINDS if k in memory] + sorted(set(memory) - set(MEMORY_KINDS))
     return {k: memory[k] for k in known}
 
 
 def recomputed_lines(plan: Plan) -> list[str]:
+    """Return lines on the blocks that the backward recomputes, in part or whole."""
     lines = []
     kinds = ", ".join(plan.recomputed_kinds[:MOST_KINDS]) + (", ..." if len(plan.recomputed_kinds) > MOST_KINDS else "")
     for what, blocks in ((f"{kinds} of ", plan.recomputed_selectively), ("", plan.recomputed)):
@@ -177,6 +182,7 @@ def recomputed_lines(plan: Plan) -> list[str]:
 
 
 def offloaded_lines(plan: Plan) -> list[str]:
+    """Return a line on what the plan keeps on the host, none if that is nothing."""
     o = plan.offloaded
     line = (
         f"on the host: {o.parameters} parameter{'s' if o.parameters > 1 else ''} with gradients and optimizer state, "
@@ -196,13 +202,14 @@ def _alternatives(plan: Plan) -> list[str]:
 
 
 def costed(plan: Plan) -> list[Alternative]:
-    """The plan and the alternatives that have a price."""
+    """Return the plan and the alternatives that have a price."""
     this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)
     return [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
 
 
 def alternatives_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
-    """(header without the first column, a row for each of `costed`); bytes in the unit that suits the plan's own."""
+    """Return (header without the first column, a row for each of `costed`); bytes are in the unit that suits the plan's
+    own."""
     shown = costed(plan)
     unit, scale = byte_unit(plan.peak_bytes)
     rows = zip(
@@ -222,7 +229,7 @@ def _meshes(plan: Plan) -> list[str]:
 
 
 def meshes_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
-    """(header, rows) of the meshes that were tried, best first."""
+    """Return (header, rows) of the meshes that were tried, best first."""
     unit, bytes_ = byte_column([m.peak_bytes for m in plan.meshes])
     rows = zip(
         [m.mesh for m in plan.meshes],

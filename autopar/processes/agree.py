@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 def everywhere(run: Callable[[], T]) -> T:
-    """What `run` returns on this rank. If it fails on some rank, every rank raises: its own error, else the first
-    rank's."""
+    """Return what `run` returns on this rank. If it fails on some rank, every rank raises: its own error, else the
+    first rank's."""
     result, error = None, None
     try:
         result = run()
@@ -41,12 +41,13 @@ def everywhere(run: Callable[[], T]) -> T:
 
 
 def from_all(make: Callable[[], T]) -> list[T]:
-    """What every rank makes, in order of rank. If it fails on some rank, every rank raises, as in `everywhere`."""
+    """Return what every rank makes, in order of rank. If it fails on some rank, every rank raises, as in
+    `everywhere`."""
     return _gather(everywhere(make))
 
 
 def from_rank_zero(make: Callable[[], object]) -> object:
-    """The value that rank 0 makes, on every rank; if that fails, every rank raises."""
+    """Return the value that rank 0 makes, on every rank; if that fails, every rank raises."""
     box, error = [None, None], None
     if dist.get_rank() == 0:
         try:
@@ -63,7 +64,7 @@ def from_rank_zero(make: Callable[[], object]) -> object:
 
 
 def meet(place: str, call: str) -> None:
-    """All ranks come here with the same `call`, or all raise InputError.
+    """Wait until all ranks come here with the same `call`, or raise InputError on all of them.
 
     A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
     step. So ranks wait for each other at the store, as long as a collective does, and then raise DesyncError. `place`
@@ -94,7 +95,7 @@ def meet(place: str, call: str) -> None:
 
 
 def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
-    """Raises InputError or DesyncError if ranks traced other input shapes ("x (4, 8)") or another graph than rank 0."""
+    """Raise InputError or DesyncError if ranks traced other input shapes ("x (4, 8)") or another graph than rank 0."""
     everyone = _gather((list(inputs), fingerprint))
     first_inputs, first = everyone[0]
     for rank, (others, found) in enumerate(everyone):
@@ -113,7 +114,7 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
 def check_programs(
     plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True
 ) -> None:
-    """Raises DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
+    """Raise DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
     as RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests
     travel unless they differ."""
     groups = sorted({group for group, _, _ in program})
@@ -134,7 +135,8 @@ def check_programs(
 
 
 def _first_difference(group: str, *programs: tuple[int, Sequence]) -> DesyncError:
-    """Of two ranks' programs, in the collectives of one group (with shapes) or of all ("", without)."""
+    """Return the error that names the first difference of two ranks' programs, in the collectives of one group (with
+    shapes) or of all ("", without)."""
     (one, mine), (other, theirs) = programs
 
     def lines(program) -> list[str]:
@@ -153,8 +155,8 @@ def _digest(entries: list) -> str:
 
 
 def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | None = None) -> None:
-    """Raises InputError on every rank if ranks pass different global batches, or different tensors for one `part` of
-    the batch: the place of this rank's part, as (axis, number) pairs."""
+    """Raise InputError on every rank if ranks pass different global batches, or different tensors for one `part` of the
+    batch: the place of this rank's part, as (axis, number) pairs."""
     everyone = _gather((part, [_checksum(t) for t in tensors]))
     first: dict[tuple | None, int] = {}
     for rank, (where, others) in enumerate(everyone):
@@ -193,7 +195,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def union(names: Sequence[str]) -> list[str]:
-    """What any rank says, in order."""
+    """Return the names that any rank gives, sorted."""
     return sorted({name for theirs in _gather(list(names)) for name in theirs})
 
 
@@ -205,7 +207,7 @@ def _gather(value: object) -> list:
 
 
 def _portable(error: Exception | None) -> tuple | None:
-    """An error as plain data. Its traceback stays on the rank that it belongs to."""
+    """Return an error as plain data. Its traceback stays on the rank that it belongs to."""
     if error is None:
         return None
     if not isinstance(error, AutoparError):

@@ -20,7 +20,7 @@ from ..ir.mesh import Mesh
 
 
 def placements_of(layout: Layout, mesh: Mesh) -> tuple:
-    """One placement a mesh axis."""
+    """Return one placement a mesh axis."""
     result = []
     for axis in mesh.names:
         d, reduction = layout.dim_of(axis), layout.reduction_of(axis)
@@ -37,7 +37,8 @@ def placements_of(layout: Layout, mesh: Mesh) -> tuple:
 
 
 def layout_of(placements: Sequence, ndim: int, mesh: Mesh, name: str = "tensor") -> Layout:
-    """The layout of a user's DTensor. Raises InputError for placements that autopar does not take as an input."""
+    """Return the layout of a user's DTensor. Raises InputError for placements that autopar does not take as an
+    input."""
     dims: list[tuple[str, ...]] = [()] * ndim
     for axis, placement in zip(mesh.names, placements):
         if isinstance(placement, Replicate):
@@ -51,18 +52,18 @@ def layout_of(placements: Sequence, ndim: int, mesh: Mesh, name: str = "tensor")
 
 
 def spec_of(layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh):
-    """What the DTensors of one global tensor have in common, for `_torch.as_dtensor`."""
+    """Return what the DTensors of one global tensor have in common, for `_torch.as_dtensor`."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return _torch.dtensor_spec(device_mesh, placements_of(layout, mesh), shape, stride, dtype)
 
 
 def as_dtensor(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh) -> DTensor:
-    """A DTensor of global `shape` around this device's part of it, without communication."""
+    """Return a DTensor of global `shape` around this device's part of it, without communication."""
     return _torch.as_dtensor(local, spec_of(layout, shape, local.dtype, mesh, device_mesh))
 
 
 def redistributed(tensor: DTensor, layout: Layout, mesh: Mesh, device_mesh) -> torch.Tensor:
-    """The local part of a DTensor in another layout."""
+    """Return the local part of a DTensor in another layout."""
     placements = placements_of(layout, mesh)
     if tuple(tensor.placements) != placements:
         tensor = tensor.redistribute(device_mesh, placements)

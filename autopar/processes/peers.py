@@ -39,13 +39,14 @@ class Peers:
         threading.Thread(target=self._listen, name="autopar peers", daemon=True).start()
 
     def ask(self, message: dict, seconds: float = 1.0) -> dict[int, dict | str]:
-        """Answers of all other ranks, at once: plain data, GONE or SILENT."""
+        """Ask all other ranks at once and return their answers: plain data, GONE or SILENT."""
         others = [rank for rank in range(len(self.addresses)) if rank != self.rank]
         line = json.dumps(message | {"word": self.word}).encode() + b"\n"
         with ThreadPoolExecutor(min(32, len(others))) as pool:
             return dict(zip(others, pool.map(lambda rank: _exchange(self.addresses[rank], line, seconds), others)))
 
     def close(self) -> None:
+        """Close the port on which this process listens."""
         self.listener.close()
 
     def _listen(self) -> None:

@@ -30,7 +30,7 @@ _own: dict[tuple[int, ...], weakref.ref | None] = {}
 
 
 def check_world(mesh: Mesh, device_mesh) -> int:
-    """This process's rank in the mesh. Raises MeshError if the mesh is not the whole world in order."""
+    """Return this process's rank in the mesh. Raises MeshError if the mesh is not the whole world in order."""
     world = dist.get_world_size()
     ranks = device_mesh.mesh.flatten().tolist()
     if world != mesh.devices or ranks != list(range(world)):
@@ -42,8 +42,8 @@ def check_world(mesh: Mesh, device_mesh) -> int:
 
 
 def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
-    """Name of the process group of this rank for every logical name. Collective: all ranks call it with the same
-    names."""
+    """Return the name of the process group of this rank for every logical name. Collective: all ranks call it with the
+    same names."""
     own = dist.get_backend() == "gloo" and mesh.devices > 1
     bound = {}
     for name in sorted({*names}):
@@ -71,8 +71,8 @@ class ProcessGroups:
 
 
 def _name_of_group(ranks: tuple[int, ...]) -> str:
-    """Of the group of these ranks, "" without this one. Collective: all ranks of the world ask for the same ones in
-    order."""
+    """Return the name of the group of these ranks, "" without this one. Collective: all ranks of the world ask for the
+    same ones in order."""
     global _world
     if _world() is not dist.group.WORLD:
         _world = weakref.ref(dist.group.WORLD)
@@ -84,12 +84,12 @@ def _name_of_group(ranks: tuple[int, ...]) -> str:
 
 
 def timeout_seconds() -> float:
-    """AUTOPAR_TIMEOUT_S, else TIMEOUT_SECONDS."""
+    """Return AUTOPAR_TIMEOUT_S, else TIMEOUT_SECONDS."""
     return float(os.environ.get("AUTOPAR_TIMEOUT_S") or TIMEOUT_SECONDS)
 
 
 def limit_waits(step_seconds: float) -> None:
-    """From now on a collective waits no longer than AUTOPAR_TIMEOUT_S or 20 steps, whichever is more."""
+    """Let collectives wait no longer than AUTOPAR_TIMEOUT_S or 20 steps, whichever is more, from now on."""
     for group in _living():
         _torch.set_group_timeout(group, max(timeout_seconds(), STEPS * step_seconds))
 

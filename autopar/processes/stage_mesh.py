@@ -33,12 +33,12 @@ class StageMesh:
 
     @staticmethod
     def alone(mesh: Mesh, device_mesh) -> StageMesh:
-        """The whole mesh, without a pipeline."""
+        """Return the whole mesh, without a pipeline."""
         return StageMesh(mesh, device_mesh, mesh.coordinate(dist.get_rank()), 0, (tuple(range(mesh.devices)),))
 
     @staticmethod
     def of(plan: Plan, device_mesh) -> StageMesh:
-        """All ranks call it together."""
+        """Return the devices that run this rank's stage under a plan. All ranks call it together."""
         if plan.pipeline is None:
             return StageMesh.alone(plan.mesh, device_mesh)
         rank, axis, mesh = dist.get_rank(), plan.pipeline.axis, inside(plan.mesh, plan.pipeline.axis)
@@ -62,7 +62,7 @@ class StageMesh:
         return torch.device(self.device_mesh.device_type)
 
     def from_all_places(self, value: object, what: str) -> list:
-        """What the ranks along the pipeline give, in order of their places. All of them call it together."""
+        """Return what the ranks along the pipeline give, in order of their places. All of them call it together."""
         if self.line is None:
             return [value]
         everyone: list = [None] * len(self.ranks)
@@ -71,7 +71,8 @@ class StageMesh:
         return everyone
 
     def tensors_from_all_places(self, mine: Tensor, what: str) -> Tensor:
-        """The same of tensors of one shape, stacked."""
+        """Return the tensors of one shape that the ranks along the pipeline give, stacked in order of their places. All
+        of them call it together."""
         if self.line is None:
             return mine[None]
         everyone = [torch.empty_like(mine) for _ in self.ranks]

@@ -70,7 +70,8 @@ class Watch:
     # the three places where ranks meet
 
     def begin_step(self) -> None:
-        """Called by forward graphs. The first step may take as long as it likes, the others are held to its time."""
+        """Count a step; forward graphs call this. The first step may take as long as it likes, the others are held to
+        its time."""
         self.step += 1
         if self.step == 1:
             self.began = time.monotonic()
@@ -79,7 +80,7 @@ class Watch:
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[None]:
-        """Around a collective that is not part of a graph."""
+        """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns."""
         self.calls += 1
         self.running = what
         try:
@@ -92,7 +93,7 @@ class Watch:
     # what happened
 
     def verdict(self, error: RuntimeError, here: Place, node: fx.Node | None = None) -> AutoparError:
-        """The error to raise instead of what the backend says of a collective at `here`; every rank is told the
+        """Return the error to raise instead of what the backend says of a collective at `here`; every rank is told the
         cause."""
         self.failed_at = here
         cause = self._find_cause(here, timed_out="timed out" in str(error).lower())
@@ -135,26 +136,26 @@ class Watch:
             self.peers.ask({"cause": asdict(cause)}, seconds=0.5)
 
     def _answer(self, message: dict) -> dict:
-        """To another rank, on the listening thread."""
+        """Answer another rank, on the listening thread."""
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
         return asdict(self._place()) | {"cause": self.cause and asdict(self.cause)}
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
-        """Tells the others why this rank ends, before its connections break."""
+        """Tell the others why this rank ends, before its connections break."""
         if self.cause is None and self.world() is not None:
             self.fail(value)
         self.hook(kind, value, trace)
 
     def fail(self, error: BaseException) -> None:
-        """This rank is about to end with `error`: all others hear of it."""
+        """Tell all others that this rank is about to end with `error`."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0].strip(" :")[:300]
         self._tell(
             Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
         )
 
     def _place(self) -> Place:
-        """Where this rank's own thread is, seen from the listening thread."""
+        """Return where this rank's own thread is, seen from the listening thread."""
         running, frame = self.running, sys._current_frames().get(self.thread)
         if running is not None and self.failed_at is not None:
             return self.failed_at
@@ -198,7 +199,7 @@ class Guarded:
             watch.running = None
 
     def at(self, line: int) -> tuple[int, str, fx.Node | None]:
-        """(position, text, collective node if there is one) of a line of the graph's code."""
+        """Return (position, text, collective node if there is one) of a line of the graph's code."""
         if self.code is None:
             return 1, f"the compiled {self.phase} graph", None
         nodes = {node.name: node for node in self.module.graph.nodes}
@@ -228,13 +229,13 @@ def start() -> None:
 
 
 def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
-    """`run`, the forward of a graph module or what it was compiled to; a collective in it that fails raises RankFailure
-    or CollectiveTimeout."""
+    """Return `run`, the forward of a graph module or what it was compiled to, with its collectives watched: one that
+    fails raises RankFailure or CollectiveTimeout."""
     return run if _current is None else Guarded(_current, module, phase, run)
 
 
 def meeting(what: str):
-    """A context for a collective outside of the graphs, with the same errors. All ranks enter it."""
+    """Return a context for a collective outside of the graphs, with the same errors. All ranks enter it."""
     return contextlib.nullcontext() if _current is None else _current.meeting(what)
 
 
@@ -245,7 +246,8 @@ def fail(error: BaseException) -> None:
 
 
 def _late(answers: dict[int, dict | str], here: Place) -> dict[int, str]:
-    """The ranks that keep the one at `here` waiting and where they are; not those that wait for others themselves."""
+    """Return the ranks that keep the one at `here` waiting and where they are; not those that wait for others
+    themselves."""
     behind = {
         rank: a for rank, a in answers.items() if a == SILENT or (a["call"], a["position"]) < (here.call, here.position)
     }
@@ -257,7 +259,7 @@ def _late(answers: dict[int, dict | str], here: Place) -> dict[int, str]:
 
 
 def _line_in(code, error: BaseException) -> int:
-    """The line of `code` that was running when `error` was raised, 0 if none was."""
+    """Return the line of `code` that was running when `error` was raised, 0 if none was."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next

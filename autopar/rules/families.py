@@ -20,12 +20,13 @@ Linear = tuple[Sequence[int], ...]
 
 
 def sets(linear: Linear) -> tuple[frozenset[int], ...]:
+    """Turn lists of argument positions into the `linear` of a Rule."""
     return tuple(map(frozenset, linear))
 
 
 def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Builder:
-    """Factors written as in an einsum; "..." stands for any number of leading factors b0, b1, ... that tensors share.
-    Arguments that the node lacks (an optional bias) drop from the end of the left side."""
+    """Build rules from factors written as in an einsum; "..." stands for any number of leading factors b0, b1, ... that
+    tensors share. Arguments that the node lacks (an optional bias) drop from the end of the left side."""
     left, right = text.split("->")
 
     def build(node: fx.Node) -> Rule:
@@ -43,7 +44,8 @@ def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Builder:
 
 
 def pointwise(*linear: Sequence[int]) -> Builder:
-    """Every output element depends on the elements at its own place; arguments broadcast."""
+    """Build rules of ops of which every output element depends on the elements at its own place; arguments
+    broadcast."""
 
     def build(node: fx.Node) -> Rule:
         outputs = output_shapes(node)
@@ -55,14 +57,16 @@ def pointwise(*linear: Sequence[int]) -> Builder:
 
 
 def cast(node: fx.Node) -> Rule:
-    """A change of type is linear unless it rounds: partial sums are added up in the wider type."""
+    """Return the rule of a change of type: it is linear unless it rounds, so partial sums are added up in the wider
+    type."""
     source, target = tensor_arguments(node)[0].meta["val"].dtype, node.meta["val"].dtype
     widens = torch.promote_types(source, target) == target
     return pointwise(*([[0]] if widens else []))(node)
 
 
 def filled(number: str, position: int) -> Builder:
-    """Some elements become a number, the argument of this name: linear in the tensor at `position` if that is zero."""
+    """Build rules of ops where some elements become a number, the argument of this name: linear in the tensor at
+    `position` if that number is zero."""
 
     def build(node: fx.Node) -> Rule:
         return pointwise(*([[position]] if bound(node)[number] == 0 else []))(node)
@@ -71,8 +75,8 @@ def filled(number: str, position: int) -> Builder:
 
 
 def along(*dims: str | int, linear: Linear = ()) -> Builder:
-    """All tensors have the same dims, and the op mixes elements along some: numbers, or names of arguments that list
-    them (None or an empty list: all dims)."""
+    """Build rules of ops whose tensors all have the same dims and whose elements are mixed along some: numbers, or
+    names of arguments that list them (None or an empty list: all dims)."""
 
     def build(node: fx.Node) -> Rule:
         arguments, ndim = bound(node), len(output_shapes(node)[0])
@@ -84,8 +88,9 @@ def along(*dims: str | int, linear: Linear = ()) -> Builder:
 
 
 def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) -> Builder:
-    """Reduces the dims of the argument `dim` (all dims if there is none). kind "sum" or "max": parts of a sharded dim
-    combine that way; None: reduced dims cannot be sharded. For some ops an empty list means no dim instead of all."""
+    """Build rules of ops that reduce the dims of the argument `dim` (all dims if there is none). kind "sum" or "max":
+    parts of a sharded dim combine that way; None: reduced dims cannot be sharded. For some ops an empty list means no
+    dim instead of all."""
 
     def build(node: fx.Node) -> Rule:
         arguments, (shape, *_) = bound(node), input_shapes(node)
@@ -101,15 +106,16 @@ def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) 
 
 
 def histogram(node: fx.Node) -> Rule:
-    """Counts of parts add up if the bins are given; else they follow from the smallest and the largest element."""
+    """Return the rule of a histogram: counts of parts add up if its range is given; else that follows from the smallest
+    and the largest element."""
     arguments, (shape,) = bound(node), input_shapes(node)
     given = arguments["min"] < arguments["max"]
     return Rule((named(len(shape)) if given else (None,) * len(shape),), ((None,),))
 
 
 def loss(*linear: Sequence[int]) -> Builder:
-    """Elementwise losses and their backwards. Reduction none (0) or sum (2); a mean (1) divides by a local size and is
-    not sharded."""
+    """Build rules of elementwise losses and their backwards. Reduction none (0) or sum (2) may be sharded; a mean (1)
+    divides by a local size and is not."""
 
     def build(node: fx.Node) -> Rule:
         inputs, outputs = input_shapes(node), output_shapes(node)
@@ -121,12 +127,13 @@ def loss(*linear: Sequence[int]) -> Builder:
 
 
 def blocked(node: fx.Node) -> Rule:
-    """A known op with nothing to shard."""
+    """Return the rule of a known op with nothing to shard."""
     return Rule(*(tuple((None,) * len(s) for s in side) for side in (input_shapes(node), output_shapes(node))))
 
 
 def keeps_last(count: int, *linear: Sequence[int]) -> Builder:
-    """Acts within the last `count` dims (pooling, resizing, padding of images) and alike on all others."""
+    """Build rules of ops that act within the last `count` dims (pooling, resizing, padding of images) and alike on all
+    others."""
 
     def build(node: fx.Node) -> Rule:
         names = [named(len(s) - count) + (None,) * count for s in input_shapes(node) + output_shapes(node)]
@@ -137,7 +144,8 @@ def keeps_last(count: int, *linear: Sequence[int]) -> Builder:
 
 
 def affine(node: fx.Node) -> Rule:
-    """bias + a @ b (addmm, baddbmm, addmv): the bias broadcasts and would be added once a device if k were sharded."""
+    """Return the rule of bias + a @ b (addmm, baddbmm, addmv): the bias broadcasts and would be added once a device if
+    k were sharded."""
     product = {1: rule("m _, _ -> m"), 2: rule("m _, _ n -> m n"), 3: rule("b m _, b _ n -> b m n")}
     (bias, *_), (shape,) = input_shapes(node), output_shapes(node)
     made = product[len(shape)]
@@ -146,29 +154,30 @@ def affine(node: fx.Node) -> Rule:
 
 
 def linear_layer(node: fx.Node) -> Rule:
-    """aten.linear; with a bias the contracted dim stays whole, as in `affine`."""
+    """Return the rule of aten.linear; with a bias the contracted dim stays whole, as in `affine`."""
     if len(input_shapes(node)) == 2:
         return einsum("... i, o i -> ... o", [0], [1])(node)
     return einsum("... _, o _, o -> ... o", [0, 2], [1, 2])(node)
 
 
 def created(node: fx.Node) -> Rule:
-    """A tensor made from nothing (or from another's dtype only): each device makes its own part."""
+    """Return the rule of a tensor made from nothing (or from another's dtype only): each device makes its own part."""
     names = named(len(output_shapes(node)[0]))
     inputs = tuple(names if s == output_shapes(node)[0] else (None,) * len(s) for s in input_shapes(node))
     return Rule(inputs, (names,))
 
 
 def drawn(node: fx.Node) -> Rule:
-    """Random numbers by counter. A device draws one range of each dim: the op takes where it starts and its steps.
-    Dropout is linear: parts of a sum at one place all meet the same mask."""
+    """Return the rule of random numbers by counter. A device draws one range of each dim: the op takes where it starts
+    and its steps. Dropout is linear: parts of a sum at one place all meet the same mask."""
     names, inputs = named(len(output_shapes(node)[0])), input_shapes(node)
     tensors = (*(names for _ in inputs[:-1]), (None,))
     return Rule(tensors, (names,), sets(([0],) if len(inputs) > 1 else ()), contiguous=frozenset(names))
 
 
 def counted(node: fx.Node) -> Rule:
-    """arange(start, end, step): a device starts at its own offset. Not for float steps, whose ends may round."""
+    """Return the rule of arange(start, end, step): a device starts at its own offset. Not for float steps, whose ends
+    may round."""
     arguments = bound(node)
     whole = all(isinstance(arguments.get(name, 1), int) for name in ("start", "end", "step"))
     return Rule((), (("d0",) if whole else (None,),), contiguous=frozenset({"d0"}))

@@ -20,7 +20,8 @@ def _with(names: tuple[Dim, ...], dim: int, entry: Dim) -> tuple[Dim, ...]:
 
 
 def _pieces(name: str, whole: int, piece: int, aligned: bool) -> tuple[Dim, Dim, dict[str, int]]:
-    """(whole dim, piece, even) for a piece of a dim: the same if it is all of it, inner if it is one of equal parts."""
+    """Return (whole dim, piece, even) for a piece of a dim: the same if it is all of it, inner if it is one of equal
+    parts."""
     if piece == whole:
         return name, name, {}
     if aligned and piece and whole % piece == 0:
@@ -29,7 +30,7 @@ def _pieces(name: str, whole: int, piece: int, aligned: bool) -> tuple[Dim, Dim,
 
 
 def split(node: fx.Node) -> Rule:
-    """split, split_with_sizes."""
+    """Return the rule of split and split_with_sizes: the cut dim may be sharded inside equal pieces."""
     (shape,), outputs = input_shapes(node), output_shapes(node)
     names, (dim,) = named(len(shape)), dims_of(bound(node)["dim"], len(shape))
     equal = all(output[dim] == outputs[0][dim] for output in outputs)
@@ -38,6 +39,7 @@ def split(node: fx.Node) -> Rule:
 
 
 def cat(node: fx.Node) -> Rule | None:
+    """Return the rule of cat: the joined dim may be sharded inside equal pieces. None for empty tensors of one dim."""
     inputs, (shape,) = input_shapes(node), output_shapes(node)
     if any(len(s) != len(shape) for s in inputs):  # cat accepts empty tensors of one dim
         return None
@@ -49,6 +51,7 @@ def cat(node: fx.Node) -> Rule | None:
 
 
 def stack(node: fx.Node) -> Rule:
+    """Return the rule of stack: the new dim is whole, and the result is linear in all tensors together."""
     inputs, (shape,) = input_shapes(node), output_shapes(node)
     (dim,) = dims_of(bound(node)["dim"], len(shape))
     names = named(len(shape) - 1)
@@ -56,6 +59,7 @@ def stack(node: fx.Node) -> Rule:
 
 
 def unbind(node: fx.Node) -> Rule:
+    """Return the rule of unbind: the dim that it takes apart is whole."""
     (shape,), outputs = input_shapes(node), output_shapes(node)
     (dim,) = dims_of(bound(node)["dim"], len(shape))
     names = named(len(shape))
@@ -63,19 +67,21 @@ def unbind(node: fx.Node) -> Rule:
 
 
 def slice_(node: fx.Node) -> Rule:
+    """Return the rule of a slice: the cut dim may be sharded if the piece is one of equal parts."""
     (shape,), (result,) = input_shapes(node), output_shapes(node)
     names, dim, whole, piece, even = _sliced(node, shape, result)
     return Rule((_with(names, dim, whole),), (_with(names, dim, piece),), sets(([0],)), even=even)
 
 
 def slice_backward(node: fx.Node) -> Rule:
+    """Return the rule of a slice's backward, which puts the gradient of the piece back."""
     (grad,), (shape,) = input_shapes(node), output_shapes(node)
     names, dim, whole, piece, even = _sliced(node, shape, grad)
     return Rule((_with(names, dim, piece),), (_with(names, dim, whole),), sets(([0],)), even=even)
 
 
 def _sliced(node: fx.Node, shape: tuple[int, ...], piece: tuple[int, ...]) -> tuple:
-    """(names, dim, whole dim, piece, even) of a slice of `shape`; only one of equal parts is shardable."""
+    """Return (names, dim, whole dim, piece, even) of a slice of `shape`; only one of equal parts is shardable."""
     arguments, names = bound(node), named(len(shape))
     (dim,) = dims_of(arguments["dim"], len(shape))
     start, length = slice_start(arguments["start"], shape[dim]), piece[dim]
@@ -85,12 +91,13 @@ def _sliced(node: fx.Node, shape: tuple[int, ...], piece: tuple[int, ...]) -> tu
 
 
 def slice_start(start: int | None, size: int) -> int:
-    """The start of a slice as a place in the dim."""
+    """Return the start of a slice as a place in the dim."""
     start = start or 0
     return min(max(start + size if start < 0 else start, 0), size)
 
 
 def slice_scatter(node: fx.Node) -> Rule:
+    """Return the rule of slice_scatter, which puts a piece in the place of a slice."""
     shape, piece = input_shapes(node)
     names, dim, whole, part, even = _sliced(node, shape, piece)
     outer = _with(names, dim, whole)
@@ -98,7 +105,7 @@ def slice_scatter(node: fx.Node) -> Rule:
 
 
 def select(node: fx.Node) -> Rule:
-    """One place of a dim; select_backward and select_scatter put it back."""
+    """Return the rule of select, which takes one place of a dim; select_backward and select_scatter put it back."""
     longest = max(input_shapes(node) + output_shapes(node), key=len)
     (dim,) = dims_of(bound(node)["dim"], len(longest))
     names = named(len(longest))
@@ -108,7 +115,7 @@ def select(node: fx.Node) -> Rule:
 
 
 def index_select(node: fx.Node) -> Rule:
-    """The index runs along the output's dim."""
+    """Return the rule of index_select: the index runs along the output's dim."""
     shape, index = input_shapes(node)
     names = named(len(shape))
     if not shape or len(index) != 1:
@@ -118,7 +125,7 @@ def index_select(node: fx.Node) -> Rule:
 
 
 def index_add(node: fx.Node) -> Rule | None:
-    """index_add, index_copy: sums (or writes) rows of a source; the dim is whole."""
+    """Return the rule of index_add and index_copy, which sum (or write) rows of a source; the dim is whole."""
     shape, index, _ = input_shapes(node)
     if not shape:
         return None
@@ -128,7 +135,7 @@ def index_add(node: fx.Node) -> Rule | None:
 
 
 def gather(node: fx.Node) -> Rule:
-    """Index and output agree; of the source, the gathered dim is whole."""
+    """Return the rule of gather: index and output agree; of the source, the gathered dim is whole."""
     shape, index = input_shapes(node)
     (dim,) = dims_of(bound(node)["dim"], len(shape) or 1)
     names = tuple(n if i == dim or shape[i] == index[i] else None for i, n in enumerate(named(len(shape))))
@@ -136,8 +143,9 @@ def gather(node: fx.Node) -> Rule:
 
 
 def scatter(node: fx.Node) -> Rule:
-    """scatter, scatter_add, scatter_reduce: dims in which all tensors agree, other than the scattered one. Adding and
-    overwriting are linear in target and source together; overwriting with a number only if it is zero."""
+    """Return the rule of scatter, scatter_add and scatter_reduce: dims in which all tensors agree, other than the
+    scattered one. Adding and overwriting are linear in target and source together; overwriting with a number only if it
+    is zero."""
     shapes, arguments = input_shapes(node), bound(node)
     (dim,) = dims_of(arguments["dim"], len(shapes[0]) or 1)
     agree = [len({s[i] for s in shapes}) == 1 and i != dim for i in range(len(shapes[0]))]
@@ -151,7 +159,8 @@ def scatter(node: fx.Node) -> Rule:
 
 
 def pad(node: fx.Node) -> Rule:
-    """Padded dims (the last ones come first in `pad`) are whole; padding with zeros is linear."""
+    """Return the rule of padding: padded dims (the last ones come first in `pad`) are whole; padding with zeros is
+    linear."""
     arguments, (shape,) = bound(node), input_shapes(node)
     amounts = arguments["pad"]
     padded = {len(shape) - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]}
@@ -160,7 +169,8 @@ def pad(node: fx.Node) -> Rule:
 
 
 def index(node: fx.Node) -> Rule | None:
-    """x[i, :, j]: dims without an index pass, dims with one are whole, and the indices have dims of their own."""
+    """Return the rule of x[i, :, j]: dims without an index pass, dims with one are whole, and the indices have dims of
+    their own."""
     placed = _placed(node)
     if placed is None:
         return None
@@ -169,7 +179,8 @@ def index(node: fx.Node) -> Rule | None:
 
 
 def index_put(node: fx.Node) -> Rule | None:
-    """x[i, :, j] = values, or +=. Adding to zeros sums over the indices' own dims, as an embedding's backward does."""
+    """Return the rule of x[i, :, j] = values, or +=. Adding to zeros sums over the indices' own dims, as an embedding's
+    backward does."""
     placed = _placed(node)
     if placed is None:
         return None
@@ -185,7 +196,8 @@ def index_put(node: fx.Node) -> Rule | None:
 
 
 def _placed(node: fx.Node) -> tuple[tuple[Dim, ...], list[tuple[Dim, ...]], tuple[Dim, ...]] | None:
-    """Dims of x, of each index, and of x[indices]. None for masks: their result has a size that depends on the data."""
+    """Return the dims of x, of each index, and of x[indices]. None for masks: their result has a size that depends on
+    the data."""
     arguments = bound(node)
     indices, names = arguments["indices"], named(len(shape_of(arguments["self"])))
     tensors = [i for i in indices if i is not None]

@@ -13,8 +13,9 @@ from .rule import Dim, Rule, rule
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Forward and backward: batch and heads, not sequences or head dims. With grouped queries (fewer key heads) heads
-    are cut between groups; a single key head belongs to all devices, so its gradient is Partial over the heads."""
+    """Return the rule of attention, forward and backward: batch and heads, not sequences or head dims; None with
+    dropout. With grouped queries (fewer key heads) heads are cut between groups; a single key head belongs to all
+    devices, so its gradient is Partial over the heads."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
@@ -36,14 +37,16 @@ def attention(node: fx.Node) -> Rule | None:
 
 
 def embedding_dense_backward(node: fx.Node) -> Rule:
-    """ATen's own embedding cannot hold a part of the vocabulary. Scaling by frequency counts over the whole batch."""
+    """Return the rule of the backward of ATen's own embedding, which cannot hold a part of the vocabulary. Scaling by
+    frequency counts over the whole batch."""
     names = tuple(f"b{i}" for i in range(len(input_shapes(node)[1])))
     index = (None,) * len(names) if bound(node)["scale_grad_by_freq"] else names
     return Rule(((*index, "h"), index), ((None, "h"),), sets(([0],)))
 
 
 def layer_norm(node: fx.Node) -> Rule:
-    """Layer and RMS norm, forward: rows are independent, normalised dims whole. Statistics keep them with size 1."""
+    """Return the rule of layer and RMS norm, forward: rows are independent, normalised dims whole. Statistics keep them
+    with size 1."""
     arguments = bound(node)
     rows = len(shape_of(arguments["input"])) - len(arguments["normalized_shape"])
     return Rule(
@@ -53,7 +56,8 @@ def layer_norm(node: fx.Node) -> Rule:
 
 
 def layer_norm_backward(node: fx.Node) -> Rule:
-    """As the forward; gradients of weight and bias sum over the rows, so they are Partial where rows are sharded."""
+    """Return the rule of layer and RMS norm, backward: rows as in the forward; gradients of weight and bias sum over
+    the rows, so they are Partial where rows are sharded."""
     arguments = bound(node)
     rows = len(shape_of(arguments["input"])) - len(arguments["normalized_shape"])
     return Rule(
@@ -72,7 +76,7 @@ def _named_inputs(node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def group_norm(node: fx.Node) -> Rule:
-    """Batch only. Gradients of weight and bias are Partial over it."""
+    """Return the rule of group norm: batch only. Gradients of weight and bias are Partial over it."""
 
     def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
         return ("n",) + (None,) * (len(shape) - 1) if len(shape) > 1 else (None,)
@@ -82,7 +86,8 @@ def group_norm(node: fx.Node) -> Rule:
 
 
 def batch_norm(node: fx.Node) -> Rule:
-    """Channels only while training (statistics span the batch); in evaluation the batch as well."""
+    """Return the rule of batch norm: channels only while training (statistics span the batch) and in the backward; in
+    the forward of evaluation the batch as well."""
     arguments = bound(node)
     training = arguments.get("training", arguments.get("train", "no_training" not in str(node.target)))
     backward = "grad_out" in arguments
@@ -98,8 +103,8 @@ def batch_norm(node: fx.Node) -> Rule:
 
 
 def channelwise(node: fx.Node) -> Rule:
-    """Images (n, c, ...) and one number a channel: where an op makes numbers from images, they are sums over all but
-    c."""
+    """Return the rule of images (n, c, ...) and one number a channel: where an op makes numbers from images, they are
+    sums over all but c."""
 
     def dims(shape: tuple[int, ...]) -> tuple[Dim, ...]:
         return ("c",) if len(shape) == 1 else ("n", "c", *named(len(shape) - 2))
@@ -108,8 +113,8 @@ def channelwise(node: fx.Node) -> Rule:
 
 
 def convolution(node: fx.Node) -> Rule:
-    """Batch n, output channels o, input channels i (summed away, so not with a bias), or groups g if there are several.
-    Spatial dims are whole."""
+    """Return the rule of convolution: batch n, output channels o, input channels i (summed away, so not with a bias),
+    or groups g if there are several. Spatial dims are whole."""
     arguments = bound(node)
     transposed, groups = arguments["transposed"], arguments["groups"]
     if groups > 1:
@@ -122,8 +127,8 @@ def convolution(node: fx.Node) -> Rule:
 
 
 def convolution_backward(node: fx.Node) -> Rule:
-    """Gradients of input, weight and bias. The bias' gradient is whole on every device unless o is sharded, so with it
-    the input channels i are not."""
+    """Return the rule of the gradients of input, weight and bias. The bias' gradient is whole on every device unless o
+    is sharded, so with it the input channels i are not."""
     arguments = bound(node)
     transposed, groups, wanted = arguments["transposed"], arguments["groups"], arguments["output_mask"]
     if groups > 1:
@@ -138,7 +143,7 @@ def convolution_backward(node: fx.Node) -> Rule:
 
 
 def _spatial(node: fx.Node, made: Rule, linear: tuple[frozenset[int], ...], groups: int) -> Rule:
-    """Fills up the dims that `made` leaves out, and drops its tensors that the node does not have."""
+    """Fill up the dims that `made` leaves out, and drop its tensors that the node does not have."""
 
     def fill(side: tuple[tuple[Dim, ...], ...], shapes: list[tuple[int, ...]]) -> tuple[tuple[Dim, ...], ...]:
         return tuple(dims + (None,) * (len(shape) - len(dims)) for dims, shape in zip(side, shapes))
@@ -148,7 +153,8 @@ def _spatial(node: fx.Node, made: Rule, linear: tuple[frozenset[int], ...], grou
 
 
 def weight_norm(node: fx.Node) -> Rule:
-    """Every slice along `dim` is scaled to a length of its own; forward and backward alike."""
+    """Return the rule of weight norm: every slice along `dim` is scaled to a length of its own; forward and backward
+    alike."""
     arguments = bound(node)
     sides = (input_shapes(node), output_shapes(node))
     dims = (tuple(tuple("d" if i == arguments["dim"] else None for i in range(len(s))) for s in side) for side in sides)
@@ -156,7 +162,7 @@ def weight_norm(node: fx.Node) -> Rule:
 
 
 def per_channel(node: fx.Node) -> Rule:
-    """Fake quantisation with one scale a channel."""
+    """Return the rule of fake quantisation with one scale a channel."""
     arguments = bound(node)
     channel = f"d{arguments['axis'] % len(shape_of(arguments['self']))}"
     inputs = [tuple(f"d{i}" for i in range(len(s))) if n == "self" else (channel,) for n, s in _named_inputs(node)]
@@ -164,8 +170,8 @@ def per_channel(node: fx.Node) -> Rule:
 
 
 def dequantize(node: fx.Node) -> Rule:
-    """Blocks of a row share a scale, and tiles of scales a step (autopar/ops/nf4.py): both dims are cut in whole tiles.
-    Matrices of a stack are independent."""
+    """Return the rule of dequantisation: blocks of a row share a scale, and tiles of scales a step
+    (autopar/ops/nf4.py), so both dims are cut in whole tiles. Matrices of a stack are independent."""
     packed, absmax, *tiles = input_shapes(node)
     names = (*(f"b{i}" for i in range(len(packed) - 2)), "o", "i")
     even = {"o": tiles[0][-2], "i": tiles[0][-1]} if tiles else {"i": absmax[-1]}
@@ -173,7 +179,8 @@ def dequantize(node: fx.Node) -> Rule:
 
 
 def ctc(node: fx.Node) -> Rule:
-    """Samples n, if each has a row of targets (n, s); all targets in one row (s,) stay together."""
+    """Return the rule of CTC loss, forward and backward: samples n, if each has a row of targets (n, s); all targets in
+    one row (s,) stay together."""
     targets = shape_of(bound(node)["targets"])
     n, row = ("n", "n _") if len(targets) == 2 else ("_", "_")
     inputs = f"_ {n} _, {row}, {n}, {n}"

@@ -31,25 +31,26 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Global arguments by name."""
+        """Return the global arguments by name."""
         return bound(self.node)
 
     def input(self, position: int) -> tuple[int, ...]:
-        """Local shape of a tensor argument."""
+        """Return the local shape of a tensor argument."""
         layout = self.strategy.inputs[position]
         return local_shape(input_shapes(self.node)[position], layout, self.mesh, self.coordinate)
 
     def output(self, position: int = 0) -> tuple[int, ...]:
-        """Local shape of an output."""
+        """Return the local shape of an output."""
         layout = self.strategy.outputs[position]
         return local_shape(output_shapes(self.node)[position], layout, self.mesh, self.coordinate)
 
     def input_offset(self, position: int, dim: int) -> int:
-        """Global index of the first local element of a tensor argument along `dim`."""
+        """Return the global index of the first local element of a tensor argument along `dim`."""
         shape, layout = input_shapes(self.node)[position], self.strategy.inputs[position]
         return local_offset(shape, layout, self.mesh, self.coordinate, dim % len(shape))
 
     def output_offset(self, dim: int) -> int:
+        """Return the global index of the first local element of the first output along `dim`."""
         shape = output_shapes(self.node)[0]
         return local_offset(shape, self.strategy.outputs[0], self.mesh, self.coordinate, dim % len(shape))
 
@@ -60,7 +61,8 @@ Localizer = Callable[[Call], dict[str, Any]]
 def local_call(
     node: fx.Node, strategy: Strategy, mesh: Mesh, coordinate: Mapping[str, int], args: tuple, kwargs: Mapping[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """`args` and `kwargs` (the node's, with tensors already replaced by local ones) with constants of this device."""
+    """Return `args` and `kwargs` (the node's, with tensors already replaced by local ones) with constants of this
+    device."""
     args, kwargs = list(args), dict(kwargs)
     localize = LOCAL.get(str(node.target))
     if localize is not None:
@@ -74,12 +76,12 @@ def local_call(
 
 
 def size_as(name: str) -> Localizer:
-    """The argument `name` is the shape of the output."""
+    """Make the argument `name` the local shape of the output."""
     return lambda call: {name: list(call.output())}
 
 
 def offset_of(position: int, dim: int) -> Localizer:
-    """The argument `offset` is where the shard of a tensor argument starts."""
+    """Make the argument `offset` the place where the shard of a tensor argument starts along `dim`."""
     return lambda call: {"offset": call.input_offset(position, dim)}
 
 
@@ -93,7 +95,7 @@ def _unflatten(call: Call) -> dict[str, Any]:
 
 
 def _repeat(call: Call) -> dict[str, Any]:
-    """As many copies of a dim as the device holds."""
+    """Repeat each dim as often as the device holds copies of it."""
     source, result = call.input(0), call.output()
     source = (1,) * (len(result) - len(source)) + source
     return {"repeats": [size // max(of, 1) for size, of in zip(result, source)]}
@@ -131,7 +133,7 @@ def _slice_scatter(call: Call) -> dict[str, Any]:
 
 
 def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
-    """Start and end of the local slice: a sharded piece is the i-th of equal parts, here as well as globally."""
+    """Return start and end of the local slice: a sharded piece is the i-th of equal parts, here as well as globally."""
     (dim,) = dims_of(call.arguments["dim"], len(whole))
     if local[dim] == piece[dim]:
         return {}
@@ -140,7 +142,8 @@ def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local:
 
 
 def _drawn(call: Call) -> dict[str, Any]:
-    """Where this device's part of the global tensor starts, as an index into it; its steps stay the global ones."""
+    """Return where this device's part of the global tensor starts, as an index into it; its steps stay the global
+    ones."""
     strides = call.arguments["strides"]
     start = sum(step * call.output_offset(d) for d, step in enumerate(strides))
     return {"start": start} | ({"size": list(call.output())} if "size" in call.arguments else {})
@@ -157,7 +160,8 @@ def _convolution_backward(call: Call) -> dict[str, Any]:
 
 
 def _groups(call: Call, local_channels: int, channels: int) -> int:
-    """Several groups are sharded whole, with their share of the output channels; one group belongs to all devices."""
+    """Return the local number of groups: several are sharded whole, with their share of the output channels; one group
+    belongs to all devices."""
     groups = call.arguments["groups"]
     return groups if groups == 1 else groups * local_channels // channels
 

@@ -29,7 +29,8 @@ LARGEST = 4  # fused weights have few pieces (gate and up; query, key and value)
 
 
 def propagate_parts(graph: fx.Graph, largest: int = LARGEST) -> dict[Tensor, tuple[frozenset[int], ...]]:
-    """For every tensor and dim the counts of equal parts, besides 1, that it may be sharded inside; up to `largest`."""
+    """Return for every tensor and dim the counts of equal parts, besides 1, that it may be sharded inside; up to
+    `largest`."""
     ops = [_Op(node, rule) for node in graph.nodes if (rule := rule_of(node)) is not None]
     seeds: Found = defaultdict(set)
     for op in ops:
@@ -48,12 +49,13 @@ def propagate_parts(graph: fx.Graph, largest: int = LARGEST) -> dict[Tensor, tup
 
 
 def factor_parts(node: fx.Node, rule: Rule, candidates: Candidates) -> dict[str, tuple[int, ...]]:
-    """Factors of a node's rule that may be sharded inside k equal parts: the argument `parts` of `strategies`."""
+    """Return the factors of a node's rule that may be sharded inside k equal parts: the argument `parts` of
+    `strategies`."""
     return _Op(node, rule).allowed(lambda tensor, d: candidates[tensor][d])
 
 
 def cut_inside(node: fx.Node, rule: Rule, parts: int) -> set[str]:
-    """Factors of a node's rule that may be sharded inside so many equal parts."""
+    """Return the factors of a node's rule that may be sharded inside so many equal parts."""
     return set(_Op(node, rule).allowed(lambda tensor, d: {parts}))
 
 
@@ -85,7 +87,7 @@ class _Op:
             del self.sizes[name]
 
     def allowed(self, candidates: Callable[[Tensor, int], set[int]]) -> dict[str, tuple[int, ...]]:
-        """Counts of parts of each factor: the candidates of its places that divide it."""
+        """Return the counts of parts of each factor: the candidates of its places that divide it."""
         result = {}
         for factor, size in self.sizes.items():
             counts = {k for tensor, d in self.places[factor] for k in candidates(tensor, d)}
@@ -95,7 +97,7 @@ class _Op:
 
 
 def _spread(ops: list[_Op], seeds: Found) -> Found:
-    """All places that the seeds reach through plain factors."""
+    """Return all places that the seeds reach through plain factors."""
     found: Found = defaultdict(set, {place: set(counts) for place, counts in seeds.items()})
     users: dict[Tensor, list[_Op]] = defaultdict(list)
     for op in ops:

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op by their schema names, defaults included."""
+    """Return the arguments of an op by their schema names, defaults included."""
     given = dict(zip((p.name for p in node.target._schema.arguments), node.args)) | dict(node.kwargs)
     return {
         p.name: given.get(p.name, p.default_value)
@@ -23,21 +23,23 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 
 def shape_of(argument: fx.Node) -> Shape:
+    """Return the global shape of a tensor argument."""
     return tuple(argument.meta["val"].shape)
 
 
 def input_shapes(node: fx.Node) -> list[Shape]:
-    """Global shapes of the tensor arguments, in the order of a rule's inputs."""
+    """Return the global shapes of the tensor arguments, in the order of a rule's inputs."""
     return [shape_of(argument) for argument in tensor_arguments(node)]
 
 
 def output_shapes(node: fx.Node) -> list[Shape]:
-    """Global shapes of the outputs, in the order of a rule's outputs (outputs that are None have no place there)."""
+    """Return the global shapes of the outputs, in the order of a rule's outputs (outputs that are None have no place
+    there)."""
     return [tuple(value.shape) for value in values_of(node)]
 
 
 def output_indices(node: fx.Node) -> list[int]:
-    """Which item of the node's value each output of its rule is: [1, 2] if the first of three is None."""
+    """Return which item of the node's value each output of its rule is: [1, 2] if the first of three is None."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [0]
@@ -45,18 +47,19 @@ def output_indices(node: fx.Node) -> list[int]:
 
 
 def named(count: int) -> tuple[str, ...]:
-    """Factor names d0, d1, ... of a tensor whose dims are named by position."""
+    """Return factor names d0, d1, ... of a tensor whose dims are named by position."""
     return tuple(f"d{i}" for i in range(count))
 
 
 def aligned(shape: Shape, target: Shape, names: tuple) -> tuple:
-    """Factors of a tensor that broadcasts to `target`, whose dims are `names`: dims that stretch have none."""
+    """Return the factors of a tensor that broadcasts to `target`, whose dims are `names`: dims that stretch have
+    none."""
     shift = len(target) - len(shape)
     return tuple(names[shift + i] if size == target[shift + i] else None for i, size in enumerate(shape))
 
 
 def dims_of(value: int | list[int] | None, ndim: int) -> set[int]:
-    """Dims as non-negative numbers; None or an empty list means all of them."""
+    """Return dims as non-negative numbers; None or an empty list means all of them."""
     if value is None or value == []:
         return set(range(ndim))
     return {d % max(ndim, 1) for d in ([value] if isinstance(value, int) else value)}
@@ -68,7 +71,7 @@ _CARRIERS = {"expand", "view", "reshape", "_to_copy", "clone", "alias", "detach"
 
 
 def is_zero(node: fx.Node) -> bool:
-    """Whether the graph alone says that a tensor is all zeros."""
+    """Return whether the graph alone says that a tensor is all zeros."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         name = node.target._schema.name.removeprefix("aten::")
         if name in _CARRIERS:
@@ -79,5 +82,5 @@ def is_zero(node: fx.Node) -> bool:
 
 
 def tensors_by_name(node: fx.Node) -> list[str]:
-    """Names of the tensor arguments in the order of a rule's inputs (for ops without lists of tensors)."""
+    """Return the names of the tensor arguments in the order of a rule's inputs (for ops without lists of tensors)."""
     return [name for name, value in bound(node).items() if is_tensor(value)]

@@ -52,29 +52,30 @@ class Rule:
     contiguous: frozenset[str] = frozenset()
 
     def factors(self) -> list[str]:
-        """Factor names in order of first use."""
+        """Return factor names in order of first use."""
         return list(dict.fromkeys(name for dims in self.inputs + self.outputs for name in names_in(dims)))
 
 
 def entries_of(dim: Dim) -> tuple[str | Inner, ...]:
-    """The factors of one dim, outermost first; none if it cannot be sharded."""
+    """Return the factors of one dim, outermost first; none if it cannot be sharded."""
     return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
 
 
 def name_of(entry: str | Inner) -> str:
+    """Return the name of the factor of one entry."""
     return entry.factor if isinstance(entry, Inner) else entry
 
 
 def names_in(dims: Sequence[Dim]) -> list[str]:
-    """Names of all factors of one tensor."""
+    """Return the names of all factors of one tensor."""
     return [name_of(entry) for dim in dims for entry in entries_of(dim)]
 
 
 def rule(text: str, linear: Sequence[Sequence[int]] = (), reduction: str = "sum") -> Rule:
-    """`rule("m k, k n -> m n")`: factors separated by blanks, tensors by commas, `_` for a dim that cannot be sharded.
+    """Make a rule of text like "m k, k n -> m n": factors separated by blanks, tensors by commas, `_` for a dim that
+    cannot be sharded.
 
-    `linear` as in Rule: `[[0], [1]]` for a bilinear op, `[[0, 1]]` for a sum.
-    """
+    `linear` as in Rule: `[[0], [1]]` for a bilinear op, `[[0, 1]]` for a sum."""
     left, right = text.split("->")
 
     def tensors(side: str) -> tuple[tuple[Dim, ...], ...]:
@@ -95,6 +96,7 @@ class Strategy:
     on_host: bool = False
 
     def text(self, mesh: Mesh) -> str:
+        """Return the choice of each axis that has one, as "dp:b tp:h", or "replicated"."""
         return " ".join(f"{axis}:{c}" for axis, c in zip(mesh.names, self.choice) if c) or "replicated"
 
 
@@ -105,10 +107,9 @@ def strategies(
     mesh: Mesh,
     parts: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Strategy]:
-    """All legal strategies of an op over all axes of the mesh, the replicated one first, without duplicates.
+    """Return all legal strategies of an op over all axes of the mesh, the replicated one first, without duplicates.
 
-    Shapes are global. `parts` names factors that may also be sharded inside that many equal parts (fused weights).
-    """
+    Shapes are global. `parts` names factors that may also be sharded inside that many equal parts (fused weights)."""
     options: list[tuple[str, int]] = [("", 1)]
     for factor in rule.factors():
         options += [(factor, p) for p in (1, *(parts or {}).get(factor, ()))]
@@ -128,7 +129,7 @@ def strategy_of(
     output_shapes: Sequence[Sequence[int]],
     mesh: Mesh,
 ) -> Strategy | None:
-    """The strategy that a `Strategy.choice` names, None if the op has none of that name."""
+    """Return the strategy that a `Strategy.choice` names, None if the op has none of that name."""
     factors, linear = rule.factors(), {"+" + ",".join(map(str, sorted(s))) for s in rule.linear}
     choice = []
     for word in label:

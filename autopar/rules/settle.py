@@ -21,7 +21,7 @@ INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 
 
 def settle(node: fx.Node, rule: Rule) -> Rule | None:
-    """`rule` restricted to what holds for the sizes and dtypes of `node`; None if the node has other tensors."""
+    """Restrict `rule` to what holds for the sizes and dtypes of `node`; return None if the node has other tensors."""
     arguments, outputs = tensor_arguments(node), values_of(node)
     values = [a.meta["val"] for a in arguments] + outputs
     claimed = rule.inputs + rule.outputs
@@ -32,7 +32,7 @@ def settle(node: fx.Node, rule: Rule) -> Rule | None:
 
 
 def without(rule: Rule, factors: set[str]) -> Rule:
-    """`rule` with some factors made unshardable."""
+    """Return `rule` with some factors made unshardable."""
     if not factors:
         return rule
 
@@ -46,7 +46,7 @@ def without(rule: Rule, factors: set[str]) -> Rule:
 
 
 def _inconsistent(rule: Rule, shapes: list[tuple[int, ...]]) -> set[str]:
-    """Factors of size 1, or of several sizes."""
+    """Return the factors of size 0 or 1, or of several sizes."""
     sizes: dict[str, set[int]] = {}
     for dims, shape in zip(rule.inputs + rule.outputs, shapes):
         for dim, size in zip(dims, shape):
@@ -57,7 +57,8 @@ def _inconsistent(rule: Rule, shapes: list[tuple[int, ...]]) -> set[str]:
 
 
 def _inexact(node: fx.Node, rule: Rule, outputs: list[torch.Tensor]) -> set[str]:
-    """Factors whose sharding would leave a Partial value of a type that cannot be added up or compared in parts."""
+    """Return the factors whose sharding would leave a Partial value of a type that cannot be added up or compared in
+    parts."""
     whole = {name for dims in rule.inputs for name in names_in(dims)}
     found = set()
     for dims, value in zip(rule.outputs, outputs):

@@ -63,12 +63,13 @@ TABLE: dict[str, Builder] = {}
 
 
 def full_name(name: str) -> str:
-    """`mm` -> aten.mm.default, `add.Tensor` -> aten.add.Tensor; a name with two dots stays."""
+    """Return the full name of an op: `mm` -> aten.mm.default, `add.Tensor` -> aten.add.Tensor; a name with two dots
+    stays."""
     return name if name.count(".") == 2 else f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
 def enter(names: str, builder: Builder) -> None:
-    """One builder for several ops."""
+    """Enter one builder for several ops."""
     for name in map(full_name, names.split()):
         assert name not in TABLE, f"two rules for {name}"
         TABLE[name] = builder
@@ -221,7 +222,7 @@ enter("arange eye linspace", blocked)
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The sharding rule of a graph node, from the global shapes in its metadata; None if the op has none."""
+    """Return the sharding rule of a graph node, from the global shapes in its metadata; None if the op has none."""
     if node.op != "call_function":
         return None
     key = (node.target, tuple(map(_seen, node.args)), tuple((k, _seen(v)) for k, v in node.kwargs.items()))
@@ -236,7 +237,7 @@ _KNOWN: dict[tuple, Rule | None] = {}  # repeated blocks ask for the same rules 
 
 
 def _seen(argument: object) -> object:
-    """All that a rule may depend on: shape, dtype and zeroness of tensors, other arguments as they print."""
+    """Return all that a rule may depend on: shape, dtype and zeroness of tensors, other arguments as they print."""
     if isinstance(argument, (tuple, list)):
         return tuple(map(_seen, argument))
     if not isinstance(argument, fx.Node):

@@ -25,7 +25,7 @@ LINEAR = sets(([0],))
 
 
 def reshape(node: fx.Node) -> Rule | None:
-    """view, reshape, flatten, unflatten: whatever the arguments, the two shapes say all."""
+    """Return the rule of view, reshape, flatten and unflatten: whatever the arguments, the two shapes say all."""
     (source,), (target,) = input_shapes(node), output_shapes(node)
     if 0 in source:
         return None
@@ -34,7 +34,8 @@ def reshape(node: fx.Node) -> Rule | None:
 
 
 def regroup(source: Shape, target: Shape) -> tuple[tuple[Dim, ...], tuple[Dim, ...], dict[str, int]]:
-    """Dims of both shapes in common factors, and the sizes of factors that must be cut evenly (all but whole dims)."""
+    """Return the dims of both shapes in common factors, and the sizes of factors that must be cut evenly (all but whole
+    dims)."""
     source_factors: list[list[tuple[str, int]]] = [[] for _ in source]
     target_factors: list[list[tuple[str, int]]] = [[] for _ in target]
     left = deque((d, size) for d, size in enumerate(source) if size > 1)
@@ -82,11 +83,13 @@ def _compound(factors: list[tuple[str, int]]) -> Dim:
 
 
 def permute(node: fx.Node) -> Rule:
+    """Return the rule of permute: each dim keeps its factor."""
     ndim = len(input_shapes(node)[0])
     return _renamed(node, [d % ndim for d in bound(node)["dims"]])
 
 
 def transpose(node: fx.Node) -> Rule:
+    """Return the rule of transpose: two dims change places."""
     arguments, ndim = bound(node), len(input_shapes(node)[0])
     order = list(range(ndim))
     if ndim:
@@ -96,10 +99,12 @@ def transpose(node: fx.Node) -> Rule:
 
 
 def t(node: fx.Node) -> Rule:
+    """Return the rule of t: the dims in reverse order."""
     return _renamed(node, list(reversed(range(len(input_shapes(node)[0])))))
 
 
 def unsqueeze(node: fx.Node) -> Rule:
+    """Return the rule of unsqueeze: the new dim has no factor."""
     ndim = len(input_shapes(node)[0])
     order: list[int | None] = list(range(ndim))
     order.insert(bound(node)["dim"] % (ndim + 1), None)
@@ -107,7 +112,8 @@ def unsqueeze(node: fx.Node) -> Rule:
 
 
 def squeeze(node: fx.Node) -> Rule:
-    """A listed dim of another size than 1 stays, but a shard of it may have size 1 and would go: it is not sharded."""
+    """Return the rule of squeeze: a listed dim of another size than 1 stays, but a shard of it may have size 1 and
+    would go, so it is not sharded."""
     (shape,) = input_shapes(node)
     listed = dims_of(bound(node).get("dim"), len(shape))
     kept = tuple(None if i in listed else name for i, name in enumerate(named(len(shape))))
@@ -115,21 +121,22 @@ def squeeze(node: fx.Node) -> Rule:
 
 
 def _renamed(node: fx.Node, order: list[int | None]) -> Rule:
-    """Output dim i is input dim order[i], or new."""
+    """Return a rule in which output dim i is input dim order[i], or new."""
     names = named(len(input_shapes(node)[0]))
     return Rule((names,), (tuple(None if d is None else names[d] for d in order),), LINEAR)
 
 
 def expand(node: fx.Node) -> Rule:
-    """A stretched dim is a factor of the output alone: a device makes as many copies as it needs."""
+    """Return the rule of expand: a stretched dim is a factor of the output alone, so a device makes as many copies as
+    it needs."""
     (source,), (target,) = input_shapes(node), output_shapes(node)
     names = named(len(target))
     return Rule((aligned(source, target, names),), (names,), LINEAR)
 
 
 def repeat(node: fx.Node) -> Rule:
-    """Copies of a dim are equal parts of the output, and a factor of the output alone; copies of nothing (a new dim or
-    one of size 1) as in `expand`."""
+    """Return the rule of repeat: copies of a dim are equal parts of the output, and a factor of the output alone;
+    copies of nothing (a new dim or one of size 1) are as in `expand`."""
     (source,), (target,) = input_shapes(node), output_shapes(node)
     names, new = named(len(target)), len(target) - len(source)
     outputs: list[Dim] = list(names)
@@ -143,11 +150,12 @@ def repeat(node: fx.Node) -> Rule:
 
 
 def to_complex(node: fx.Node) -> Rule:
-    """view_as_complex: the last dim holds the two components."""
+    """Return the rule of view_as_complex: the last dim holds the two components."""
     names = named(len(output_shapes(node)[0]))
     return Rule(((*names, None),), (names,), LINEAR)
 
 
 def to_real(node: fx.Node) -> Rule:
+    """Return the rule of view_as_real: the new last dim holds the two components."""
     names = named(len(input_shapes(node)[0]))
     return Rule((names,), ((*names, None),), LINEAR)

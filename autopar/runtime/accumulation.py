@@ -20,6 +20,7 @@ from ..ir.mesh import Mesh
 
 
 def is_unreduced(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is a DTensor that is Partial over some axis."""
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
 
@@ -33,6 +34,7 @@ class Accumulation:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
+        """Let backward passes inside leave gradients unreduced; restore the former state at the end."""
         before, self.is_deferring = self.is_deferring, True
         try:
             yield
@@ -40,13 +42,13 @@ class Accumulation:
             self.is_deferring = before
 
     def reduce(self, name: str, parameter: nn.Parameter) -> None:
-        """Reduce one `.grad` now, on its own: what no graph does."""
+        """Reduce one `.grad` now, on its own, where no graph does it."""
         whole = parameter.grad.full_tensor()
         local = local_part(whole, self.layouts[name], self.mesh, self.coordinate).clone()
         parameter.grad = _torch.as_dtensor(local, parameter._spec)
 
     def reduce_rest(self) -> None:
-        """Reduce what is left after a backward that reduces: of parameters that it has no gradient for."""
+        """Reduce what is left after a backward that reduces: the `.grad` of parameters that it has no gradient for."""
         for name, parameter in self.module.named_parameters():
             if is_unreduced(parameter.grad):
                 self.reduce(name, parameter)

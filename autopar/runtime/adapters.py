@@ -43,17 +43,20 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all loaded adapters, the active one among them."""
         return list(self.kept)
 
     def _local(self, name: str) -> Tensor:
         return local(self.module.get_parameter(name))
 
     def save(self, folder: str | Path) -> None:
+        """Write the active adapter to a folder. Raises AdaptError while it is merged. All ranks call this together."""
         self.refuse_merged("save it")
         save_adapter(self.module, self.config, self.trained, folder)
 
     def load(self, folder: str | Path, name: str | None) -> None:
-        """Into the active adapter, or as another one that `activate` makes active."""
+        """Load an adapter into the active one, or as another one called `name` that `activate` makes active. Raises
+        AdaptError while an adapter is merged. All ranks call this together."""
         self.refuse_merged("load another one")
         parts = agree.everywhere(lambda: load_adapter(self.module, self.config, self.trained, folder))
         if name is None or name == self.active:
@@ -62,7 +65,8 @@ class Adapters:
             self.kept[name] = parts
 
     def activate(self, name: str) -> None:
-        """Raises AdaptError for an adapter that is not there."""
+        """Make the adapter called `name` the active one. Raises AdaptError if it is not there, or while an adapter is
+        merged."""
         self.refuse_merged("change it")
         if name not in self.kept:
             raise AdaptError(
@@ -80,13 +84,15 @@ class Adapters:
                 self._local(name).copy_(part)
 
     def refuse_merged(self, wish: str) -> None:
-        """Raises AdaptError while the adapter is part of the base, where its values would count twice."""
+        """Raise AdaptError while the adapter is part of the base, where its values would count twice. `wish`: what the
+        user wants to do, for the message."""
         if self.merged:
             raise AdaptError("the adapter is merged into the base", fix=f"unmerge_adapter() before you {wish}")
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model computes without them; what trains besides, such as modules_to_save, stays as it is."""
+        """Let the model compute without adapters inside; what trains besides, such as modules_to_save, stays as it
+        is."""
         self.refuse_merged("disable it")
         self.disabled_by += 1
         self.switch(False)
@@ -98,7 +104,7 @@ class Adapters:
 
     def merge(self) -> None:
         """Add the active adapter to the base's parameters, each rank to its parts, in place. Raises AdaptError for a
-        quantized base, and for a weight that another layer reads too."""
+        quantized base, for a weight that another layer reads too, and while the adapter is disabled."""
         if packed := [
             n for n in (f"{path}.{site.parameter}" for path, site in self.sites) if n in self.module.quantized_names
         ]:
@@ -120,7 +126,7 @@ class Adapters:
             self.switch(False)
 
     def unmerge(self) -> None:
-        """Take it out again, up to rounding."""
+        """Take the merged adapter out of the base's parameters again, up to rounding."""
         if self.merged:
             for path, site in self.sites:
                 self._change(path, site, -1.0)
@@ -128,7 +134,7 @@ class Adapters:
             self.switch(True)
 
     def _shared(self) -> list[str]:
-        """Adapted weights that several layers read."""
+        """Return the names of adapted weights that several layers read."""
         names = self.module._forms.all_names
         held = Counter(first for t in self.module._forms.tables for first in t.parameters.values() if first is not None)
         beside = [f"{path}.{site.parameter}" for path, site in self.sites if site.kind != "parameter"]
@@ -136,7 +142,8 @@ class Adapters:
 
     @torch.no_grad()
     def _change(self, path: str, site: LoraSite, sign: float) -> None:
-        """On the stages that have the weight; the adapter may be a later one's."""
+        """Add an adapter to its weight (`sign` 1) or take it out again (-1), on the stages that have the weight; the
+        adapter itself may be on a later stage."""
         name = f"{path}.{site.parameter}"
         places = self.module.places_of(name)
         a, b = (whole(self.module, f"{path}.{n}", places) for n in site.names)
@@ -162,7 +169,8 @@ class Adapters:
 
 
 def _part(a: Tensor, b: Tensor, site: LoraSite, ranges) -> Tensor:
-    """What a rank that holds `ranges` of a parameter adds to it: (o, i), (i, o), (experts, o, i) or (experts, i, o)."""
+    """Return what a rank that holds `ranges` of a parameter adds to it: (o, i), (i, o), (experts, o, i) or (experts, i,
+    o)."""
     experts = a.shape[0] // site.r
     rows, columns = (ranges[-1], ranges[-2]) if site.is_transposed else (ranges[-2], ranges[-1])
     held = ranges[0] if len(ranges) == 3 else [(0, experts)]

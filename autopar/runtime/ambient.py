@@ -26,7 +26,7 @@ class Ambient(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this holds, whatever holds outside."""
+        """Make this hold inside, whatever holds outside."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -36,7 +36,8 @@ class Ambient(NamedTuple):
             torch.set_default_dtype(before)
 
     def text(self, trains: bool) -> str:
-        """`, no_grad, autocast cpu bfloat16`, or nothing; without gradients of a model that trains."""
+        """Return what differs from the default, as `, no_grad, autocast cpu bfloat16`, or nothing. `no_grad` is said
+        only if the model `trains`."""
         words = ["no_grad"] if trains and not self.gradients else []
         words += [f"autocast {device} {str(dtype).removeprefix('torch.')}" for device, dtype in self.casts]
         return "".join(f", {word}" for word in words)

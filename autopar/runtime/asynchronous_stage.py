@@ -55,7 +55,7 @@ class AsynchronousStage:
         self.begin()
 
     def begin(self) -> None:
-        """A new run: the weights as they are become version 0."""
+        """Begin a new run: the weights as they are become version 0."""
         self.next_forward = self.next_backward = 0
         for rank in self.ranks:
             rank.versions.restart()
@@ -63,8 +63,8 @@ class AsynchronousStage:
                 kept.clear()
 
     def forward(self, i: int, given: Mapping[str, Tensor], arrived: Blocks) -> tuple[Blocks, Blocks]:
-        """(what goes to the next stage, outputs of the call). `given`: global values of the micro-batch by
-        placeholder."""
+        """Run the forward of micro-batch `i` and return (what goes to the next stage, outputs of the call). `given`:
+        global values of the micro-batch by placeholder; `arrived`: what the stage before sent."""
         version, inputs = self.schedule.version_of(self.index, i), []
         for at, rank in enumerate(self.ranks):
             known = rank.fixed | rank.versions.at(version)
@@ -92,7 +92,8 @@ class AsynchronousStage:
         return sent, outputs
 
     def backward(self, i: int, arrived: Blocks) -> Blocks:
-        """What goes to the stage before. Gradients of the weights add up until the update."""
+        """Run the backward of micro-batch `i` and return what goes to the stage before. Gradients of the weights add up
+        until the update."""
         self.next_backward = i + 1
         saved = [rank.saved.pop(i) for rank in self.ranks]
         if self.program.backward is None:  # nothing that the stage computes has a gradient
@@ -115,7 +116,7 @@ class AsynchronousStage:
     def _given(
         self, node: fx.Node, at: int, known: Mapping[str, Tensor], given: Mapping[str, Tensor], arrived: Blocks
     ) -> Tensor:
-        """What a placeholder takes on a rank."""
+        """Return what a placeholder takes on the rank at index `at`."""
         role = node.meta["role"]
         if role.kind in ("parameter", "buffer"):
             return known[role.name]
@@ -128,7 +129,7 @@ class AsynchronousStage:
         return mine if role.kind == "random" else mine.to(self.device)
 
     def update(self, more: bool) -> None:
-        """The optimizer's step, with the gradients of the micro-batches since the last one. `more`: whether forwards
+        """Run the optimizer's step with the gradients of the micro-batches since the last one. `more`: whether forwards
         follow."""
         needed = self.schedule.needed(self.index, self.next_backward, self.next_forward, more)
         deferred = self.program.deferred
@@ -158,7 +159,8 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 def rank_of(program: StageProgram, coordinate: Mapping[str, int], fixed: dict[str, Tensor],
             parameters: Mapping[str, nn.Parameter],
             optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Rank:  # fmt: skip
-    """A stage's part on a rank. `parameters` are those that the stage reads; what has no gradient is never updated."""
+    """Return a stage's part on a rank. `parameters` are those that the stage reads; what has no gradient is never
+    updated."""
     roles = output_node(program.stage.joint.graph).meta["roles"]
     names = {role.name for role in roles if role.kind == "gradient"}
     trained = {name: p for name, p in parameters.items() if name in names}
@@ -168,12 +170,12 @@ def rank_of(program: StageProgram, coordinate: Mapping[str, int], fixed: dict[st
 
 
 def _as(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """Local values in the form that a parameter has."""
+    """Return local values in the form that a parameter has."""
     return _torch.as_dtensor(local, parameter._spec) if isinstance(parameter, DTensor) else local
 
 
 def check_apart(leaves: Sequence[frozenset[str]], graph: fx.Graph) -> None:
-    """Raises StageError if stages, of which each reads the parameters and buffers `leaves`, share a parameter that
+    """Raise StageError if stages, of which each reads the parameters and buffers `leaves`, share a parameter that
     trains: its copies would be updated at different times."""
     trained = [
         n.meta["role"].name

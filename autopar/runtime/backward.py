@@ -51,7 +51,7 @@ class Backward:
         self.deferred: dict[int, object] = {}
 
     def load_deferred(self, program: DeferredProgram) -> None:
-        """What gradients that wait for their reduction need."""
+        """Load the graphs for gradients that wait for their reduction."""
         self.reduce = _Gradients(program.reduce, self.groups, self.device)
         self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype,
                                                          self.mesh,
@@ -61,7 +61,7 @@ class Backward:
             self._compile_deferred()
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """All graphs, also those that are loaded later, through torch.compile, with these options of it."""
+        """Run all graphs, also those that are loaded later, through torch.compile with these options of it."""
         self.compile_options = options
         self.reduced.compile(options)
         if self.unreduced is not None:
@@ -74,9 +74,9 @@ class Backward:
     def __call__(
         self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence
     ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs and parameters from those of the outputs (None: zero). `nodes` are what autograd does
-        with those of the parameters next. A gradient to which no gradient of an output leads is None, as in eager
-        torch. Empties `saved`, so that each value is freed after its last use."""
+        """Return the gradients of the inputs and parameters, given those of the outputs (None: zero). `nodes` are what
+        autograd does with those of the parameters next. A gradient to which no gradient of an output leads is None, as
+        in eager torch. Empties `saved`, so that each value is freed after its last use."""
         given = {at for at, *_ in self.tangents if tangents[at] is not None}
         self.leads = [bool(given & sources) for sources in self.sources]
         saved += [self._local_tangent(tangents[at], layout, like) for at, layout, like in self.tangents]
@@ -97,7 +97,8 @@ class Backward:
         return gradients
 
     def _reduced_with_pending(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        """Gradients of this backward and of those before that were not reduced, which are taken out of `.grad`."""
+        """Return the gradients of this backward together with those of earlier ones that were not reduced, which are
+        taken out of `.grad`."""
         taken = {
             i: parameters[i] for i, spec in self.deferred.items()
             if has_spec(parameters[i].grad, spec) and _torch.accumulates(nodes[i])
@@ -118,8 +119,8 @@ class Backward:
         return gradients
 
     def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
-        """Of the inputs as they are, and of the parameters as DTensors, with the strides of the parameters, as autograd
-        gives them: fused optimizers take them for granted."""
+        """Return the gradients of the inputs as they are, and of the parameters as DTensors, with the strides of the
+        parameters, as autograd gives them: fused optimizers take them for granted."""
         leads = self.leads
         return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
             None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(i, spec))
@@ -138,7 +139,7 @@ class Backward:
 
 
 def _sources(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[frozenset[int]]:
-    """For each gradient, the outputs from whose gradients it is computed."""
+    """Return for each gradient the outputs from whose gradients it is computed."""
     reached: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         reached[node] = frozenset().union(*(reached[a] for a in node.all_input_nodes))
@@ -149,7 +150,7 @@ def _sources(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[frozenset[in
 
 @contextmanager
 def changes_explained() -> Iterator[None]:
-    """Raises InputError where torch finds that a saved value is not what it was: a parameter, buffer or input was
+    """Raise InputError where torch finds that a saved value is not what it was: a parameter, buffer or input was
     written to."""
     try:
         yield
@@ -164,7 +165,7 @@ def changes_explained() -> Iterator[None]:
 
 
 def refuse_second_derivatives() -> None:
-    """Raises InputError in a backward that is recorded to be differentiated itself."""
+    """Raise InputError in a backward that is recorded to be differentiated itself."""
     if torch.is_grad_enabled():
         raise InputError(
             "the backward is to be differentiated itself (create_graph=True), and a compiled model has first "
@@ -174,6 +175,7 @@ def refuse_second_derivatives() -> None:
 
 
 def has_spec(gradient: torch.Tensor | None, spec) -> bool:
+    """Return whether a gradient is a DTensor with this spec."""
     return isinstance(gradient, DTensor) and gradient._spec == spec
 
 
@@ -185,6 +187,7 @@ class _Gradients(LoadedGraph):
         self.to_copy: list[bool] | None = None  # a result each; known after the first run
 
     def compile(self, options: Mapping[str, object]) -> None:
+        """Compile the graph as LoadedGraph does, and look anew for results that share memory."""
         super().compile(options)
         self.to_copy = None
 
@@ -198,7 +201,7 @@ class _Gradients(LoadedGraph):
 
 
 def _shared_memory(results: Sequence, inputs: Sequence) -> list[bool]:
-    """For each result whether it overlaps itself, an earlier one or what the graph was given."""
+    """Return for each result whether it overlaps itself, an earlier one or what the graph was given."""
     taken = [_span(t) for t in inputs if isinstance(t, torch.Tensor)]
     shared = []
     for result in results:
@@ -213,7 +216,7 @@ def _shared_memory(results: Sequence, inputs: Sequence) -> list[bool]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last address of a tensor's elements."""
+    """Return the address of a tensor's first byte and the one behind its last."""
     length = (
         sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
     )

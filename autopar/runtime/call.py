@@ -22,7 +22,7 @@ class Call:
     returns: Returns
 
     def local(self) -> list[torch.Tensor]:
-        """This rank's parts."""
+        """Return this rank's parts of the tensors."""
         return self.inputs.local(self.tensors)
 
     def write(self, i: int, local: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class Call:
         tensor.copy_(self.inputs.as_passed(name, tensor, local))
 
     def check_apart(self, written: Sequence[int]) -> None:
-        """Raises InputError if the model writes to one of the tensors `written` and reads the same memory as another
+        """Raise InputError if the model writes to one of the tensors `written` and reads the same memory as another
         input: a trace has each of them in memory of its own."""
         places = [_torch.storage_key(t.to_local() if hasattr(t, "to_local") else t) for t in self.tensors]
         for i in written:

@@ -62,14 +62,14 @@ class Traced:
     fingerprint: str
 
     def computes_as(self, other: Traced) -> bool:
-        """Whether the same program serves both."""
+        """Return whether the same program serves both."""
         mine, theirs = self.captured.returns, other.captured.returns
         is_same = self.fingerprint == other.fingerprint and self.fixed == other.fixed and mine.outputs == theirs.outputs
         return is_same and _constants_equal(self.captured.graph_module, other.captured.graph_module)
 
 
 def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two graphs with the same nodes have the same tensors among their constants."""
+    """Return whether two graphs with the same nodes have the same tensors among their constants."""
     constants = [[getattr(g, n.target) for n in g.graph.nodes if n.op == "get_attr"] for g in (a, b)]
     return all(
         type(x) is type(y) and torch.equal(x, y) for x, y in zip(*constants, strict=True) if isinstance(x, torch.Tensor)
@@ -86,13 +86,14 @@ class Compiler(Protocol):
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
     ) -> Traced:
-        """`trains`: of parameters by name, if not as it was when the model was taken over."""
+        """Trace a call. `trains`: whether parameters train, by name, if not as when the model was taken over."""
 
     def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
-        """The same call with tangents for all outputs that require a gradient."""
+        """Trace the same call with tangents for all outputs that require a gradient."""
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
-        """`first`: the plan of the first capture, `layouts`: of the parameters by name, which the plan is to keep."""
+        """Plan a traced call. `first`: the plan of the first capture; `layouts`: of the parameters by name, which the
+        plan is to keep."""
 
 
 @dataclass
@@ -116,7 +117,8 @@ class Capture:
     is_met: bool = False
 
     def holds(self) -> bool:
-        """Whether the Python state is the one that was traced, and the buffers have the forms that the graphs take."""
+        """Return whether the Python state is the one that was traced, and the buffers have the forms that the graphs
+        take."""
         for table, leaf, shape, dtype in self.buffers:
             tensor = table.get(leaf)
             if (
@@ -151,13 +153,13 @@ class Captures:
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """The graphs of all captures, and of those to come, through torch.compile."""
+        """Run the graphs of all captures, and of those to come, through torch.compile."""
         self.compile_options = options
         for capture in self.table:
             capture.step.compile(options)
 
     def add(self, traced: Traced, plan: Plan, program: RankProgram) -> None:
-        """The first capture, for the modes that the module is in."""
+        """Add the first capture, for the modes that the module is in."""
         ambient = Ambient.now()._replace(gradients=True)
         self._add(traced, plan, self._step(traced, plan, program), self._trains(self._trainable()), ambient)
 
@@ -178,7 +180,7 @@ class Captures:
         return self.last
 
     def _buffers_of(self, captured: Captured) -> list[tuple[dict, str, torch.Size, torch.dtype]]:
-        """Where the buffers are that a call reads or writes on this rank, and their forms."""
+        """Return where the buffers are that a call reads or writes on this rank, and their forms."""
         found = []
         for node in captured.graph.nodes:
             if node.op == "placeholder" and node.meta["role"].kind == "buffer":
@@ -188,7 +190,7 @@ class Captures:
         return found
 
     def find(self, args: tuple, kwargs: dict) -> tuple[Step | PipelineStep, Call]:
-        """What runs a call, and the call; compiles it if there is nothing yet.
+        """Return what runs a call, and the call; compile it if there is nothing yet.
 
         Raises InputError if there are too many captures or ranks are called differently, and what compiling raises, on
         all ranks; DesyncError if this rank alone makes a call for the first time."""
@@ -221,7 +223,8 @@ class Captures:
         return capture.step, Call(capture.inputs, tensors, capture.returns)
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
-        """The capture of a call that all ranks make together, and the call's tensors."""
+        """Agree with all ranks on a call that they make together, compile it if there is no `capture`, and return its
+        capture and the call's tensors."""
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
         agree.meet(f"{self.place}/{self.meetings}", call)
         self.meetings += 1
@@ -258,8 +261,8 @@ class Captures:
         return capture
 
     def _complete(self, step: Step) -> Step:
-        """The step of a call in whose program all differentiable outputs have tangents; from now on it serves the calls
-        that `step` served. Called in a backward, on all ranks together."""
+        """Return the step of a call in whose program all differentiable outputs have tangents; from now on it serves
+        the calls that `step` served. Called in a backward, on all ranks together."""
         if step in self.completed.values():  # torch gave it no more tangents
             return step
         if step in self.completed:
@@ -285,7 +288,8 @@ class Captures:
         return whole
 
     def _layouts_of_all_stages(self) -> dict[str, Layout]:
-        """Of the parameters of the first capture, whoever has them, and of all that this rank has."""
+        """Return the layouts, by name, of the parameters of the first capture, whoever has them, and of all that this
+        rank has."""
         first = self.table[0]
         leaves, nodes = first.plan.sharding.leaves, first.traced.captured.graph.nodes
         roles = {n.name: n.meta["role"] for n in nodes if n.op == "placeholder" and n.name in leaves}
@@ -310,7 +314,7 @@ class Captures:
         return step
 
     def prepare_no_sync(self) -> None:
-        """All captures get what the backward inside of no_sync runs; on all ranks together."""
+        """Load for all captures what the backward inside of no_sync runs; all ranks call this together."""
         for capture in self.table:
             self._load_deferred(capture.traced, capture.plan, capture.step)
 
@@ -323,8 +327,8 @@ class Captures:
             step.backward.load_deferred(program)
 
     def unreduced_bytes(self) -> int:
-        """Bytes of this rank's gradients before they are reduced, of the first capture and those that are partial
-        then."""
+        """Return the bytes of this rank's gradients before they are reduced, of those of the first capture that are
+        partial then."""
         first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
         if isinstance(first.step, PipelineStep):
             return first.step.gradients.unreduced_bytes
@@ -341,15 +345,16 @@ class Captures:
         return self.modes.text() + Ambient.now().text(self._trains(self._trainable()))
 
     def _trainable(self) -> list[bool]:
-        """Which parameters train now."""
+        """Return for each parameter whether it trains now."""
         return [p.requires_grad for p in self.parameters.values()]
 
     def _by_name(self, trainable: list[bool]) -> dict[str, bool] | None:
-        """Which parameters train, by name; None under a pipeline, where a rank knows of some."""
+        """Return whether each parameter trains, by name; None under a pipeline, where a rank knows only some of
+        them."""
         return dict(zip(self.parameters, trainable)) if self.stage.line is None else None
 
     def _trains(self, trainable: list[bool]) -> bool:
-        """Whether anything does, on whatever rank, with the adapters on or off as they are."""
+        """Return whether anything trains, on whatever rank, with the adapters on or off as they are."""
         here = zip(self.parameters, trainable)
         return any(
             t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere)
@@ -357,7 +362,8 @@ class Captures:
 
 
 def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
-    """This rank's graphs, on all ranks. Raises DesyncError if they do not fit together."""
+    """Lower a traced call on all ranks together, and return this rank's graphs. Raises DesyncError if they do not fit
+    together."""
     if plan.pipeline is not None:
         program = agree.everywhere(lambda: lower_pipeline(traced.captured, plan, dist.get_rank()))
         agree.check_programs(plan.hash, program.collectives(), plan.mesh, alike=False)

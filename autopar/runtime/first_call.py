@@ -29,7 +29,7 @@ class CompiledAtFirstCall(OfSource):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See ParallelModule.no_sync."""
+        """Accumulate gradients as ParallelModule.no_sync does, once the first call has made the module."""
         waiting = self._waiting
         with ExitStack() as stack:
             waiting.append(stack)

@@ -17,9 +17,9 @@ from ..processes.dtensors import as_dtensor, layout_of, redistributed
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which inputs="local" means parts: those named for data, or the first one. Under a pipeline the
-    first one that is not named for something else; none on a mesh that has no such axis, where the only part is the
-    batch."""
+    """Return the axes over which inputs="local" means parts: those named for data, or the first one. Under a pipeline
+    it is the first one that is not named for something else; none on a mesh that has no such axis, where the only part
+    is the batch."""
     named = tuple(a for a in mesh.names if a.startswith("dp") or a == "data")
     if named or axis_of(mesh) is None:
         return named or mesh.names[:1]
@@ -27,8 +27,8 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:
-    """`(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by input
-    name: of DTensors, and with inputs="local" of each rank's part."""
+    """Return `(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by
+    input name: those of DTensors, and with inputs="local" of each rank's part."""
     signature, tensors = CallSignature.of(*split_example(example_inputs))
     axes = data_axes(mesh)
     fixed: dict[str, Layout] = {}
@@ -63,34 +63,34 @@ class Inputs:
             )
 
     def match(self, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
-        """The tensors of a call, None if it has another form."""
+        """Return the tensors of a call, or None if it has another form."""
         return self.signature.match(args, kwargs, self.parts)
 
     def text(self) -> str:
-        """The form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
+        """Return the form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
         like = zip(self.parts, self.signature.dtypes, self.signature.differentiated)
         with torch.enable_grad():
             tensors = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in like if s is not None]
             return describe_call(*self.signature.rebuild(tensors))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Raises InputError on every rank if ranks that are to pass the same, all of them or those at one part of the
+        """Raise InputError on every rank if ranks that are to pass the same, all of them or those at one part of the
         batch, pass different tensors. What is a DTensor says itself which ranks have the same."""
         plain = [(n, t) for n, t in zip(self.signature.tensor_names, tensors) if not isinstance(t, DTensor)]
         part = tuple((a, self.coordinate[a]) for a in data_axes(self.mesh)) if self.is_local else None
         agree.check_batches([n for n, _ in plain], [t for _, t in plain], part)
 
     def local(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of a call's tensors, with their gradients. Raises InputError for a DTensor of another
-        mesh."""
+        """Return this rank's parts of a call's tensors, through which gradients flow back to them. Raises InputError
+        for a DTensor of another mesh."""
         return [
             _Part.apply(t, self, name) if needs_gradient(t) else self._local(name, t)
             for name, t in zip(self.signature.tensor_names, tensors)
         ]
 
     def as_passed(self, name: str, like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as a part
-        of the batch, or as a DTensor of the same placements. Collective where that form is another one."""
+        """Return values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as
+        a part of the batch, or as a DTensor of the same placements. Collective where that form is another one."""
         layout, shape = self.layouts[name], self.signature.shape_of(name)
         if not isinstance(like, DTensor) and (
             self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated
@@ -130,7 +130,7 @@ class Inputs:
             )
 
     def shard(self, args: tuple, kwargs: dict) -> tuple | dict:
-        """See ParallelModule.shard_inputs."""
+        """Return a batch as DTensors; see ParallelModule.shard_inputs."""
         batch = next((x.dims[0] for x in self.layouts.values() if x.dims), ())
 
         def sharded(name, value):

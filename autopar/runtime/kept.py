@@ -30,7 +30,7 @@ class Kept:
         self.versions = [tensor._version for tensor in self.owners]
 
     def check(self, needed: Collection[int]) -> None:
-        """Raises InputError if a tensor at one of the positions `needed` was written to since."""
+        """Raise InputError if a tensor at one of the positions `needed` was written to since."""
         now = [tensor._version for tensor in self.owners]
         if now == self.versions:
             return
@@ -43,19 +43,19 @@ class Kept:
                 )
 
     def values_for(self, roles: Sequence[Role]) -> list[torch.Tensor]:
-        """The values of the placeholders of another program of the same call."""
+        """Return the values of the placeholders of another program of the same call, which has these roles."""
         named = {(role.kind, role.name): value for role, value in zip(self.roles, self.values)}
         return [named[role.kind, role.name] for role in roles]
 
 
 def written_by(graph: fx.Graph) -> set[tuple[str, str]]:
-    """Kind and name of the leaves of a joint graph to which its forward gives a new value."""
+    """Return kind and name of the leaves of a joint graph to which its forward gives a new value."""
     roles = [r for r in output_node(graph).meta["roles"] if r is not None and "mutation" in r.kind]
     return {(kind, role.name) for role in roles for kind in PARTNERS[role.kind]}
 
 
 def read_by_outputs(graph: fx.Graph) -> set[tuple[str, str]]:
-    """Kind and name of the leaves of a joint graph on which outputs of the model depend."""
+    """Return kind and name of the leaves of a joint graph on which outputs of the model depend."""
     output = output_node(graph)
     pairs = zip(output.args[0], output.meta["roles"])
     reached, stack = set(), [n for n, r in pairs if isinstance(n, fx.Node) and r is not None and r.kind == "output"]
@@ -68,7 +68,7 @@ def read_by_outputs(graph: fx.Graph) -> set[tuple[str, str]]:
 
 
 def read_by_backward(graph: fx.Graph, saved: Sequence[str]) -> set[tuple[str, str]]:
-    """Kind and name of the leaves of a joint graph that ops of the backward read, or that are saved for it."""
+    """Return kind and name of the leaves of a joint graph that ops of the backward read, or that are saved for it."""
     leaves = [n for n in graph.nodes if n.op == "placeholder" and not n.meta["role"].is_tangent]
     late = [
         n

@@ -31,12 +31,12 @@ class LoadedGraph:
         self.run = _without_autocast(watch.guarded(self.module, phase, self.module.forward))
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Run through torch.compile, with these options of it, from the next call on, which compiles."""
+        """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles."""
         self.run = watch.guarded(self.module, self.phase, _compiled(self.module, self.phase, options))
 
 
 def _without_autocast(run: Callable) -> Callable:
-    """The same where autocast is off: a graph has every cast that it needs."""
+    """Return `run` with autocast off inside: a graph has every cast that it needs."""
 
     def run_as_it_is(values: list):
         with no_autocast():
@@ -46,7 +46,7 @@ def _without_autocast(run: Callable) -> Callable:
 
 
 def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
-    """The graph of a module behind torch.compile, called like that of codegen.boxed."""
+    """Return the graph of a module behind torch.compile, called like that of codegen.boxed."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:

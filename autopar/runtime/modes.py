@@ -21,15 +21,16 @@ class Modes:
         self.adapters = True
 
     def now(self) -> list[bool]:
-        """One flag a module, True in train mode, and one for the adapters."""
+        """Return one flag a module, True in train mode, and one for the adapters."""
         return [*map(_training, self.modules), self.adapters]
 
     def set_adapters(self, adapters: bool) -> None:
+        """Set whether the adapters take part."""
         self.adapters = adapters
 
     @contextmanager
     def set_to(self, flags: list[bool]) -> Iterator[None]:
-        """Inside, the modules have these flags (see `now`)."""
+        """Give the modules these flags inside (see `now`; the one for the adapters changes nothing)."""
         before = self.now()
         try:
             for flag, module in zip(flags, self.modules):
@@ -40,7 +41,8 @@ class Modes:
                 module.training = flag
 
     def text(self) -> str:
-        """`train`, `eval`, or `train, norm eval` where a module's mode is not that of the module around it."""
+        """Return the modes as `train`, `eval`, or `train, norm eval` where a module's mode is not that of the module
+        around it."""
         flags = dict(zip(self.names, self.now()))
         words = ["train" if flags[""] else "eval"]
         for name, flag in flags.items():

@@ -95,19 +95,20 @@ class ParallelModule(OfSource):
         self._adapters = Adapters(self, lora, self._captures.modes.set_adapters) if lora else None
 
     def begin(self, source: nn.Module) -> None:
-        """Be the module in front of `source`, without anything else of its own yet."""
+        """Become the module in front of `source`, without anything else of its own yet."""
         super().__init__(source, OWN, SHARED)
         for name in STATE_HOOKS:  # the source's, and those that are registered here
             vars(self)[name] = vars(source)[name].copy()
 
     def __deepcopy__(self, memo: dict) -> ParallelModule:
-        """Another compiled module with the same values, as moving averages of parameters need. All ranks call it."""
+        """Return another compiled module with the same values, as moving averages of parameters need. All ranks call
+        it."""
         made = copies.deep_copy(self, memo)
         optimizers.follow(made)
         return made
 
     def __reduce_ex__(self, protocol):
-        """What `torch.save(model)` and pickle write is the plain model with whole parameters. All ranks call it."""
+        """Let `torch.save(model)` and pickle write the plain model with whole parameters. All ranks call it."""
         return copy.copy, (copies.plain_model(self),)  # what reads it needs nothing of autopar
 
     def forward(self, *args, **kwargs):
@@ -118,13 +119,13 @@ class ParallelModule(OfSource):
 
     @property
     def captures(self) -> dict[str, Plan]:
-        """The plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which they were
-        met."""
+        """Return the plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which
+        they were met."""
         return {capture.call: capture.plan for capture in self._captures.table}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For gradient accumulation: a backward inside adds to gradients that are not reduced over the ranks; the next
+        """Accumulate gradients: a backward inside adds to gradients that are not reduced over the ranks; the next
         backward outside adds its own, and reduces them all at once. What counts is where `backward()` is called.
 
         Inside, the `.grad` of such a parameter is a Partial DTensor: `zero_grad` drops it, `full_tensor()` gives its
@@ -138,13 +139,13 @@ class ParallelModule(OfSource):
 
     @property
     def unreduced_gradient_bytes(self) -> int:
-        """Bytes that this rank holds of unreduced gradients inside of no_sync."""
+        """Return the bytes that this rank holds of unreduced gradients inside of no_sync."""
         return self._captures.unreduced_bytes()
 
     def measured_schedule(self) -> Played:
-        """When each action of the last call ran, on this rank and those before and after it in the pipeline. `play`,
-        `grid` and `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises StageError
-        without a pipeline."""
+        """Return when each action of the last call ran, on this rank and those before and after it in the pipeline.
+        `play`, `grid` and `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises
+        StageError without a pipeline."""
         if self.plan.pipeline is None:
             raise StageError(
                 "the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp"
@@ -158,9 +159,9 @@ class ParallelModule(OfSource):
         self._captures.compile(options)
 
     def shard_inputs(self, *args, **kwargs):
-        """The batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the call: a
-        dict of the keyword arguments, or a tuple. For a loss outside of the model, `shard_inputs(labels=labels)` of
-        inputs not compiled for are cut along dim 0 as the first input is."""
+        """Return the batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the
+        call: a dict of the keyword arguments, or a tuple. Inputs not compiled for, as in `shard_inputs(labels=labels)`
+        for a loss outside of the model, are cut along dim 0 as the first input is."""
         return self._captures.table[0].inputs.shard(args, kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -177,7 +178,7 @@ class ParallelModule(OfSource):
         save_model(self, folder)
 
     def _lora(self) -> Adapters:
-        """Raises AdaptError if the model was compiled without LoRA."""
+        """Return the adapters. Raises AdaptError if the model was compiled without LoRA."""
         if self._adapters is None:
             raise AdaptError(
                 "the model has no adapters", fix="compile it with adapt=[autopar.LoRA(target_modules=...)]"
@@ -200,8 +201,8 @@ class ParallelModule(OfSource):
         self._lora().activate(adapter_name)
 
     def disable_adapter(self):
-        """A context in which the model computes without its adapters. What trains beside them (biases, modules_to_save)
-        stays."""
+        """Return a context in which the model computes without its adapters. What trains beside them (biases,
+        modules_to_save) stays."""
         return self._lora().disabled()
 
     def merge_adapter(self) -> None:
@@ -214,26 +215,27 @@ class ParallelModule(OfSource):
         self._lora().unmerge()
 
     def freeze_observers(self, frozen: bool = True) -> None:
-        """The observers of fake-quantized inputs keep their ranges, or go on following the inputs, whatever `train()`
-        and `eval()` say meanwhile; calls in the new state are a capture of their own. In eval mode ranges are never
-        changed."""
+        """Let the observers of fake-quantized inputs keep their ranges, or go on following the inputs, whatever
+        `train()` and `eval()` say meanwhile; calls in the new state are a capture of their own. In eval mode ranges are
+        never changed."""
         self._observers_are_frozen = frozen
         self._set_observers()
 
     def train(self, mode: bool = True):
+        """Set training mode as the source does, and leave observers that are frozen in eval mode."""
         super().train(mode)
         self._set_observers()
         return self
 
     def _set_observers(self) -> None:
-        """The training flags of observers: those of their layers, unless they are frozen."""
+        """Set the training flags of observers to those of their layers, or to False while observers are frozen."""
         for layer in self.modules():
             if OBSERVER in layer._modules:
                 layer._modules[OBSERVER].training = layer.training and not self._observers_are_frozen
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients by their norm over the whole model, all its stages; returns the norm as a plain tensor, equal
-        on all ranks, which call this together. A parameter that several stages share counts once."""
+        """Clip gradients by their norm over the whole model, all its stages, and return the norm as a plain tensor,
+        equal on all ranks, which call this together. A parameter that several stages share counts once."""
         stage = self.stage_mesh
         with watch.meeting("the norm of the gradients"):
             if stage.line is None:
@@ -251,13 +253,14 @@ class ParallelModule(OfSource):
         return norm
 
     def places_of(self, name: str) -> tuple[int, ...]:
-        """Where along the pipeline a parameter or buffer is."""
+        """Return where along the pipeline a parameter or buffer is."""
         return self._places.get(
             name, (0,) if self.stage_mesh.line is None else tuple(range(len(self.stage_mesh.ranks)))
         )
 
     def _apply(self, fn, recurse: bool = True):
-        """`.to(...)`, `.half()` and the like: fine if they change nothing, else the graph would not fit any more."""
+        """Accept `.to(...)`, `.half()` and the like if they change nothing. Raises StrategyError otherwise: the graph
+        would not fit any more."""
         for tensor in (*self.parameters(), *self.buffers()):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             probe = fn(local.detach()[:0] if local.dim() else local.detach())
@@ -274,6 +277,7 @@ class ParallelModule(OfSource):
         super().__setattr__(name, value)
 
     def register_forward_pre_hook(self, hook, **options):
+        """Register a hook. Raises StrategyError for one of FSDP's: the model is parallel already."""
         if f"{getattr(hook, '__module__', '')}.".startswith("torch.distributed.fsdp."):  # and fully_shard
             raise parallel_already("fully_shard")
         return super().register_forward_pre_hook(hook, **options)
@@ -285,8 +289,8 @@ class ParallelModule(OfSource):
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):
-    """(parameters and saved buffers that this rank does not get, on the meta device; of all that some rank does not
-    get, the places along the pipeline that have it)."""
+    """Return (parameters and saved buffers that this rank does not get, on the meta device; of all that some rank does
+    not get, the places along the pipeline that have it)."""
     places = range(len(stage.ranks))
     missing = [program.elsewhere(place) for place in places]
     elsewhere: dict[str, Tensor] = {}

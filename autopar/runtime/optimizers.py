@@ -33,7 +33,7 @@ _checked: WeakKeyDictionary[Optimizer, tuple] = (
 
 
 def follow(module: nn.Module) -> None:
-    """From here on see to the optimizers of a ParallelModule's parameters."""
+    """See to the optimizers of a ParallelModule's parameters from here on."""
     if not _hooks:
         _hooks.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
     _modules.add(module)
@@ -43,7 +43,7 @@ _hooks: list = []
 
 
 def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Raises OptimizerError for an optimizer that cannot step; gives one that needs local parts a stand-in that has
+    """Raise OptimizerError for an optimizer that cannot step; give one that needs local parts a stand-in that has
     them."""
     form = tuple((len(group["params"]), bool(group.get("fused"))) for group in optimizer.param_groups)
     known, is_local = _checked.get(optimizer, (None, False))
@@ -70,7 +70,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _check(optimizer: Optimizer, module: nn.Module) -> None:
-    """Raises OptimizerError for an optimizer that would be wrong, or fail half way, on these parameters: on all ranks
+    """Raise OptimizerError for an optimizer that would be wrong, or fail half way, on these parameters: on all ranks
     that have some of the same."""
     kind, ids, mesh = type(optimizer).__name__, {id(p) for p in _parameters(optimizer)}, module.stage_mesh.mesh
     mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
@@ -108,8 +108,8 @@ def _refuse(kind: str, why: str, parameters: dict[str, nn.Parameter], module: nn
 
 
 def _can_flatten(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether DTensor can flatten a tensor: no dim is cut inside its parts, none but the last into pieces of different
-    sizes."""
+    """Return whether DTensor can flatten a tensor: no dim is cut inside its parts, none but the last into pieces of
+    different sizes."""
     cuts = [math.prod(mesh.size(axis) for axis in axes) for axes in layout.dims]
     return max(layout.parts, default=1) == 1 and not any(size % cut for size, cut in zip(shape[:-1], cuts))
 
@@ -123,13 +123,14 @@ def _calls_missing_ops(optimizer: Optimizer) -> bool:
 
 
 def _needs_local_parts(optimizer: Optimizer) -> bool:
-    """For torch's own alone: what inherits from them may mix elements."""
+    """Return whether an optimizer has to step on local parts; torch's own alone do, since what inherits from them may
+    mix elements."""
     return type(optimizer) in (SGD, Adagrad, Rprop) and _calls_missing_ops(optimizer)
 
 
 def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and their
-    state."""
+    """Return the arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and
+    their state."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:  # it computes the gradients
         with torch.enable_grad():
@@ -147,7 +148,7 @@ def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tu
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """The part of a parameter that is here, with the same part of its gradient."""
+    """Return the part of a parameter that is here, with the same part of its gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     local, gradient = _torch.local_of(parameter).detach(), parameter.grad

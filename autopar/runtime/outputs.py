@@ -40,7 +40,8 @@ class GlobalTensor(DTensor):
 
 
 def _is_with_dtensors(args: tuple, kwargs: dict) -> bool:
-    """Whether a user's own DTensors, or parameters, are among the arguments: then it is one of them."""
+    """Return whether a user's own DTensors, or parameters, are among the arguments: then an output counts as one of
+    them."""
     return any(isinstance(a, DTensor) and not isinstance(a, GlobalTensor) for a in tree_flatten((args, kwargs))[0])
 
 

@@ -44,6 +44,6 @@ def give_whole_gradients(parameter: nn.Parameter, layout: Layout, stage: StageMe
 
 
 def give_all_whole_gradients(module: nn.Module, layouts: Mapping[str, Layout], stage: StageMesh) -> None:
-    """Do so for all parameters of a module that has these layouts."""
+    """Let the hooks of all parameters of a module that has these layouts get whole gradients."""
     for name, parameter in module.named_parameters():
         give_whole_gradients(parameter, layouts[name], stage)

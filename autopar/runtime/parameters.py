@@ -59,7 +59,7 @@ _taken_over: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_model(source: nn.Module) -> None:
-    """Raises InputError or MovedParameterError for what cannot be traced as a model."""
+    """Raise InputError or MovedParameterError for what cannot be traced as a model."""
     if not isinstance(source, nn.Module):
         raise InputError(
             f"the model is a {type(source).__name__}, not a torch.nn.Module", fix="wrap it in a torch.nn.Module"
@@ -100,7 +100,7 @@ def check_model(source: nn.Module) -> None:
 
 
 def parallel_already(wrapper: str) -> StrategyError:
-    """The refusal of what would make a compiled model parallel once more."""
+    """Return the error that refuses to make a compiled model parallel once more."""
     return StrategyError(
         f"{wrapper} cannot wrap a compiled model: it is parallel already, with gradients reduced and parameters "
         f"sharded as planned",
@@ -109,7 +109,7 @@ def parallel_already(wrapper: str) -> StrategyError:
 
 
 def check_source(source: nn.Module, weights: bool = False) -> None:
-    """Raises InputError or MovedParameterError if the model cannot be taken over; without `weights` it must have
+    """Raise InputError or MovedParameterError if the model cannot be taken over; without `weights` it must have
     values."""
     check_model(source)
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
@@ -222,8 +222,8 @@ def _empty(parameter: nn.Parameter) -> None:
 
 
 def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:
-    """Where a parameter or buffer lives: looking it up there at every step always finds the current one. A tensor that
-    is a plain attribute counts as a buffer."""
+    """Return the table in which a parameter or buffer lives, and its key there: looking it up there at every step
+    always finds the current one. A tensor that is a plain attribute counts as a buffer."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if isinstance(owner, OfSource):

@@ -30,12 +30,14 @@ class StageBackward:
         self.following = LoadedGraph(following, groups, device, phase) if following else None
 
     def compile(self, options: Mapping[str, object]) -> None:
+        """Run the graphs through torch.compile, with these options of it."""
         for graph in (self.first, self.following):
             if graph is not None:
                 graph.compile(options)
 
     def run(self, values: list, sums: dict[str, Tensor]) -> list[Tensor]:
-        """What the graph gives besides gradients of parameters, which are added to `sums`. Empties `values`."""
+        """Run the graph and return what it gives besides gradients of parameters, which are added to `sums`. Empties
+        `values`."""
         if self.following is not None and all(name in sums for name in self.names):
             values += [sums[name] for name in self.names]
             results = self.following.run(values)
@@ -46,7 +48,7 @@ class StageBackward:
         return [value for role, value in zip(self.roles, results) if not _is_gradient(role)]
 
     def _begin(self, results, sums: dict[str, Tensor]) -> None:
-        """Sums are added to in place: each has memory of its own."""
+        """Make the first gradients the sums, each in memory of its own, since sums are added to in place."""
         taken = set()
         for role, value in zip(self.roles, results):
             if _is_gradient(role):
@@ -57,8 +59,8 @@ class StageBackward:
 
 
 def adding(backward: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, which takes a sum for each gradient of a parameter behind its other arguments, and returns it
-    with the gradient added, in place."""
+    """Return the same graph, which takes a sum for each gradient of a parameter behind its other arguments, and returns
+    it with the gradient added, in place."""
     graph, roles = fx.Graph(), output_node(backward.graph).meta["roles"]
     results = list(graph.graph_copy(backward.graph, {}))
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]

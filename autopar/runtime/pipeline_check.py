@@ -29,7 +29,7 @@ class Border:
 
 
 def border_of(program: StageProgram) -> Border:
-    """Of one rank's graphs of a stage."""
+    """Return the Border of a stage, by one rank's graphs of it."""
     return Border(
         _taken(program.forward, "activation"), _given(program.forward, "activation"),
         _taken(program.backward, "arriving"), _given(program.backward, "returned"),
@@ -37,8 +37,8 @@ def border_of(program: StageProgram) -> Border:
 
 
 def check_pipeline(schedule: Schedule, borders: Mapping[int, Border]) -> None:
-    """`borders` by stage, of the ranks that hand to each other. Raises ScheduleError for a schedule that does not end,
-    DesyncError for stages that do not fit together."""
+    """Check a schedule and what its stages hand to each other: `borders` by stage, of the ranks that do so. Raises
+    ScheduleError for a schedule that does not end, DesyncError for stages that do not fit together."""
     check(schedule)
     for stage in range(schedule.stages - 1):
         here, after = borders[stage], borders[stage + 1]

@@ -37,11 +37,13 @@ class Passing:
 
     @staticmethod
     def of(graph, names: Sequence[str]) -> Passing:
+        """Return the Passing of the tensors `names`, which are placeholders of `graph`."""
         leaves = {n.name: n.meta["val"] for n in graph.nodes if n.op == "placeholder"} if graph is not None else {}
         values = [leaves[name] for name in names]
         return Passing(tuple(names), tuple(tuple(v.shape) for v in values), tuple(v.dtype for v in values))
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """Return tensors to receive them in, by name."""
         return {n: torch.empty(s, dtype=d, device=device) for n, s, d in zip(self.names, self.shapes, self.dtypes)}
 
 
@@ -79,13 +81,14 @@ class StageGraphs:
         self.backward = StageBackward(program.backward, groups, device, f"backward of {what}", repeats)
 
     def compile(self, options: Mapping[str, object]) -> None:
+        """Run the forward and backward graphs through torch.compile, with these options of it."""
         backward = (self.backward,) if self.has_backward else ()
         for graph in (self.forward, *backward, *((self.input, self.weight) if self.split else ())):
             graph.compile(options)
 
 
 def _roles(graph, op: str) -> list:
-    """Of a graph's placeholders, or of its outputs."""
+    """Return the roles of a graph's placeholders, or of its outputs."""
     if graph is None:
         return []
     if op == "output":
@@ -109,18 +112,19 @@ class EngineStage(_Base):
 
     def __init__(self, graphs: StageGraphs, count: int, device: torch.device, group, smaller: StageGraphs | None = None,
                  first_smaller: int = 0):  # fmt: skip
-        """`smaller`: the graphs for micro-batches from `first_smaller` on, which share copies and gradients with those
-        before."""
+        """Take the stage's graphs. `smaller`: the graphs for micro-batches from `first_smaller` on, which share copies
+        and gradients with those before."""
         super().__init__(torch.nn.Identity(), graphs.index, count, device, group)
         self.graphs, self.smaller, self.first_smaller, self.batch = graphs, smaller, first_smaller, None
         self.arrived: Callable[[Action], None] = lambda action: None
         self.times: list[tuple[Action, float, float]] = []
 
     def of(self, i: int) -> StageGraphs:
-        """The graphs that a micro-batch runs."""
+        """Return the graphs that a micro-batch runs."""
         return self.smaller if self.smaller is not None and i >= self.first_smaller else self.graphs
 
     def begin(self, batch: Batch) -> None:
+        """Begin a call: drop what is left of the last one, and make the copies that all micro-batches share."""
         self.batch = batch
         self.inputs: dict[int, dict[str, Tensor]] = {}
         self.gradient_inputs: dict[int, dict[str, Tensor]] = {}
@@ -139,7 +143,7 @@ class EngineStage(_Base):
         batch.gradients[self.graphs.index] = {}
 
     def end(self) -> None:
-        """Lets go of what belongs to the call."""
+        """Let go of what belongs to the call."""
         self.batch, self.copies = None, {}
 
     def _prepare_forward_infra(self, *args, **kwargs):
@@ -162,41 +166,49 @@ class EngineStage(_Base):
         return [dist.P2POp(dist.irecv, t, group=self.group, group_peer=self._peer(stage)) for t in box[i].values()]
 
     def _send(self, what: str, i: int, stage: int) -> list:
-        """Sends, and gives torch's engine nothing to send: it would keep what is sent to the end of the step."""
+        """Send, and give torch's engine nothing to send: it would keep what is sent to the end of the step."""
         tensors, peer = self.outbox.pop((what, i), ()), self._peer(stage)
         self.sending[what, i] = [dist.isend(t, group=self.group, group_dst=peer) for t in tensors]
         return []
 
     def let_go(self, what: str, i: int) -> None:
-        """Of what was sent, which has arrived or is waited for."""
+        """Let go of what was sent, which has arrived or is waited for."""
         for work in self.sending.pop((what, i), ()):
             work.wait()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
+        """Return the receives of a micro-batch's activations from the stage before."""
         return self._receive(self.inputs, self.of(fwd_chunk_id).received, fwd_chunk_id, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list:
+        """Return the receives of a micro-batch's gradients from the next stage."""
         return self._receive(self.gradient_inputs, self.of(bwd_chunk_id).arriving, bwd_chunk_id, self.stage_index + 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list:
+        """Send a micro-batch's activations to the next stage."""
         return self._send("forward", fwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list:
+        """Send a micro-batch's gradients to the stage before."""
         return self._send("backward", bwd_chunk_id, self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs, mb_index: int) -> None:
+        """Take a micro-batch's activations from the stage before, which is on this rank."""
         self.inputs[mb_index] = dict(zip(self.graphs.received.names, prev_stage_outputs))
 
     def get_local_bwd_output(self, mb_index: int):
+        """Hand over a micro-batch's gradients for the stage before, which is on this rank."""
         return self.outbox.pop(("backward", mb_index), [])
 
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int) -> None:
+        """Take a micro-batch's gradients from the next stage, which is on this rank."""
         self.gradient_inputs[mb_index] = dict(zip(self.graphs.arriving.names, next_stage_bwd_outputs))
 
     # what runs
     # -----------------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
+        """Run a micro-batch's forward and return what goes to the next stage."""
         start, i, graphs = time.perf_counter(), fwd_chunk_id, self.of(fwd_chunk_id)
         self.arrived(Action("F", graphs.index, i))
         arrived = self.inputs.pop(i, {})
@@ -228,6 +240,8 @@ class EngineStage(_Base):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        """Run a micro-batch's backward; without `full_backward` only its input part, which leaves a stash for the
+        weight part."""
         start, i, graphs = time.perf_counter(), bwd_chunk_id, self.of(bwd_chunk_id)
         if not graphs.has_backward:  # of a stage that only computes other outputs than the loss
             self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, start))
@@ -250,6 +264,7 @@ class EngineStage(_Base):
         self.times.append((Action("B" if full_backward else "I", graphs.index, i), start, time.perf_counter()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the weight part of a micro-batch's backward, from the stash of its input part."""
         start, i, graphs = time.perf_counter(), bwd_chunk_id, self.of(bwd_chunk_id)
         if graphs.has_backward:
             graphs.weight.run(self.stash.pop(i), self.batch.gradients[graphs.index])
@@ -274,10 +289,10 @@ class Engine(_Runtime):
         )
 
     def _initialize_stages(self, *args, **kwargs) -> None:
-        """Shapes are known and nothing has to be met before the first step."""
+        """Do nothing: shapes are known and nothing has to be met before the first step."""
 
     def run(self, batch: Batch) -> None:
-        """All micro-batches of a call."""
+        """Run all micro-batches of a call."""
         for stage in self._stages:
             stage.begin(batch)
         nothing = [()] * self._n_microbatches
@@ -293,13 +308,13 @@ class Engine(_Runtime):
 
     @property
     def times(self) -> list[tuple[Action, float, float]]:
-        """When each action of the last run began and ended on this rank, in seconds of time.perf_counter."""
+        """Return when each action of the last run began and ended on this rank, in seconds of time.perf_counter."""
         return sorted((t for stage in self._stages for t in stage.times), key=lambda t: t[1])
 
 
 def sent_before(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
-    """Of a rank's F and B that begin with a message: the F and B whose own messages the sender had taken before it sent
-    this one. A backward is B here, in parts or not."""
+    """Return, for each of a rank's F and B that begin with a message, the F and B whose own messages the sender had
+    taken before it sent this one. A backward is B here, in parts or not."""
     found: dict[Action, list[Action]] = {}
     last = schedule.stages - 1
 

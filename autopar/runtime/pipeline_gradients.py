@@ -59,12 +59,13 @@ class StageGradients:
         }  # fmt: skip
 
     def compile(self, options: Mapping[str, object]) -> None:
+        """Run the reductions through torch.compile, with these options of it."""
         for graph in self.reduce.values():
             graph.compile(options)
 
     @property
     def unreduced_bytes(self) -> int:
-        """Bytes of this rank's gradients that are Partial inside of no_sync."""
+        """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
         layouts = {
             name: layout for mine in self.waiting.values() for name, layout in mine.items() if name in self.unreduced
         }
@@ -74,8 +75,8 @@ class StageGradients:
         return sum(math.prod(shape) * self.specs[n].tensor_meta.dtype.itemsize for n, shape in shapes.items())
 
     def __call__(self, sums: Sums, scale: Tensor, parameters: Sequence[Tensor], nodes: Sequence) -> list[Tensor]:
-        """In the order of `names`, `scale` times: the gradient of the loss. `nodes` are what autograd does with them
-        next. The sums are used up."""
+        """Return the gradients of the loss, in the order of `names`: the sums times `scale`. `nodes` are what autograd
+        does with them next. The sums are used up."""
         for of_stage in sums.values():
             if of_stage:
                 torch._foreach_mul_(list(of_stage.values()), scale)
@@ -91,7 +92,7 @@ class StageGradients:
         return [_torch.as_dtensor(total[name].contiguous(), self.specs[name]) for name in self.names]
 
     def _take_pending(self, sums: Sums, takers: Mapping) -> None:
-        """Adds the gradients before that were not reduced, and takes them out of `.grad`."""
+        """Add the gradients before that were not reduced, and take them out of `.grad`."""
         for i, layouts in self.waiting.items():
             for name in layouts:
                 parameter, node = takers[name]
@@ -128,7 +129,7 @@ class StageGradients:
         ]
 
     def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
-        """A sum in its parameter's layout, without a graph."""
+        """Return a sum in its parameter's layout, reduced without a graph."""
         stage, shape = self.stage, self.specs[name].shape
         with watch.meeting(f"the gradient of {name}, which stages share"):
             whole = as_dtensor(mine, shape, layout, stage.mesh, stage.device_mesh).full_tensor()
@@ -136,7 +137,7 @@ class StageGradients:
         return local_part(whole, parameter, stage.mesh, stage.coordinate)
 
     def _shared(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Adds up what several ranks along the pipeline have a part of."""
+        """Add up what several ranks along the pipeline have a part of."""
         for name, places in self.tied.items():
             if self.stage.place in places:
                 with watch.meeting(f"the gradient of {name}, which stages share"):
@@ -144,7 +145,7 @@ class StageGradients:
         return total
 
     def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:
-        """The sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
+        """Return the sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
         others = [p for p in places if p != self.stage.place]
         received = {p: torch.empty_like(mine) for p in others}
         work = [dist.isend(mine, group=self.stage.line, group_dst=p) for p in others]

@@ -81,7 +81,7 @@ class PipelineStep:
         self.sources = {name: next(place for place, there in places if name in there) for name in named}
 
     def _load(self, program: PipelineProgram) -> None:
-        """On all ranks together."""
+        """Load the program's graphs and check that its stages fit together; all ranks call this together."""
         self.program, pipeline = program, self.plan.pipeline
         self.groups.bind(
             agree.union([group for group, _, _ in program.collectives()])
@@ -109,8 +109,8 @@ class PipelineStep:
             self.compile(self.compile_options)
 
     def prepare_no_sync(self) -> None:
-        """Gradients of one micro-batch are reduced where they are made, until somebody wants them unreduced; those of
-        several wait anyway. On all ranks together."""
+        """Make gradients wait for their reduction. Those of one micro-batch are reduced where they are made, until
+        somebody wants them unreduced; those of several wait anyway. All ranks call this together."""
         if not self.trains or self.micro.micro_batches > 1 or self.is_deferring:
             return
         self.is_deferring = True
@@ -119,7 +119,7 @@ class PipelineStep:
         self._load(program)
 
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
-        """Looks up the parameters and buffers of this rank's stages, and what outputs become."""
+        """Look up the parameters and buffers of this rank's stages, and what outputs become."""
         leaves: dict[str, tuple[str, object]] = {}
         trained: set[str] = set()
         self.buffers = {}
@@ -164,8 +164,8 @@ class PipelineStep:
                 self.output_forms[role.name] = (), value.meta["val"].dtype
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
-        """Of the micro-batches' outputs one after the other: each is sharded for itself. No layout says so of
-        micro-batches that are not equal: what is joined is not cut there then."""
+        """Return the layout of the micro-batches' outputs one after the other: each is sharded for itself. No layout
+        says so of micro-batches that are not equal: what is joined is not cut there then."""
         if not isinstance(how, int):
             return layout
         if self.micro.smaller is not None:
@@ -175,13 +175,13 @@ class PipelineStep:
         return Layout(layout.dims, layout.partial, tuple(parts))
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """All graphs through torch.compile, with these options of it."""
+        """Run all graphs through torch.compile, with these options of it."""
         self.compile_options = options
         for graphs in (*self.graphs, self.gradients):
             graphs.compile(options)
 
     def measured(self) -> Played:
-        """The last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks.
+        """Return the last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks.
         Collective."""
         offset = time.time() - time.perf_counter()
         mine = [(action, start + offset, end + offset) for action, start, end in self.engine.times]
@@ -191,7 +191,7 @@ class PipelineStep:
         return Played(replace(self.engine.schedule, orders=orders), starts, ends)
 
     def __call__(self, call: Call):
-        """The model's output for a whole batch."""
+        """Return the model's output for a whole batch."""
         inputs = call.local()
         if self.trains and torch.is_grad_enabled():
             anchor = torch.zeros(
@@ -203,7 +203,7 @@ class PipelineStep:
         return call.returns.rebuild(outputs)
 
     def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], Sums]:
-        """(outputs by position, what the stages leave of gradients)."""
+        """Run the schedule and return (outputs by position, what the stages leave of gradients)."""
         call = _Call(self, inputs)
         batch = Batch(call.leaf, call.output)
         with torch.no_grad():
@@ -214,7 +214,7 @@ class PipelineStep:
         return outputs, batch.gradients
 
     def _outputs(self, parts: dict[str, dict[int, Tensor]]) -> list[Tensor | None]:
-        """Whole outputs: those of this rank's stages, and those that all ranks get."""
+        """Return whole outputs: those of this rank's stages, and those that all ranks get."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
             pieces = [self._before_joining(name, i, values[i]) for i in sorted(values)]
@@ -226,7 +226,8 @@ class PipelineStep:
         return [None if o is None else output_of(o, spec, self.is_global) for o, spec in zip(outputs, specs)]
 
     def _before_joining(self, name: str, i: int, part: Tensor) -> Tensor:
-        """This rank's part of an output of one micro-batch, in the layout in which it is joined with the others'."""
+        """Return this rank's part of an output of one micro-batch, in the layout in which it is joined with the
+        others'."""
         if name not in self.gathered:
             return part
         how, (layout, joined) = self.micro.joins[name], self.gathered[name]
@@ -236,7 +237,7 @@ class PipelineStep:
         return redistributed(whole, joined, self.stage.mesh, self.stage.device_mesh)
 
     def _from(self, place: int, mine: Tensor | None, name: str, what: str) -> Tensor:
-        """This rank's part of an output that a place along the pipeline has."""
+        """Return this rank's part of an output that a place along the pipeline has."""
         if self.stage.place == place:
             tensor = mine.contiguous()
         else:
@@ -264,6 +265,7 @@ class _Call:
         self.buffers: dict[str, Tensor] = {}
 
     def leaf(self, role, i: int) -> Tensor:
+        """Return this rank's local value of a leaf for micro-batch `i`."""
         step = self.step
         if role.kind in ("parameter", "buffer"):
             table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
@@ -274,12 +276,14 @@ class _Call:
         return local_part(whole, step.input_layouts[self.names[role]], step.stage.mesh, step.stage.coordinate)
 
     def output(self, role, i: int, value: Tensor) -> None:
+        """Take an output of micro-batch `i`, or the new value of a buffer."""
         if role.kind == "mutation":
             self.buffers[role.name] = value
         else:
             self.outputs.setdefault(role.name, {})[i] = value
 
     def write_buffers(self) -> None:
+        """Write the new values into the buffers."""
         for name, value in self.buffers.items():
             table, leaf = self.step.buffers[name]
             table[leaf].copy_(value)
@@ -326,7 +330,7 @@ class _PipelineLoss(torch.autograd.Function):
 
 
 def forwards(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone, stage by stage on each rank, which ends for every placement."""
+    """Return the forwards of a schedule alone, stage by stage on each rank, which ends for every placement."""
     orders = tuple(
         tuple(Action("F", s, i) for s in schedule.stages_of(rank) for i in range(schedule.micro_batches))
         for rank in range(schedule.ranks)

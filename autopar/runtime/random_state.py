@@ -17,7 +17,7 @@ class RandomState:
         self.seed, self.offset = seed, offset
 
     def next(self) -> torch.Tensor:
-        """int64 (2,) on the CPU: seed and offset of the forward that is to run. Advances the offset."""
+        """Return seed and offset of the forward that is to run, int64 (2,) on the CPU, and advance the offset."""
         state = torch.tensor([_signed(self.seed), self.offset], dtype=torch.int64)
         self.offset += 1
         return state
@@ -27,5 +27,5 @@ class RandomState:
 
 
 def _signed(seed: int) -> int:
-    """The low 64 bits as an int64 has them: torch's seeds are unsigned."""
+    """Return the low 64 bits as an int64 has them: torch's seeds are unsigned."""
     return (seed + 2**63) % 2**64 - 2**63

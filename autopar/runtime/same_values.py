@@ -48,7 +48,7 @@ def share_values(source: nn.Module, device: str, skipped: Collection[str] = ()) 
 
 
 def tensors_of(source: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and the tensors in attributes of a model, each once."""
+    """Iterate over the parameters, buffers and the tensors in attributes of a model, each once, with their names."""
     seen: set[int] = set()
     attributes = ((f"{path}.{name}".lstrip("."), value) for path, module in source.named_modules()
                   for name, value in vars(module).items() if not name.startswith("_"))  # fmt: skip
@@ -60,7 +60,7 @@ def tensors_of(source: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an attribute: itself, or those in its lists and dicts."""
+    """Iterate over the tensors of an attribute: itself, or those in its lists and dicts."""
     if isinstance(value, nn.Parameter) or type(value) is Tensor:
         if value.layout is torch.strided:
             yield name, value
@@ -70,7 +70,7 @@ def _inside(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, Ten
 
 
 def checksums(tensors: dict[str, Tensor]) -> dict[str, tuple]:
-    """(shape, dtype, 64-bit checksum) of every tensor; the checksum is None without values."""
+    """Return (shape, dtype, 64-bit checksum) of every tensor; the checksum is None without values."""
     sums = {name: checksum(t) for name, t in tensors.items() if not t.is_meta}
     found = {name: s.item() for name, s in sums.items()}  # once all are computed: reading one waits for the device
     return {name: (tuple(t.shape), str(t.dtype), found.get(name)) for name, t in tensors.items()}
@@ -78,8 +78,8 @@ def checksums(tensors: dict[str, Tensor]) -> dict[str, tuple]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """An int64 scalar: the bytes as int64 numbers, each times its own odd number, summed modulo 2**64. Tensors that
-    differ in one number never have the same, others with a probability of about 2**-63."""
+    """Return an int64 scalar: the bytes as int64 numbers, each times its own odd number, summed modulo 2**64. Tensors
+    that differ in one number never have the same, others with a probability of about 2**-63."""
     flat = _bytes(tensor.detach().contiguous())
     flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()  # an int64 begins at a multiple of its size
     whole = len(flat) // 8 * 8
@@ -95,18 +95,19 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """The same odd numbers on every rank."""
+    """Return the same odd numbers on every rank."""
     generator = torch.Generator().manual_seed(1)
     return (torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=generator) | 1).to(device)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _differing(mine: dict[str, tuple], first: dict[str, tuple]) -> list[str]:
-    """The names of tensors with other values than rank 0's."""
+    """Return the names of tensors with other values than rank 0's. Raises DesyncError or InputError as `share_values`
+    says."""
     rank = dist.get_rank()
     if odd := sorted({*mine} ^ {*first}):
         raise DesyncError(f"{odd[0]} is in the model of rank {rank if odd[0] in mine else 0} and not of rank "

@@ -23,7 +23,7 @@ class OfSource(nn.Module):
 
     @property
     def training(self) -> bool:
-        """Whether the model is in train mode, as its source says."""
+        """Return whether the model is in train mode, as its source says."""
         source = self.__dict__.get("_source")
         return True if source is None else source.training
 

@@ -43,15 +43,19 @@ class StageLinks:
         return {name: found[name] for name in names}
 
     def from_before(self) -> dict[str, list[Tensor]]:
+        """Receive a micro-batch's activations from the stage before."""
         return self._receive(self.received, self.forward, self.place - 1, "an activation")
 
     def from_next(self) -> dict[str, list[Tensor]]:
+        """Receive a micro-batch's gradients from the next stage."""
         return self._receive(self.arriving, self.backward, self.place + 1, "a gradient")
 
     def to_next(self, values: Mapping[str, list[Tensor]]) -> None:
+        """Send a micro-batch's activations to the next stage."""
         self._send(values, self.forward, self.place + 1)
 
     def to_before(self, values: Mapping[str, list[Tensor]]) -> None:
+        """Send a micro-batch's gradients to the stage before."""
         self._send(values, self.backward, self.place - 1)
 
     def _receive(self, likes: Mapping[str, Tensor], group, place: int, what: str) -> dict[str, list[Tensor]]:
@@ -64,8 +68,8 @@ class StageLinks:
         return {name: [value] for name, value in found.items()}
 
     def _send(self, values: Mapping[str, list[Tensor]], group, place: int) -> None:
-        """Does not wait for the other side, but for what it has received long ago: a stage is at most p micro-batches
-        ahead."""
+        """Send without waiting for the other side, but for what it has received long ago: a stage is at most p
+        micro-batches ahead."""
         if not values:
             return
         tensors = [value.contiguous() for (value,) in values.values()]
@@ -80,5 +84,6 @@ class StageLinks:
                 work.wait()
 
     def finish(self) -> None:
+        """Wait for all messages that are still on their way."""
         while self.sending:
             self._wait()

@@ -73,9 +73,9 @@ class Step:
         self._read_sources(captured.graph)
 
     def _read_sources(self, graph: fx.Graph) -> None:
-        """Positions among the leaves: `checked`, that the backward reads and torch does not watch, since it sees local
-        values; `sources`, that a second forward depends on, and `overwritten`, those of them to which the first one
-        writes."""
+        """Find positions among the leaves: `checked`, that the backward reads and torch does not watch, since it sees
+        local values; `sources`, that a second forward depends on, and `overwritten`, those that it depends on and to
+        which the first one writes."""
         keys = [(role.kind, role.name) for role in self.roles]
         written = written_by(graph)  # of which the backward has copies
         late = read_by_backward(graph, self.saved) - written
@@ -107,13 +107,13 @@ class Step:
         ]
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Both graphs through torch.compile, with these options of it."""
+        """Run both graphs through torch.compile, with these options of it."""
         self.forward_graph.compile(options)
         if self.backward is not None:
             self.backward.compile(options)
 
     def __call__(self, call: Call):
-        """The model's output for this rank's part of the batch."""
+        """Return the model's output for this rank's part of the batch."""
         if self.draws and _torch.is_in_backward():
             raise InputError(
                 "the model draws random numbers and is called inside of a backward, where it would not draw those of "
@@ -151,7 +151,7 @@ class Step:
                 )
 
     def leaves(self, inputs: list[torch.Tensor], parameters) -> list[torch.Tensor]:
-        """What the forward graph takes. A graph that draws advances the random state."""
+        """Return what the forward graph takes. A graph that draws advances the random state."""
         values = {
             "input": (inputs[i].detach() for i in self.read),
             "parameter": map(_torch.local_of, parameters),
@@ -161,8 +161,8 @@ class Step:
         return [next(values[role.kind]) for role in self.roles]
 
     def forward(self, leaves: list[torch.Tensor], call: Call | None) -> tuple[list[torch.Tensor], list]:
-        """(outputs of the model, values saved for the backward). What the model writes to takes its new values, unless
-        it has them already (no `call`)."""
+        """Run the forward graph and return (outputs of the model, values saved for the backward). What the model writes
+        to takes its new values, unless it has them already (no `call`)."""
         results = self.forward_graph.run(leaves)
         if call is not None:
             self._write(results, call)
@@ -179,7 +179,7 @@ class Step:
             call.write(i, results[at])
 
     def keep(self, leaves: list[torch.Tensor], parameters, call: Call) -> Kept:
-        """What the backward needs to know of the leaves, before the forward writes to any."""
+        """Return what the backward needs to know of the leaves, before the forward writes to any."""
         owners = list(leaves)
         for at, parameter in zip(self.parameters_at, parameters):
             owners[at] = parameter
@@ -195,7 +195,8 @@ class Step:
     def gradients_again(
         self, kept: Kept, tangents, nodes: Mapping[str, object]
     ) -> dict[tuple[str, str], torch.Tensor | None]:
-        """Gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter."""
+        """Return gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter.
+        Raises CaptureError for an output through which torch traced no gradient."""
         lost = [self.returns.names[at] for at in self.without_tangent if tangents[at] is not None]
         if lost:
             raise CaptureError(f"torch traced no gradient through {', '.join(lost)}", fix="return a clone of it")

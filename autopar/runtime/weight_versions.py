@@ -26,10 +26,11 @@ class WeightVersions:
 
     @property
     def alive(self) -> int:
+        """Return how many versions there are now."""
         return 1 + len(self.stashed)
 
     def at(self, version: int) -> Mapping[str, Tensor]:
-        """The local tensors of a version: KeyError for one that is gone or not there yet."""
+        """Return the local tensors of a version. Raises KeyError for one that is gone or not there yet."""
         return self._now() if version == self.newest else self.stashed[version]
 
     def _now(self) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
+        """Read an action as `str` writes it. Raise ScheduleError for any other text."""
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
@@ -65,19 +66,22 @@ class Schedule:
         return len(self.rank_of_stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in their order."""
         return tuple(stage for stage, r in enumerate(self.rank_of_stage) if r == rank)
 
     @property
     def stages_per_rank(self) -> int:
+        """Return the most stages that a rank has."""
         return max(map(self.rank_of_stage.count, range(self.ranks)))
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether a stage has to compute the gradients of its input and of its weights apart."""
+        """Return whether a stage has to compute the gradients of its input and of its weights apart."""
         return any(action.kind == "I" for order in self.orders for action in order)
 
     @property
     def text(self) -> str:
+        """Return a heading and the actions of each rank, one line a rank."""
         width = len(str(self.ranks - 1))
         lines = (f"rank {rank:>{width}}: {' '.join(map(str, order))}" for rank, order in enumerate(self.orders))
         return "\n".join(
@@ -88,6 +92,7 @@ class Schedule:
         return self.text
 
     def to_json(self) -> str:
+        """Return the schedule as text that `from_json` reads."""
         return json.dumps({
             "version": VERSION, "name": self.name, "micro_batches": self.micro_batches,
             "rank_of_stage": self.rank_of_stage, "orders": [" ".join(map(str, order)) for order in self.orders],
@@ -95,7 +100,7 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> Schedule:
-        """What `to_json` wrote. Raises ScheduleError on anything that is not of its form."""
+        """Read what `to_json` wrote. Raise ScheduleError on anything that is not of its form."""
         try:
             data = json.loads(text)
         except ValueError as error:

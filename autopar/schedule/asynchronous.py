@@ -77,18 +77,18 @@ class Asynchronous:
     # ----------------------------------------------------------------------------------------------------------
 
     def version_of(self, stage: int, micro_batch: int) -> int:
-        """The version that both the forward and the backward of a micro-batch read in a stage."""
+        """Return the version that both the forward and the backward of a micro-batch read in a stage."""
         late = {STASHING: self.stages - 1 - stage, VERTICAL: self.stages - 1, BUFFERED: 1}[self.name]
         return max(0, micro_batch // self.group - late)
 
     def versions_held(self, stage: int) -> int:
-        """The most versions of its weights that a stage has at once, the newest included; after many updates it is
-        exactly that."""
+        """Return the most versions of its weights that a stage has at once, the newest included; after many updates it
+        is exactly that."""
         return {STASHING: self.stages - stage, VERTICAL: self.stages, BUFFERED: 2}[self.name]
 
     def needed(self, stage: int, next_backward: int, next_forward: int, more: bool) -> set[int]:
-        """The versions, up to the newest that there can be, which a stage has still to read when these micro-batches
-        are its next ones; with `more` there are forwards to come, nobody knows how many."""
+        """Return the versions, up to the newest that there can be, which a stage has still to read when these
+        micro-batches are its next ones; with `more` there are forwards to come, nobody knows how many."""
         found = {self.version_of(stage, i) for i in range(next_backward, next_forward)}
         return found | set(range(self.version_of(stage, next_forward), next_forward // self.group + 1) if more else ())
 
@@ -96,8 +96,8 @@ class Asynchronous:
     # ----------------------------------------------------------------------------------------------------------------
 
     def walk(self, stage: int, has: Callable[[int], bool]) -> Iterator[Action | Update]:
-        """What a stage does, one after the other, as long as there is a micro-batch i: `has(i)`, which is asked for in
-        order, no earlier than the forward of the one before is over."""
+        """Iterate over what a stage does, one after the other, as long as there is a micro-batch i: `has(i)`, which is
+        asked for in order, no earlier than the forward of the one before is over."""
         ahead, i = self.stages - 1 - stage, 0
         while has(i):
             yield Action("F", stage, i)
@@ -113,25 +113,25 @@ class Asynchronous:
             yield Update("U", stage, (i + 1) // self.group)
 
     def orders(self, micro_batches: int) -> tuple[tuple[Action | Update, ...], ...]:
-        """By stage. The last group must be whole."""
+        """Return by stage its actions and updates. Raise ScheduleError unless the last group is whole."""
         if micro_batches % self.group:
             raise ScheduleError(f"{micro_batches} micro-batches are no whole groups of {self.group}",
                                 fix=f"use a multiple of {self.group}")  # fmt: skip
         return tuple(tuple(self.walk(stage, lambda i: i < micro_batches)) for stage in range(self.stages))
 
     def without_updates(self, micro_batches: int) -> Schedule:
-        """The forwards and backwards, for `play`, text and drawings: one stage a rank."""
+        """Return the forwards and backwards, for `play`, text and drawings: one stage a rank."""
         orders = tuple(tuple(a for a in order if a.kind != "U") for order in self.orders(micro_batches))
         return Schedule(self.name, self.stages, micro_batches, tuple(range(self.stages)), orders)
 
 
 def version_of(name: str, stages: int, stage: int, micro_batch: int, group: int = 1) -> int:
-    """See `Asynchronous.version_of`."""
+    """Return the version that a micro-batch reads in a stage: see `Asynchronous.version_of`."""
     return Asynchronous(name, stages, group).version_of(stage, micro_batch)
 
 
 def versions_held(name: str, stages: int, stage: int, group: int | None = None) -> int:
-    """See `Asynchronous.versions_held`."""
+    """Return the most versions that a stage has at once: see `Asynchronous.versions_held`."""
     return Asynchronous(name, stages, group or (stages if name == BUFFERED else 1)).versions_held(stage)
 
 
@@ -149,9 +149,9 @@ class PlayedVersions:
 
 
 def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
-    """Plays the orders by what each rule says, not by the closed forms: weight stashing takes the newest version that
-    the stage has at the forward; the others what stage 0 had at the first forward of the group. Raises ScheduleError
-    for one not there."""
+    """Play the orders by what each rule says, not by the closed forms: weight stashing takes the newest version that
+    the stage has at the forward; the others what stage 0 had at the first forward of the group. Raise ScheduleError for
+    a version that is not there."""
     orders = schedule.orders(micro_batches)
     used: dict[tuple[int, int], int] = {}
     held = []
@@ -177,7 +177,7 @@ def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
 def _count_held(
     schedule: Asynchronous, first: tuple, order: tuple, at: int, newest: int, used: dict, stage: int
 ) -> int:
-    """Versions there already that the rest of the order reads, and the newest."""
+    """Count the versions there already that the rest of the order reads, and the newest."""
     flying = Counter(a.micro_batch for a in order[: at + 1] if a.kind == "F")
     flying.subtract(a.micro_batch for a in order[: at + 1] if a.kind == "B")
     versions = {used[stage, i] for i, count in flying.items() if count} | {newest}

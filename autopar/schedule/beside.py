@@ -10,8 +10,8 @@ RUNS = ("predicted", "measured")
 
 
 def beside(predicted: Played, measured: Played) -> str:
-    """Milliseconds; a stage's are the mean of its micro-batches, a rank waits when it does nothing between the first
-    action of any rank and the last one of any."""
+    """Return the table, in milliseconds, and both grids. A stage's times are the mean of its micro-batches; a rank
+    waits when it does nothing between the first action of any rank and the last one of any."""
     runs = dict(zip(RUNS, (predicted, measured)))
     rows = [["all", "first action to last", *_cells([run.seconds for run in runs.values()])]]
     for stage, rank in enumerate(predicted.schedule.rank_of_stage):
@@ -26,7 +26,7 @@ def beside(predicted: Played, measured: Played) -> str:
 
 
 def _mean(run: Played, stage: int, kinds: str) -> float:
-    """Seconds of a stage's actions of these kinds, a micro-batch."""
+    """Return the seconds of a stage's actions of these kinds, a micro-batch."""
     found = [end - start for _, action, start, end in run if action.stage == stage and action.kind in kinds]
     return sum(found) / run.schedule.micro_batches
 
@@ -37,5 +37,5 @@ def _cells(seconds: list[float]) -> list[str]:
 
 
 def _once(rows: list[list[str]]) -> list[list[str]]:
-    """With a name only where it begins."""
+    """Return the rows with a name only where it begins."""
     return [[name if n == 0 or rows[n - 1][0] != name else "", *rest] for n, (name, *rest) in enumerate(rows)]

@@ -26,7 +26,7 @@ Times = tuple[int, int, int, int]
 
 
 def block(ranks: int, hops: Sequence[int], waits: Sequence[int]) -> list[Times]:
-    """For each rank, when the block has its F of stage r, F, I of the other stage, I of stage r.
+    """Return for each rank when the block has its F of stage r, F, I of the other stage, I of stage r.
 
     `hops`: units from rank to rank on the four ways; `waits`: between them, at the three turns.
     """
@@ -38,17 +38,19 @@ def block(ranks: int, hops: Sequence[int], waits: Sequence[int]) -> list[Times]:
 
 
 def v_min(ranks: int) -> list[Times]:
+    """Return the block of V-Min."""
     wait = 2 if ranks % 3 == 0 else 0
     return block(ranks, (1, 1, 1, 1), (wait, 0, wait))
 
 
 def v_half(ranks: int) -> list[Times]:
+    """Return the block of V-Half."""
     return block(ranks, (1, 2, 1, 2), (0, 0, 1) if ranks % 2 else (3, 0, 4))
 
 
 def repeat(blocks: Sequence[Times], micro_batches: int) -> list[list[Action]]:
-    """The orders of F and I. A rank's four times differ modulo the period (the waits are chosen so), hence no two are
-    at once."""
+    """Return the orders of F and I. A rank's four times differ modulo the period (the waits are chosen so), hence no
+    two are at once."""
     last, orders = 2 * len(blocks) - 1, []
     for rank, times in enumerate(blocks):
         moves = (("F", rank), ("F", last - rank), ("I", last - rank), ("I", rank))

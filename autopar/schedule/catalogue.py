@@ -43,7 +43,7 @@ class Kind:
 
 
 def _phased(make_phases: Phases) -> Callable[..., Orders]:
-    """From phases(rank, ranks, micro_batches, stages a rank)."""
+    """Return a function that makes orders from phases(rank, ranks, micro_batches, stages a rank)."""
 
     def orders(stages: list[tuple[int, ...]], m: int) -> Orders:
         return [
@@ -78,7 +78,8 @@ ALIASES = {"pipedream_flush": "1f1b", "interleaved1f1b": "interleaved_1f1b",
 
 
 def canonical(name: str) -> str:
-    """The name in `KINDS`: no matter the case, `-` for `_`, or torch's spelling. StrategyError for a name not known."""
+    """Return the name in `KINDS`: no matter the case, `-` for `_`, or torch's spelling. Raise StrategyError for a name
+    not known."""
     word = str(name).lower().replace("-", "_")
     word = ALIASES.get(word, word)
     if word not in KINDS:
@@ -88,7 +89,8 @@ def canonical(name: str) -> str:
 
 def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None,
          seconds: tuple[float, float, float] | None = None) -> Schedule:  # fmt: skip
-    """The schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no choice.
+    """Make the schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no
+    choice.
 
     Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer.
     `seconds`: of F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for

@@ -17,14 +17,14 @@ FORMS = (".svg", ".html", ".json", ".txt")
 
 
 def check_name(path: str | Path) -> None:
-    """Raises ScheduleError for a name with another ending."""
+    """Raise ScheduleError for a name that ends in none of `FORMS`."""
     if Path(path).suffix not in FORMS:
         raise ScheduleError(f"{path} is neither a picture nor a trace", fix=f"end its name in {', '.join(FORMS)}")
 
 
 def save(path: str | Path, played: Played | Mapping[str, Played], title: str | None = None) -> None:
-    """Writes a run, or several by their names beside each other: `{"predicted": plan.pipeline.played(), "measured":
-    ...}`."""
+    """Write a run, or several by their names beside each other: `{"predicted": plan.pipeline.played(), "measured":
+    ...}`. Raise ScheduleError for a name that ends in none of `FORMS`."""
     check_name(path)
     some = played if isinstance(played, Played) else next(iter(played.values()))
     title = some.schedule.name if title is None else title

@@ -34,7 +34,7 @@ from .phases import round_size
 
 def idle_seconds(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, forward: float = 1.0,
                  input_: float = 1.0, weight: float = 1.0, in_window: bool = False) -> float:  # fmt: skip
-    """Seconds that a rank waits. `forward`, `input_`, `weight`: seconds of all stages of a rank together."""
+    """Return the seconds that a rank waits. `forward`, `input_`, `weight`: seconds of all stages of a rank together."""
     name, v = _canonical(name, stages_per_rank)
     batch, one_third = forward + input_ + weight, forward + input_ - weight
     by_name = {
@@ -48,14 +48,14 @@ def idle_seconds(name: str, ranks: int, micro_batches: int, stages_per_rank: int
 
 def bubble(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, forward: float = 1.0,
            input_: float = 1.0, weight: float = 1.0, in_window: bool = False) -> float:  # fmt: skip
-    """Idle time over total time: (p-1)/p for naive, (p-1)/(m+p-1) for gpipe and 1f1b, (p-1)/(v m+p-1) for
+    """Return idle time over total time: (p-1)/p for naive, (p-1)/(m+p-1) for gpipe and 1f1b, (p-1)/(v m+p-1) for
     interleaved_1f1b."""
     idle = idle_seconds(name, ranks, micro_batches, stages_per_rank, forward, input_, weight, in_window)
     return idle / (idle + micro_batches * (forward + input_ + weight))
 
 
 def in_flight(name: str, ranks: int, micro_batches: int, rank: int = 0, stages_per_rank: int | None = None) -> int:
-    """The most micro-batches that a rank holds, counted once for each of its stages."""
+    """Return the most micro-batches that a rank holds, counted once for each of its stages."""
     name, v = _canonical(name, stages_per_rank)
     p, m = ranks, micro_batches
     kind = KINDS[name]

@@ -20,7 +20,7 @@ Phase = tuple[int, str]
 
 
 def actions_of(phases: Iterable[Phase], stages: Sequence[int], micro_batches: int) -> list[Action]:
-    """The order of the rank that has these stages."""
+    """Return the order of the rank that has these stages."""
     used: Counter[tuple[bool, int]] = Counter()
     owed: deque[Action] = deque()  # the W of each I, oldest first
     order = []
@@ -38,25 +38,26 @@ def actions_of(phases: Iterable[Phase], stages: Sequence[int], micro_batches: in
 
 
 def one_stage(warmup: int, micro_batches: int, backward: str) -> list[Phase]:
-    """1F1B: some forwards, then one backward after each forward, then the backwards that remain.
+    """Return 1F1B: some forwards, then one backward after each forward, then the backwards that remain.
 
-    Narayanan et al., "PipeDream" (arXiv 1806.03377), with a flush at the end: arXiv 2006.09503.
+    Source: Narayanan et al., "PipeDream" (arXiv 1806.03377), with a flush at the end: arXiv 2006.09503.
     """
     return [(warmup, "F0"), (micro_batches, f"F0 {backward}0")]
 
 
 def gpipe(micro_batches: int) -> list[Phase]:
-    """All forwards, then all backwards: Huang et al., "GPipe" (arXiv 1811.06965)."""
+    """Return all forwards, then all backwards: Huang et al., "GPipe" (arXiv 1811.06965)."""
     return [(micro_batches, "F0"), (micro_batches, "B0")]
 
 
 def round_size(ranks: int, micro_batches: int) -> int:
-    """Micro-batches that an interleaved schedule takes through one stage before it turns to the rank's next stage."""
+    """Return how many micro-batches an interleaved schedule takes through one stage before it turns to the rank's next
+    stage."""
     return -(-micro_batches // max(1, micro_batches // ranks))
 
 
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward: str) -> list[Phase]:
-    """1F1B over several stages a rank: Narayanan et al. (arXiv 2104.04473), section 2.2.
+    """Return 1F1B over several stages a rank: Narayanan et al. (arXiv 2104.04473), section 2.2.
 
     A round of p micro-batches goes through the first stage of the rank, then through the second, and so on. The paper
     asks for whole rounds; here, as in torch, the rounds are as many as fit and share the micro-batches, and a last
@@ -74,7 +75,7 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward
 
 
 def zbv(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
-    """The forwards and input gradients of ZB-V: arXiv 2401.10241, section 6.
+    """Return the forwards and input gradients of ZB-V: arXiv 2401.10241, section 6.
 
     The first stage runs ahead until the second one's first forward is back; then each rank has all p micro-batches in
     flight.
@@ -84,7 +85,8 @@ def zbv(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
 
 
 def dualpipev(rank: int, ranks: int, micro_batches: int) -> list[Phase]:
-    """DualPipe cut in half: DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, as a V: github.com/deepseek-ai/DualPipe.
+    """Return DualPipe cut in half: DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, as a V:
+    github.com/deepseek-ai/DualPipe.
 
     The steady phase pairs the forward of one stage with the whole backward of the other, whose communication and
     computation can overlap; the backward is split only at the two ends. Here the two of a pair follow each other.

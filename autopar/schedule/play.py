@@ -24,7 +24,8 @@ Seconds = float | Sequence[float]
 
 
 def needs(action: Action, stages: int) -> list[Action]:
-    """The actions that must have ended before; "I" stands for B too, whose gradient is there at the same time."""
+    """Return the actions that must have ended before; "I" stands for B too, whose gradient is there at the same
+    time."""
     kind, stage, i = action
     if kind == "F":
         return [Action("F", stage - 1, i)] if stage else []
@@ -36,10 +37,10 @@ def needs(action: Action, stages: int) -> list[Action]:
 def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seconds = 1.0,
          weight_seconds: Seconds = 1.0, transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0,
          shares: Sequence[float] = ()) -> Played:  # fmt: skip
-    """Times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each border of two
-    stages; `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
+    """Return the times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each
+    border of two stages; `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
 
-    Raises ScheduleError on what `check` finds.
+    Raise ScheduleError on what `check` finds.
     """
     _count(schedule)
     stages, rank_of = schedule.stages, schedule.rank_of_stage
@@ -88,14 +89,14 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ScheduleError unless every stage does F and either B or I and W once a micro-batch and all ranks come to
+    """Raise ScheduleError unless every stage does F and either B or I and W once a micro-batch and all ranks come to
     their end."""
     play(schedule)
 
 
 def crossings(schedule: Schedule) -> list[tuple[int, int]]:
-    """Pairs (sender, receiver) of ranks between which messages are needed in another order than the one they are sent
-    in.
+    """Return pairs (sender, receiver) of ranks between which messages are needed in another order than the one they are
+    sent in.
 
     Such a pair needs messages with tags, or receives that are posted in the sender's order (torch.distributed on NCCL
     has no tags).
@@ -116,7 +117,8 @@ def crossings(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def _count(schedule: Schedule) -> None:
-    """Every stage is on a rank, and each of its micro-batches is there once, on that rank."""
+    """Raise ScheduleError unless every stage is on a rank, and each of its micro-batches is there once, on that
+    rank."""
     if len(schedule.orders) != schedule.ranks or not all(0 <= r < schedule.ranks for r in schedule.rank_of_stage):
         raise ScheduleError(f"schedule {schedule.name} has {len(schedule.orders)} orders and stages on ranks "
                             f"{sorted(set(schedule.rank_of_stage))}, but {schedule.ranks} ranks")  # fmt: skip
@@ -146,7 +148,7 @@ def _count(schedule: Schedule) -> None:
 
 
 def _per(value: Seconds, count: int) -> list[float]:
-    """One number for each of `count` stages or borders."""
+    """Return one number for each of `count` stages or borders. Raise ScheduleError for another number of them."""
     values = [float(value)] * count if isinstance(value, int | float) else [float(v) for v in value]
     if len(values) != count:
         raise ScheduleError(

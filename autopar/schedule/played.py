@@ -32,31 +32,34 @@ class Played:
     activation: tuple[float, ...] = ()
 
     def __iter__(self) -> Iterator[tuple[int, Action, float, float]]:
-        """(rank, action, start, end), in the order of each rank."""
+        """Iterate over (rank, action, start, end), in the order of each rank."""
         for rank, order in enumerate(self.schedule.orders):
             for action, start, end in zip(order, self.starts[rank], self.ends[rank], strict=True):
                 yield rank, action, start, end
 
     @property
     def first(self) -> float:
+        """Return when the first action of any rank starts."""
         return min((times[0] for times in self.starts if times), default=0.0)
 
     @cached_property
     def seconds(self) -> float:
+        """Return the makespan, from the first action of any rank to the last one of any."""
         return max((times[-1] for times in self.ends if times), default=0.0) - self.first
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank computes."""
+        """Return the seconds that each rank computes."""
         return tuple(sum(e - s for s, e in zip(*times)) for times in zip(self.starts, self.ends))
 
     @cached_property
     def windows(self) -> tuple[float, ...]:
-        """Seconds from each rank's first action to its last."""
+        """Return the seconds from each rank's first action to its last."""
         return tuple(ends[-1] - starts[0] if ends else 0.0 for starts, ends in zip(self.starts, self.ends))
 
     @property
     def utilization(self) -> float:
+        """Return the share of the makespan in which the mean rank computes."""
         return self._busy_share(self.seconds)
 
     @property
@@ -71,15 +74,15 @@ class Played:
         return sum(self.busy) / (self.schedule.ranks * total) if total else 1.0
 
     def peak(self, rank: int, until_input: bool = False) -> float:
-        """The most that a rank holds at once: a micro-batch from the start of its F to the end of its B.
+        """Return the most that a rank holds at once: a micro-batch from the start of its F to the end of its B.
 
-        Where the backward is split, to the end of its W, which still reads the inputs of the matrix products. With
-        `until_input` to the end of its I: what remains after it is then not counted.
+        Where the backward is split, it is held to the end of its W, which still reads the inputs of the matrix
+        products. With `until_input` it is held to the end of its I: what remains after it is then not counted.
         """
         return self._peak(self.schedule.orders[rank], until_input)
 
     def peak_of_stage(self, stage: int, until_input: bool = False) -> float:
-        """The same for one stage alone."""
+        """Return the same for one stage alone."""
         order = self.schedule.orders[self.schedule.rank_of_stage[stage]]
         return self._peak([action for action in order if action.stage == stage], until_input)
 

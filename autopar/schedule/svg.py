@@ -34,9 +34,9 @@ STYLE = """
 
 
 def svg(played: Played | Mapping[str, Played], title: str | None = None, widest: float = WIDEST) -> str:
-    """The picture, with no file or font it depends on; of several runs by their names, one below the other, on one
-    scale unless one takes many times as long. The second, fourth, ... stage of a rank has a lighter colour. `widest`:
-    pixels."""
+    """Return the picture, with no file or font it depends on; of several runs by their names, one below the other, on
+    one scale unless one takes many times as long. The second, fourth, ... stage of a rank has a lighter colour.
+    `widest`: pixels."""
     runs = {"": played} if isinstance(played, Played) else dict(played)
     some = next(iter(runs.values()))
     shortest = min((end - start for run in runs.values() for *_, start, end in run if end > start), default=1.0)
@@ -64,7 +64,7 @@ def svg(played: Played | Mapping[str, Played], title: str | None = None, widest:
 
 
 def page(played: Played | Mapping[str, Played], title: str) -> str:
-    """The picture as an HTML page."""
+    """Return the picture as an HTML page."""
     return PAGE.format(escape(title), escape(title), svg(played, title))
 
 

@@ -12,21 +12,21 @@ WIDEST, COLUMNS = 120, 60  # columns of a grid whose shortest action is one; of 
 
 
 def text(played: Played | Mapping[str, Played]) -> str:
-    """The summary, a grid that fits a window and what its letters are; of several runs by their names, each on its
-    own scale."""
+    """Return the summary, a grid that fits a window and what its letters are; of several runs by their names, each on
+    its own scale."""
     runs = {"": played} if isinstance(played, Played) else played
     blocks = [f"{f'{name}: ' if name else ''}{summary(run)}\n{grid(run, _unit(run))}\n" for name, run in runs.items()]
     return "\n".join(blocks) + legend(*runs.values()) + "\n"
 
 
 def _unit(run: Played) -> float | None:
-    """Seconds of a column: the shortest action, or more where that would make too many."""
+    """Return the seconds of a column, or None for the shortest action where that makes few enough columns."""
     shortest = min((end - start for *_, start, end in run if end > start), default=1.0)
     return None if run.seconds <= WIDEST * shortest else run.seconds / COLUMNS
 
 
 def legend(*runs: Played) -> str:
-    """What the letters of grids are."""
+    """Say what the letters of grids are."""
     used = {action.kind for run in runs for _, action, *_ in run}
     letters = ", ".join(f"{kind} {word}" for kind, word in KINDS.items() if kind in used)
     where = (
@@ -38,7 +38,8 @@ def legend(*runs: Played) -> str:
 
 
 def grid(played: Played, unit_seconds: float | None = None) -> str:
-    """`F0` is the forward of micro-batch 0; with several stages a rank, `2F0` that of stage 2. `.` waits, `-` goes on.
+    """Draw a run: `F0` is the forward of micro-batch 0; with several stages a rank, `2F0` that of stage 2. `.` waits,
+    `-` goes on.
 
     A column shows what the rank did in the middle of it. `unit_seconds`: one column, by default the shortest action.
     """
@@ -59,11 +60,12 @@ def grid(played: Played, unit_seconds: float | None = None) -> str:
 
 
 def label(action: Action, played: Played) -> str:
+    """Return an action as grids show it: with its stage only if ranks have several."""
     return str(action) if played.schedule.stages_per_rank > 1 else f"{action.kind}{action.micro_batch}"
 
 
 def summary(played: Played) -> str:
-    """One line: how long, how much of it idle, how much held."""
+    """Say in one line how long a run takes, how much of it is idle and how much is held."""
     peaks = played.peaks
     held = f"{min(peaks):g} to {max(peaks):g}" if min(peaks) != max(peaks) else f"{max(peaks):g}"
     bubble = f"bubble {played.bubble:.1%} ({played.bubble_in_window:.1%} in the ranks' own windows)"

@@ -17,9 +17,9 @@ IN_FLIGHT, HELD = "micro-batches in flight", "bytes of a device"
 
 def trace_of(played: Played | Mapping[str, Played], transfer_seconds: Sequence[float] = (),
              staying: Sequence[Mapping[str, float]] = ()) -> dict:  # fmt: skip
-    """The trace as plain data for `json.dump`, of one run or of several by their names, one after the other in the list
-    of processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes that it
-    holds all the time; `activation` of the runs is then in bytes."""
+    """Return the trace as plain data for `json.dump`, of one run or of several by their names, one after the other in
+    the list of processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes
+    that it holds all the time; `activation` of the runs is then in bytes."""
     runs = {"": played} if isinstance(played, Played) else played
     events: list[dict] = []
     for number, (name, run) in enumerate(runs.items()):
@@ -54,7 +54,7 @@ def _us(seconds: float) -> float:
 
 
 def _receiver(schedule: Schedule, action: Action) -> int | None:
-    """The stage that waits for what an action makes, if another rank has it."""
+    """Return the stage that waits for what an action makes, if another rank has it."""
     other = action.stage + 1 if action.kind == "F" else action.stage - 1
     if action.kind == "W" or not 0 <= other < schedule.stages:
         return None
@@ -62,7 +62,8 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
 
 
 def _held(run: Played, first: int, staying: Sequence[Mapping[str, float]]) -> Iterator[dict]:
-    """What each rank holds, wherever it changes: a micro-batch from the start of its F to the end of its B or W."""
+    """Iterate over what each rank holds, wherever it changes: a micro-batch from the start of its F to the end of its B
+    or W."""
     for rank in range(run.schedule.ranks):
         changes = [(0.0, 0.0)]
         for action, start, end in zip(run.schedule.orders[rank], run.starts[rank], run.ends[rank]):

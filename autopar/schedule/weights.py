@@ -18,11 +18,11 @@ from .play import needs
 
 def fill_weights(orders: Sequence[Sequence[Action]], stages: int, limit: int,
                  seconds: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> list[list[Action]]:  # fmt: skip
-    """Orders of F, I and W from `orders` of F and I.
+    """Return orders of F, I and W from `orders` of F and I.
 
     A rank that is free takes its next F or I if what it needs is there and, for an F, if it holds fewer than `limit`
     micro-batches (counted once for each of its stages); else its oldest W; else it waits. `seconds`: those of F, I and
-    W.
+    W. Raise ScheduleError if the limit is too low for the orders.
     """
     cost = dict(zip("FIW", seconds))
     done: list[list[Action]] = [[] for _ in orders]

@@ -72,7 +72,7 @@ class SimulatedAsynchronous:
     @torch.no_grad()
     def run(self, batches: Sequence[Mapping[str, Tensor]],
             on_update: Callable[[int, int], None] = lambda stage, version: None) -> list[Tensor]:  # fmt: skip
-        """The losses of batches, given by placeholder name: their inputs, and the random state if there is one.
+        """Return the losses of batches, given by placeholder name: their inputs, and the random state if there is one.
         `on_update(stage, version)` is called after each update."""
         group, last, passing = self.schedule.group, self.schedule.stages - 1, {}
         losses: list[list[Tensor]] = [[] for _ in batches]
@@ -114,7 +114,7 @@ class SimulatedAsynchronous:
         return assemble(outputs[name], program.plan.sharding.outputs[at], self.mesh, ())
 
     def parameters(self, stage: int) -> dict[str, Tensor]:
-        """Copies of the newest version of what trains in a stage, global, by name."""
+        """Return copies of the newest version of what trains in a stage, global, by name."""
         ranks = self.stages[stage].ranks
         program, found = ranks[0].program, [rank.versions.at(rank.versions.newest) for rank in ranks]
         leaves = {n.meta["role"].name: n for n in program.stage.joint.graph.nodes if n.op == "placeholder"}

@@ -40,14 +40,14 @@ class Request:
 
     @property
     def signature(self) -> tuple:
-        """What all members must agree on. Rows that an all-to-all sends to each may differ."""
+        """Return what all members must agree on. Rows that an all-to-all sends to each may differ."""
         tail = self.tensor.shape[1:] if self.node.target is c10d.all_to_all_single.default else self.tensor.shape
         args = () if self.node.target is c10d.all_to_all_single.default else self.args
         return self.name, args, tuple(tail), self.tensor.dtype
 
     @property
     def name(self) -> str:
-        """Of the collective, whether it happens in place or not."""
+        """Return the name of the collective, the same whether it happens in place or not."""
         return self.node.target.overloadpacket.__name__.removesuffix("_")
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Simulator:
         self.calls: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
 
     def run(self, graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple]:
-        """Outputs of every rank's graph. Raises VerifyError if the ranks' collectives do not fit together."""
+        """Return the outputs of all ranks' graphs. Raises VerifyError if their collectives do not fit together."""
         with no_autocast():
             return self._run(graphs, inputs)
 
@@ -88,7 +88,7 @@ class Simulator:
         return [outputs[rank] for rank in range(len(programs))]
 
     def _perform(self, waiting: Mapping[int, Request], outputs: Mapping[int, tuple]) -> dict[int, torch.Tensor]:
-        """Results of all collectives whose whole group has arrived, by rank."""
+        """Perform all collectives whose whole group has arrived, and return their results by rank."""
         answers: dict[int, torch.Tensor] = {}
         for rank, request in waiting.items():
             group = self.mesh.group(request.axes, rank)
@@ -109,7 +109,7 @@ class Simulator:
 
 
 def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch.Tensor, tuple]:
-    """Runs a graph node by node, yields at collectives, returns the outputs. Values live until their last use."""
+    """Run a graph node by node, yield at collectives, return the outputs. Values live until their last use."""
     last_use = {}
     for node in module.graph.nodes:
         for used in node.all_input_nodes:
@@ -137,7 +137,7 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch
 
 
 def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
-    """Result and bytes sent of every member. Ring formulas: b is the bytes of a member's input, n their number."""
+    """Return result and bytes sent of every member. Ring formulas: b is the bytes of one's input, n their number."""
     request, tensors, n = members[0], [m.tensor for m in members], len(members)
     b, op, args = bytes_of(request.tensor), request.node.target, request.args
     if op in (c10d.all_reduce.default, c10d.all_reduce_.default):
@@ -158,7 +158,7 @@ def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[fl
 
 
 def _exchange(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
-    """all_to_all_single; args are rows received from each member, then rows sent to each."""
+    """Perform all_to_all_single; args are rows received from each member, then rows sent to each."""
     for receiver, request in enumerate(members):
         expected = [sender.args[1][receiver] for sender in members]
         if list(request.args[0]) != expected:
@@ -169,7 +169,7 @@ def _exchange(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[floa
 
 
 def _disagreement(message: str, waiting: Mapping[int, Request], ranks: Sequence[int]) -> VerifyError:
-    """An error that lists where each rank stands; ranks at the same collective share a line."""
+    """Return an error that lists where each rank stands; ranks at the same collective share a line."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         places.setdefault(str(waiting[rank]), []).append(rank)
@@ -187,7 +187,7 @@ def simulate_step(
     inputs: Sequence[Sequence[torch.Tensor]],
     tangents: Sequence[Sequence[torch.Tensor]] = (),
 ) -> tuple[list[tuple], list[tuple]]:
-    """One forward and backward on all ranks: (outputs, gradients), one tuple of local tensors a rank.
+    """Run one forward and backward on all ranks: (outputs, gradients), one tuple of local tensors a rank.
 
     inputs[rank]: the forward's placeholders; tangents[rank]: gradients of its outputs, in the order of the graphs."""
     results = simulator.run([p.forward for p in parts], inputs)
@@ -202,7 +202,7 @@ def simulate_step(
 def local_inputs(
     local: fx.GraphModule, values: Mapping[str, torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(inputs, tangents) of a rank's joint graph: its parts of global `values`, which are given by placeholder name."""
+    """Return (inputs, tangents) of a rank's joint graph: its parts of global `values`, given by placeholder name."""
     mesh, coordinate = local.meta["mesh"], local.meta["mesh"].coordinate(local.meta["rank"])
     inputs, tangents = [], []
     for node in local.graph.nodes:
@@ -213,7 +213,7 @@ def local_inputs(
 
 
 def assemble(blocks: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:
-    """The global tensor of which rank r holds blocks[r]: shards are put in their place, partial values are reduced."""
+    """Return the global tensor of which rank r holds blocks[r]: shards are put in place, partial values are reduced."""
     reductions = {reduction for _, reduction in layout.partial}
     if len(reductions) > 1:
         raise VerifyError(f"a value that is partial in two ways cannot be assembled: {layout}")

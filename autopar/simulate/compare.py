@@ -87,15 +87,17 @@ class VerifyReport:
 
     @property
     def errors(self) -> dict[str, float]:
+        """Return the relative errors by name: "loss", then those of gradients and of new values."""
         return {"loss": self.loss_error, **self.gradient_errors, **self.buffer_errors}
 
     def tolerance(self, name: str) -> float:
-        """What is allowed of one of `errors`."""
+        """Return how large one of `errors` may be."""
         least = TOLERANCE[self.precision]
         return max(least, ROUNDING_FACTOR * self.rounding[name]) if name in self.rounding else least
 
     @property
     def match(self) -> bool:
+        """Return whether all errors are tolerated, those of the captured graph and in the wider type included."""
         mine = all(error <= self.tolerance(name) for name, error in self.errors.items())  # a NaN is no match
         mine = mine and all(error <= CAPTURED for error in self.capture_errors.values())
         return mine and (self.wide is None or self.wide.match)
@@ -133,7 +135,7 @@ def verify_plan(
     loss_fn: Callable | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> VerifyReport:
-    """`verify_model` for a plan that is there already, of the model's call as it was captured."""
+    """Verify as `verify_model` does a plan that is there already, of the model's call as it was captured."""
     values = global_values(captured, model, example_inputs)
     if missing := [name for name, value in values.items() if value.is_meta]:
         raise InputError(f"{missing[0]} is on the meta device and has no values", fix="verify with real inputs")
@@ -158,12 +160,12 @@ def verify_plan(
 
 
 def has_random(captured: Captured) -> bool:
-    """Whether the model draws random numbers."""
+    """Return whether the model draws random numbers."""
     return any(n.op == "placeholder" and n.meta["role"].kind == "random" for n in captured.graph.nodes)
 
 
 def _precision_of(captured: Captured, plan: Plan) -> str:
-    """The plan's precision, or what the model's own autocast computes in."""
+    """Return the plan's precision, or what the model's own autocast computes in."""
     is_low = any(
         v.dtype is torch.bfloat16 for n in captured.graph.nodes if n.op == "call_function" for v in values_of(n)
     )
@@ -173,7 +175,7 @@ def _precision_of(captured: Captured, plan: Plan) -> str:
 def _with_rounding(
     result: VerifyReport, captured: Captured, plan: Plan, values, reference: OneDevice, buffers, model, loss_fn
 ) -> VerifyReport:
-    """The report with what one device loses by rounding, and the step in the wider type."""
+    """Return the report with what one device loses by rounding, and the step in the wider type."""
     narrow, precision = NARROW[result.precision], WIDE[result.precision]
     wide, values = widened_capture(captured, narrow), {n: widened_value(v, narrow) for n, v in values.items()}
     buffers = {n: widened_value(b, narrow) for n, b in buffers.items()}
@@ -192,8 +194,8 @@ def _with_rounding(
 def _capture_errors(
     captured: Captured, model: nn.Module, values, loss_fn: Callable | None, narrow: torch.dtype, exact: OneDevice
 ) -> dict[str, float]:
-    """How far the graph's step on one device is from the model's own, both in the wider type; empty where the model
-    does not run in it, or draws random numbers."""
+    """Return how far the graph's step on one device is from the model's own, both in the wider type; empty where the
+    model does not run in it, or draws random numbers."""
     if has_random(captured):
         return {}
     try:
@@ -206,7 +208,7 @@ def _capture_errors(
 
 
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
-    """(report, the ranks' programs) of a simulated step. `buffers` of the model have the values from before it."""
+    """Return (report, the ranks' programs) of a simulated step. `buffers` of the model have the values before it."""
     if plan.pipeline:
         return _compared_pipeline(captured, plan, values, reference, precision, buffers), ()
     step = simulate_step(captured, plan, values)
@@ -237,7 +239,7 @@ def _compared_pipeline(
 
 
 def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision: str):
-    """(loss error, gradient errors, buffer errors) of one step against another."""
+    """Return (loss error, gradient errors, buffer errors) of one step against another."""
     loss = captured.returns.loss
     pairs = zip(reference.outputs, mine.outputs) if loss is None else [(reference.outputs[loss], mine.outputs[loss])]
     return (
@@ -250,8 +252,8 @@ def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision
 def first_divergence(
     captured: Captured, programs, values: Mapping[str, Tensor], tolerance: float = TOLERANCE["fp32"]
 ) -> Divergence | None:
-    """The first node in graph order whose assembled local values are not the global value. Local nodes keep the names
-    of the global nodes that they are parts of, so every node of the joint graph that is left after lowering is
+    """Find the first node in graph order whose assembled local values are not the global value. Local nodes keep the
+    names of the global nodes that they are parts of, so every node of the joint graph that is left after lowering is
     compared."""
     reference = interpret(captured.graph_module, values)
     graphs = [_returning_everything(p.local, reference) for p in programs]
@@ -279,7 +281,7 @@ def first_divergence(
 
 
 def _returning_everything(local: fx.GraphModule, names: Mapping[str, object]) -> fx.GraphModule:
-    """A copy of one rank's graph that returns every value which is a part of one of the global nodes `names`."""
+    """Return a copy of one rank's graph that returns every value which is a part of one of the global nodes `names`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(local.graph, copies)

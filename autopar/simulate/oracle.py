@@ -40,8 +40,8 @@ class OneDevice(NamedTuple):
 
 
 def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[str, Tensor]:
-    """Copies of a model's parameters and buffers and of a call's tensors, by placeholder name; tangents are ones, and
-    the random state is the first that a run from torch's present seed takes."""
+    """Copy a model's parameters and buffers and a call's tensors, by placeholder name; tangents are ones, and the
+    random state is the first that a run from torch's present seed takes."""
     args, kwargs = split_example(example_inputs)
     inputs = dict(zip(captured.signature.tensor_names, CallSignature.of(args, kwargs)[1], strict=True))
     state = dict(model.named_parameters()) | buffers_of(model)
@@ -59,7 +59,7 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
 
 
 def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable | None, precision: str) -> OneDevice:
-    """A step of the model itself, in a precision. Its state gets its old values back."""
+    """Take a step of the model itself, in a precision. Its state gets its old values back."""
     roles = {n.name: n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"}
     named = {role.name: values[name] for name, role in roles.items() if role.kind == "input"}
     differentiated = captured.signature.differentiated_names
@@ -92,25 +92,25 @@ def eager_step(captured: Captured, model: nn.Module, values, loss_fn: Callable |
 
 
 def output_name(role: OutputRole) -> str:
-    """The name of what a gradient or a new value belongs to."""
+    """Return the name of what a gradient or a new value belongs to."""
     return f"input {role.name}" if role.kind.startswith("input_") else role.name
 
 
 def written_parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that a call writes to, by name."""
+    """Return the parameters that a call writes to, by name."""
     written = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "mutation"}
     return {name: p.detach() for name, p in model.named_parameters() if name in written}
 
 
 def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevice:
-    """A step of the unsharded joint graph."""
+    """Take a step of the unsharded joint graph."""
     known, output = interpret(captured.graph_module, values), output_node(captured.graph)
     results = [known[node.name] for node in output.args[0]]
     return sorted_results(results, output.meta["roles"])
 
 
 def sorted_results(results: Sequence[Tensor], roles: Sequence[OutputRole]) -> OneDevice:
-    """The values of a joint graph's outputs by what they are."""
+    """Sort the values of a joint graph's outputs by what they are."""
     found: dict[str, dict[str, Tensor]] = {"output": {}, "gradient": {}, "mutation": {}}
     for value, role in zip(results, roles):
         found[role.kind.removeprefix("input_")][output_name(role)] = value
@@ -119,7 +119,7 @@ def sorted_results(results: Sequence[Tensor], roles: Sequence[OutputRole]) -> On
 
 
 def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
-    """The value of every node of the joint graph, by name."""
+    """Return the value of every node of the joint graph, by name."""
     with no_autocast():
         return _interpret(module, values)
 
@@ -141,7 +141,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
-    """A copy of a capture whose graph has the type WIDER[narrow] wherever it had `narrow`."""
+    """Copy a capture with the type WIDER[narrow] wherever its graph had `narrow`."""
 
     def type_of(value: object):
         return WIDER[narrow] if value is narrow else value
@@ -162,7 +162,7 @@ def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
 
 
 def _makes(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether an op makes a tensor of `dtype` from none and without being told the type."""
+    """Return whether an op makes a tensor of `dtype` from none and without being told the type."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.all_input_nodes or node.kwargs.get("dtype") is not None:
         return False
@@ -171,7 +171,7 @@ def _makes(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def widened_value(value: object, narrow: torch.dtype):
-    """A tensor of the type `narrow` in WIDER[narrow]; anything else as it is."""
+    """Return a tensor of the type `narrow` in WIDER[narrow], and anything else as it is."""
     return value.to(WIDER[narrow]) if isinstance(value, Tensor) and value.dtype is narrow else value
 
 
@@ -179,8 +179,8 @@ def widened_value(value: object, narrow: torch.dtype):
 
 
 def group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor], share: float) -> dict[str, float]:
-    """The largest relative error of each group of tensors whose names differ only in the numbers of their modules;
-    infinite where one is missing."""
+    """Return the largest relative error of each group of tensors whose names differ only in the numbers of their
+    modules; infinite where one is missing."""
     floor = share * max(map(norm, reference.values()), default=0.0)
     errors: dict[str, float] = {}
     for name, value in reference.items():
@@ -191,14 +191,16 @@ def group_errors(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor], sh
 
 
 def worst(*errors: float) -> float:
-    """The largest, or the first that is not a number."""
+    """Return the largest error, or the first that is not a number."""
     return next((e for e in errors if e != e), max(errors))
 
 
 def relative_error(mine: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of the difference over that of the reference, or over `floor` if that is larger."""
     difference = norm(mine.double() - reference.double())
     return difference / max(norm(reference), floor) if difference else 0.0
 
 
 def norm(value: object) -> float:
+    """Return the 2-norm of a tensor in fp64, 0 for anything else."""
     return value.detach().double().norm().item() if isinstance(value, Tensor) else 0.0

@@ -39,10 +39,11 @@ class _Running:
     most_in_flight: int = 0
 
     def of(self, is_smaller: bool) -> Sequence[StageProgram]:
-        """By rank, the programs for a micro-batch."""
+        """Return, by rank, the programs for a micro-batch."""
         return [p.smaller for p in self.programs] if is_smaller else self.programs
 
     def count(self) -> None:
+        """Keep the largest number of micro-batches of which something is kept."""
         self.most_in_flight = max(self.most_in_flight, len(self.saved) + len(self.stash))
 
 
@@ -71,6 +72,7 @@ class Lowered:
 
     @classmethod
     def of(cls, captured: Captured, plan: Plan, check: bool = True) -> Lowered:
+        """Lower every stage of a plan for all of its ranks; `check` as in autopar/codegen/lower.py."""
         micro, stages = stages_of(captured, plan)
         ranks, pairs = range(plan.sharding.mesh.devices), zip(stages, smaller_stages_of(micro, plan), strict=True)
         return cls(
@@ -79,13 +81,13 @@ class Lowered:
 
 
 def simulate_pipeline(captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True) -> PipelineStep:
-    """Forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph,
+    """Run forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph,
     tangents included (see autopar/simulate/oracle.py). Raises VerifyError if the stages do not fit together."""
     return simulate_lowered(Lowered.of(captured, plan, check), plan, values)
 
 
 def simulate_lowered(lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]) -> PipelineStep:
-    """The same, of programs that are there already, in the order of the plan's schedule."""
+    """Run programs that are there already as `simulate_pipeline` does, in the order of the plan's schedule."""
     return _Simulation(lowered, plan, values).step()
 
 
@@ -102,6 +104,7 @@ class _Simulation:
         self.sends: Counter = Counter()
 
     def step(self) -> PipelineStep:
+        """Run all actions of the schedule and assemble the results. Raises VerifyError if a value is never received."""
         run = {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weight}
         for _, action, _, _ in sorted(play(self.plan.pipeline.orders), key=lambda event: event[2]):
             run[action.kind](action.stage, action.micro_batch)
@@ -123,7 +126,7 @@ class _Simulation:
         return PipelineStep(outputs, gradients, self.buffers, in_flight, self.sends, bytes_sent, calls)
 
     def _copies(self, stage: _Running) -> list[dict[str, Tensor]]:
-        """By rank, the copies of parameters that all micro-batches share."""
+        """Return, by rank, the copies of parameters that all micro-batches share."""
         graphs = [p.copies for p in stage.programs]
         if graphs[0] is None:
             return [{} for _ in graphs]
@@ -200,13 +203,13 @@ class _Simulation:
     def _given(
         self, node: fx.Node, values: Mapping[str, Tensor], rank: int, arrived: Mapping[str, list[Tensor]]
     ) -> Tensor:
-        """What a placeholder takes on a rank: what came from another stage, or its part of a global value."""
+        """Return what a placeholder takes on a rank: what came from another stage, or its part of a global value."""
         if node.name in arrived:
             return arrived[node.name][rank]
         return local_part(values[node.name], node.meta["layout"], self.mesh, self.mesh.coordinate(rank))
 
     def _take(self, at: int, i: int, graph: fx.GraphModule, results: Sequence[tuple]) -> None:
-        """Gradients of parameters add up; what the stage before reads goes there."""
+        """Add up the gradients of parameters, and send what the stage before reads there."""
         roles = output_node(graph.graph).meta["roles"]
         for position, role in enumerate(roles[: len(results[0])]):
             if role.kind == "returned":
@@ -226,7 +229,7 @@ class _Simulation:
         return {name: self.passing.pop((at, i, name)) for name in names}
 
     def _reduced(self, stage: _Running) -> dict[str, Tensor]:
-        """Global gradients of a stage, reduced over its ranks."""
+        """Return the global gradients of a stage, reduced over its ranks."""
         sums, names = stage.gradients, list(stage.gradients[0])
         deferred = [p.deferred for p in stage.programs]
         if deferred[0] is not None:

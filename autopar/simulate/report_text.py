@@ -7,7 +7,7 @@ from .compare import CAPTURED, TOLERANCE, VerifyReport
 
 
 def verify_text(report: VerifyReport) -> str:
-    """A table of relative errors, the traffic, and on the last line `match` or what differs first."""
+    """Return a table of relative errors, the traffic, and on the last line `match` or what differs first."""
     plan, names = report.plan, _names(report)
     loss = "" if report.loss is None else f", loss {report.loss:.6g}"
     staged = f", {plan.pipeline.schedule} with {plan.pipeline.micro_batches} micro-batches" if plan.pipeline else ""
@@ -26,7 +26,7 @@ def verify_text(report: VerifyReport) -> str:
 
 
 def _names(report: VerifyReport) -> dict[str, str]:
-    """What an error is of, by its key in `report.errors`."""
+    """Return what an error is of, by its key in `report.errors`."""
     first = {"loss": "loss" if report.loss is not None else "outputs"}
     gradients = {name: f"gradient of {name}" for name in report.gradient_errors}
     return first | gradients | {name: f"new value of {name}" for name in report.buffer_errors}
@@ -38,7 +38,7 @@ def _errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
 
 
 def _mixed_errors(report: VerifyReport, names: dict[str, str]) -> list[str]:
-    """With what one device itself loses by rounding, and the errors of the step in the wider type."""
+    """Return the table with what one device itself loses by rounding, and the errors of the step in the wider type."""
     exact, rows = report.wide, []
     for key, error in report.errors.items():
         bad = _mark(error, report.tolerance(key)) or _mark(exact.errors[key], exact.tolerance(key))

@@ -40,13 +40,13 @@ class StepResult:
 
 
 def plan_and_capture(model: nn.Module, mesh: object, example_inputs, **options) -> tuple[Plan, Captured]:
-    """`autopar.plan`, with the capture that the plan was made for."""
+    """Plan as `autopar.plan` does, and return the capture that the plan was made for as well."""
     planned = api.search(model, mesh, example_inputs, **options)
     return planned.plan, planned.captured
 
 
 def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) -> StepResult:
-    """One forward and backward of all ranks. `values`: global tensors by placeholder name, tangents included (see
+    """Run one forward and backward of all ranks. `values`: global tensors by placeholder name, tangents included (see
     autopar/simulate/oracle.py). Raises VerifyError if the ranks' programs do not fit together."""
     mesh = plan.mesh
     programs = tuple(lower(captured, plan, rank) for rank in range(mesh.devices))

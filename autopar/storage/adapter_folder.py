@@ -42,15 +42,16 @@ NOT_OURS = (
 
 
 def file_names(model: nn.Module) -> dict[str, str]:
-    """Name of every tensor that the file of a ParallelModule's adapter holds, adapters and what else trains, in all
-    stages -> its name there."""
+    """Return, for every tensor that the file of a ParallelModule's adapter holds (adapters and what else trains, in all
+    stages), its name there by its name in the model."""
     adapted = _adapted(model)
     trained = [n for n, p in _parameters(model).items() if n in model.adapter_names or p.requires_grad]
     return {name: _name_there(name, adapted, model) for name in trained}
 
 
 def _base_names(model: nn.Module) -> dict[str, str]:
-    """The names that PEFT's modules may give a parameter of the base -> its first name; all names of a shared one."""
+    """Return, for the names that PEFT's modules may give a parameter of the base, its first name; all names of a shared
+    one."""
     first = {id(p): name for name, p in _parameters(model).items()}
     adapted, names = _adapted(model), {}
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *model.elsewhere.items()):
@@ -60,18 +61,19 @@ def _base_names(model: nn.Module) -> dict[str, str]:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those of all stages by name, a shared one by its first; of other stages on the meta device."""
+    """Return the parameters of all stages by name, a shared one by its first; those of other stages are on the meta
+    device."""
     elsewhere = {id(p): (n, p) for n, p in reversed(model.elsewhere.items()) if isinstance(p, nn.Parameter)}
     return dict(model.named_parameters()) | dict(elsewhere.values())
 
 
 def _adapted(model: nn.Module) -> set[str]:
-    """Names of the modules with adapters."""
+    """Return the names of the modules with adapters."""
     return {name.partition(".lora_")[0].removesuffix(".base_layer") for name in model.adapter_names if ".lora_" in name}
 
 
 def _name_there(name: str, adapted: set[str], model: nn.Module) -> str:
-    """What PEFT calls a parameter: the base's of an adapted module are behind ".base_layer"."""
+    """Return what PEFT calls a parameter: the base's of an adapted module are behind ".base_layer"."""
     path, _, leaf = name.rpartition(".")
     return f"{PREFIX}{path}.base_layer.{leaf}" if name not in model.adapter_names and path in adapted else PREFIX + name
 
@@ -98,7 +100,7 @@ def save_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder:
 
 
 def peft_config(model: nn.Module, config: LoRA) -> dict:
-    """The fields of PEFT's LoraConfig."""
+    """Return the fields of PEFT's LoraConfig."""
     fields = asdict(config)
     sources = {type(m).__name__ for n, m in model._source.named_modules() if SITES in vars(m)}
     name = getattr(getattr(model, "config", None), "_name_or_path", "") or None
@@ -116,7 +118,7 @@ def _listed(targets) -> list | str | None:
 
 
 def load_adapter(model: nn.Module, config: LoRA, trained: Sequence[str], folder: str | Path) -> dict[str, Tensor]:
-    """This rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted
+    """Return this rank's parts of the adapter in a folder, by parameter name. Only they are read. PEFT saves an adapted
     embedding whole besides: what a file has of the base is read too.
 
     Raises AdaptError for an adapter of another model or with other settings than the one compiled, with all that

@@ -143,7 +143,7 @@ def load_checkpoint(
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The complete checkpoint under `root` that was saved last, whatever its step; None if there is none."""
+    """Return the complete checkpoint under `root` that was saved last, whatever its step; None if there is none."""
     return next(iter(complete(Path(root).expanduser())), None)
 
 
@@ -175,7 +175,7 @@ def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
 
 
 def _write_generators(folder: Path) -> dict[str, Digest]:
-    """The states of torch's generators on this rank."""
+    """Write the states of torch's generators on this rank."""
     states = {"cpu": torch.get_rng_state()} | (
         {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
     )
@@ -192,7 +192,7 @@ def _state_of(value):
 
 
 def _dropout_of(model: nn.Module) -> dict | None:
-    """Where the random numbers stand; under a pipeline those of the stages that draw."""
+    """Return where the random numbers stand; under a pipeline those of the stages that draw."""
     random = getattr(model, "random", None)
     offsets = model.stage_mesh.from_all_places(
         None if random is None else int(random.offset), "where random numbers stand"
@@ -236,7 +236,7 @@ def _remove_unfinished(root: Path) -> None:
 
 
 def _is_of(path: Path, run: str) -> bool:
-    """Whether a run saved this checkpoint; one that cannot be read is nobody's."""
+    """Return whether a run saved this checkpoint; one that cannot be read is nobody's."""
     try:
         return Manifest.read(path).run == run
     except CheckpointError:
@@ -248,7 +248,8 @@ def _is_of(path: Path, run: str) -> bool:
 
 
 def _find(folder: Path) -> tuple[str, str, str]:
-    """(path, run, when it was saved) of a checkpoint that has no files but its own."""
+    """Return (path, run, when it was saved) of the checkpoint `folder`, or of the one under it that was saved last.
+    Raises CheckpointError if there is none, CheckpointCorrupt if it has files but its own."""
     if not is_checkpoint(folder) and not (folder / COMMIT).exists():
         found = latest_checkpoint(folder)
         if found is None:

@@ -20,7 +20,7 @@ CHUNK_BYTES = 16 << 20
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """What the disk refuses inside becomes a CheckpointError that names `path`, or the file itself where that is
+    """Turn what the disk refuses inside into a CheckpointError that names `path`, or the file itself where that is
     known."""
     try:
         yield
@@ -53,7 +53,7 @@ class Writer:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def write(self, data) -> None:
-        """All of a bytes-like object."""
+        """Write all of a bytes-like object."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         with self._abandoned_on_error():
             for start in range(0, len(view), CHUNK_BYTES):
@@ -64,6 +64,7 @@ class Writer:
         self._bytes += len(view)
 
     def close(self) -> Digest:
+        """Close the file once all of it is on the disk, and return its Digest."""
         with self._abandoned_on_error():
             os.fsync(self._file)
         file, self._file = self._file, None
@@ -88,7 +89,7 @@ class Writer:
 
 
 def write_file(path: Path, data: bytes) -> Digest:
-    """A new file with this content. Who reads it sees nothing or all of it."""
+    """Write a new file with this content and return its Digest. Who reads the file sees nothing or all of it."""
     unfinished = path.with_name(path.name + ".unfinished")
     writer = Writer(unfinished)
     writer.write(data)
@@ -99,7 +100,7 @@ def write_file(path: Path, data: bytes) -> Digest:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names that were made or changed in `folder` are on the disk."""
+    """Make sure that names that were made or changed in `folder` are on the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -108,7 +109,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest_of(path: Path) -> Digest:
-    """Read a file from start to end."""
+    """Read a file from start to end and return its Digest."""
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return Digest(file.tell(), sha256)

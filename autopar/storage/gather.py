@@ -29,12 +29,12 @@ class Held:
     places: tuple[int, ...] = (0,)
 
     def ranks_for(self, owner: int, stage: StageMesh) -> tuple[int, ...]:
-        """The ranks that give their parts to `owner`: those of its own stage, if they hold the tensor."""
+        """Return the ranks that give their parts to `owner`: those of its own stage, if they hold the tensor."""
         return next((stage.ranks[p] for p in self.places if owner in stage.ranks[p]), stage.ranks[self.places[0]])
 
 
 def of_all_stages(held: dict[str, Held], stage: StageMesh) -> dict[str, Held]:
-    """What the stages hold together, in the same order on every rank."""
+    """Return what the stages hold together, in the same order on every rank."""
     if stage.line is None:
         return held
     found: dict[str, Held] = {}
@@ -48,8 +48,8 @@ def of_all_stages(held: dict[str, Held], stage: StageMesh) -> dict[str, Held]:
 
 
 def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
-    """The whole tensor on rank `owner`, None on the others. The owner holds one part besides it, the others nothing.
-    All ranks call it; those that neither hold a part nor get the whole do nothing."""
+    """Return the whole tensor on rank `owner`, None on the others. The owner holds one part besides it, the others
+    nothing. All ranks call it; those that neither hold a part nor get the whole do nothing."""
     rank, shape, ranks = dist.get_rank(), held.form.shape, held.ranks_for(owner, stage)
     part = held.part() if rank in ranks else None
     parts = _holders(held.layout, stage.mesh, ranks)
@@ -74,7 +74,7 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
 
 
 def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage: StageMesh) -> Tensor:
-    """The whole tensor on every rank of a stage, which call this together."""
+    """Return the whole tensor on every rank of a stage, which call this together."""
     ranks = stage.ranks[stage.place]
     parts = _holders(layout, stage.mesh, ranks)
     if len(parts) == 1:
@@ -93,8 +93,8 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
 
 
 def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[tuple[dict[str, int], list[int]]]:
-    """For each different part the coordinate of its first holder, and all its holders. `ranks`: what the mesh's devices
-    are."""
+    """Return for each different part the coordinate of its first holder, and all its holders. `ranks`: what the mesh's
+    devices are."""
     axes, found = layout.sharding_axes, {}
     for device, rank in enumerate(ranks):
         coordinate = mesh.coordinate(device)
@@ -114,11 +114,11 @@ def _place(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
 
 
 def is_plain(layout: Layout, mesh: Mesh) -> bool:
-    """Whether parts are the blocks that DTensor's `Shard` placements say: cut in the order of the mesh's axes, in one
-    part."""
+    """Return whether parts are the blocks that DTensor's `Shard` placements say: cut in the order of the mesh's axes,
+    in one part."""
     return layout == plain(layout, mesh)
 
 
 def plain(layout: Layout, mesh: Mesh) -> Layout:
-    """The same dims cut by the same axes as DTensor's `Shard` placements cut them."""
+    """Return the layout with the same dims cut by the same axes, as DTensor's `Shard` placements cut them."""
     return Layout(tuple(tuple(sorted(axes, key=mesh.names.index)) for axes in layout.dims))

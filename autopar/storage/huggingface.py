@@ -30,7 +30,7 @@ class Group:
     forms: dict[str, Form] = field(default_factory=dict)
 
     def convert(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The results by their names in the model, of what `read` gives for names in the file."""
+        """Return the results by their names in the model, of what `read` gives for names in the file."""
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.first_name, name, pattern, read(name))
@@ -48,7 +48,7 @@ class Names:
 
 
 def names_in(model: nn.Module, stored: Mapping[str, Form], wanted: Mapping[str, tuple[int, ...]]) -> Names:
-    """Which tensors of a file are which of a model. A name that is wanted as it is stands for itself; else
+    """Find which tensors of a file are which of a model. A name that is wanted as it is stands for itself; else
     transformers' renaming rules for this kind of model apply, and the prefix by which a model with a head differs from
     one without."""
     renamings, converters = _rules(model)
@@ -78,7 +78,8 @@ def names_in(model: nn.Module, stored: Mapping[str, Form], wanted: Mapping[str, 
 
 
 def _add_group(result: Names, group: Group, stored: Mapping[str, Form], wanted: Mapping) -> None:
-    """What a conversion gives is found out on the meta device."""
+    """Add a group with the forms of its results, which a conversion on the meta device finds; if it fails, or gives
+    what is not wanted, its tensors are unexpected."""
 
     def read(name: str) -> Tensor:
         return torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta")
@@ -95,7 +96,8 @@ def _add_group(result: Names, group: Group, stored: Mapping[str, Form], wanted: 
 
 
 def _rules(model: nn.Module) -> tuple[list, list]:
-    """transformers' renamings and converters for a model; none before its version 5, and none for models of others."""
+    """Return transformers' renamings and converters for a model; none before its version 5, and none for models of
+    others."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
@@ -117,8 +119,8 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 
 def _with_prefix(name: str, prefix: str, wanted: Mapping) -> str:
-    """A file of a bare model has names without the prefix that it has inside a model with a head, and the other way
-    round."""
+    """Add or remove the prefix if that makes a wanted name: a file of a bare model has names without the prefix that it
+    has inside a model with a head, and the other way round."""
     if not prefix or name in wanted:
         return name
     for other in (f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
@@ -128,7 +130,7 @@ def _with_prefix(name: str, prefix: str, wanted: Mapping) -> str:
 
 
 def _by_number(name: str) -> list:
-    """Sorts layer 10 after layer 9."""
+    """Return a key that sorts layer 10 after layer 9."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
@@ -159,7 +161,7 @@ def fill_unsaved_buffers(model: nn.Module) -> list[str]:
 
 
 def _initializer_of(model: nn.Module, path: str) -> nn.Module | None:
-    """The innermost transformers model that the module at `path` is in."""
+    """Return the innermost transformers model that the module at `path` is in."""
     words = path.split(".") if path else []
     for length in range(len(words), -1, -1):
         module = model.get_submodule(".".join(words[:length]))
@@ -170,7 +172,8 @@ def _initializer_of(model: nn.Module, path: str) -> nn.Module | None:
 
 @torch.no_grad()
 def _initialized(module: nn.Module, names: list[str], owner: nn.Module | None, fill: int) -> dict[str, Tensor]:
-    """The buffers `names`, full of one number and then initialized: what depends on the number was not written."""
+    """Return the buffers `names`, full of one number and then initialized: what depends on the number was not
+    written."""
     before = dict(module._buffers)
     try:
         for name in names:

@@ -54,8 +54,8 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Raises CheckpointError for a folder without COMMIT, and CheckpointCorrupt if the manifest is not the one
-        committed, or no manifest."""
+        """Read the manifest of a checkpoint. Raises CheckpointError for a folder without COMMIT, and CheckpointCorrupt
+        if the manifest is not the one committed, or no manifest."""
         try:
             committed = (folder / COMMIT).read_bytes()
         except OSError as error:
@@ -114,7 +114,7 @@ class Manifest:
                 raise corrupt(folder, path, "was changed")
 
     def refuse_unlisted(self, folder: Path) -> None:
-        """Raises CheckpointCorrupt if the folder has a file that the save did not write and a reader might take for one
+        """Raise CheckpointCorrupt if the folder has a file that the save did not write and a reader might take for one
         of its own. Hidden files are never read, and may be there."""
         known = {MANIFEST, COMMIT, *self.files}
         for path in sorted(folder.rglob("*")):
@@ -126,24 +126,26 @@ class Manifest:
 
 
 def corrupt(folder: Path, path: str, what: str) -> CheckpointCorrupt:
+    """Return the error for a damaged file of a checkpoint; `what` says the damage."""
     return CheckpointCorrupt(
         f"{path} of {folder} {what}", fix="load an older checkpoint, or restore the file from a copy"
     )
 
 
 def folder_name(step: int) -> str:
+    """Return the name of the checkpoint of a step, with at least eight digits."""
     return f"step-{step:08d}"
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, the one that was saved last first. One whose manifest cannot be read comes
-    before all others, so that loading it says so."""
+    """Return the complete checkpoints under `root`, the one that was saved last first. One whose manifest cannot be
+    read comes before all others, so that loading it says so."""
     paths = [path for path in _checkpoints(root) if (path / COMMIT).is_file()]
     return sorted(paths, key=lambda path: -number_of(path))  # else they stay in the order of their steps
 
 
 def number_of(path: Path) -> float:
-    """Of the save that wrote a complete checkpoint; infinite if its manifest cannot be read."""
+    """Return the number of the save that wrote a complete checkpoint; infinite if its manifest cannot be read."""
     try:
         return Manifest.read(path).number
     except CheckpointError:
@@ -151,17 +153,18 @@ def number_of(path: Path) -> float:
 
 
 def incomplete(root: Path) -> list[Path]:
-    """Folders of checkpoints that were never committed."""
+    """Return the folders of checkpoints that were never committed."""
     return [path for path in _checkpoints(root) if not (path / COMMIT).exists()]
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is named as `save_checkpoint` names them."""
+    """Return whether a folder is named as `save_checkpoint` names them."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """Largest step first; one that was replaced comes after the one that replaced it."""
+    """Return the folders of checkpoints, largest step first; one that was replaced comes after the one that replaced
+    it."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         if match := _NAME.fullmatch(path.name):

@@ -42,8 +42,8 @@ def write_model(model: nn.Module, folder: Path, adapters: bool = True) -> dict[s
 
 
 def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
-    """Parameters and saved buffers that this rank has of a ParallelModule, each under one name: of a shared tensor's
-    names the one under which transformers wants to find it."""
+    """Return the parameters and saved buffers that this rank has of a ParallelModule, each under one name: of a shared
+    tensor's names the one under which transformers wants to find it."""
     later = {*(getattr(model, "all_tied_weights_keys", None) or ())}
     skipped = set()
     for names in ties_of(model):
@@ -57,12 +57,13 @@ def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
 
 
 def held_of(model: nn.Module, name: str, tensor) -> Held:
-    """A parameter or buffer of a ParallelModule, in its layout; what has none is whole on every rank of its stage."""
+    """Return a parameter or buffer of a ParallelModule, in its layout; what has none is whole on every rank of its
+    stage."""
     return Held(Form(tuple(tensor.shape), tensor.dtype), layout_of(model, name), lambda: local(tensor))
 
 
 def layout_of(model: nn.Module, name: str) -> Layout:
-    """Of a parameter or buffer of a ParallelModule."""
+    """Return the layout of a parameter or buffer of a ParallelModule."""
     return model.layouts.get(name) or Layout.replicated(_tensor(model, name).dim())
 
 
@@ -72,8 +73,8 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def whole(model: nn.Module, name: str, places: Collection[int] | None = None) -> Tensor | None:
-    """A parameter or buffer of a ParallelModule, gathered on every rank of some places along its pipeline (None: of
-    all), perhaps more, and None on the others. All ranks call this."""
+    """Return a parameter or buffer of a ParallelModule, gathered on every rank of some places along its pipeline (None:
+    of all), perhaps more, and None on the others. All ranks call this."""
     stage, held = model.stage_mesh, model.places_of(name)
     gathered = None
     if stage.place in held:
@@ -89,12 +90,13 @@ def whole(model: nn.Module, name: str, places: Collection[int] | None = None) ->
 
 
 def local(tensor):
-    """What this rank holds of a DTensor or of a tensor that is the same on every rank."""
+    """Return what this rank holds of a DTensor or of a tensor that is the same on every rank."""
     return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def make_folder(folder: Path) -> str:
-    """An empty folder of this name. Raises CheckpointError if there cannot be one."""
+    """Make an empty folder of this name, whatever was there, and return its path. Raises CheckpointError if there
+    cannot be one."""
     with disk_errors(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -102,7 +104,7 @@ def make_folder(folder: Path) -> str:
 
 
 def _write_config(model: nn.Module, folder: Path) -> dict[str, Digest]:
-    """config.json and generation_config.json of a model that has them, as transformers writes them."""
+    """Write config.json and generation_config.json of a model that has them, as transformers does."""
     config = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return {}

@@ -23,7 +23,7 @@ MODEL, OPTIMIZER, RNG, STATE = "model", "optimizer", "rng", "state.json"
 
 
 def rng_name(rank: int) -> str:
-    """The file with the states of a rank's generators."""
+    """Return the name of the file with the states of a rank's generators."""
     return f"{RNG}-{rank:05d}.safetensors"
 
 
@@ -74,8 +74,8 @@ class Opened:
             raise CheckpointMismatch(f"{self.path} was saved without an optimizer", fix="load it without one")
 
     def _check_dtypes(self) -> None:
-        """A cast in silence would be another model, and leave an optimizer with state of another dtype than its
-        parameters."""
+        """Raise CheckpointMismatch for other dtypes than the model's: a cast in silence would be another model, and
+        leave an optimizer with state of another dtype than its parameters."""
         differ = [f"{name} {self.weights.form(name).dtype}, not {tensor.dtype}" for name, tensor in self._targets()
                   if self.weights.form(name).dtype != tensor.dtype]  # fmt: skip
         if differ:
@@ -109,7 +109,7 @@ class Opened:
 
 
 def _values_of(state: dict) -> tuple:
-    """(step, scheduler, positions, (seed, offset) or None, the optimizer as JSON, ranks that saved)."""
+    """Return (step, scheduler, positions, (seed, offset) or None, the optimizer as JSON, ranks that saved)."""
     positions, dropout = decode(state["data"]), state["dropout"]
     numbers = [state["step"], state["ranks"], *([] if dropout is None else (dropout["seed"], dropout["offset"]))]
     if type(positions) is not list or not positions or any(type(n) is not int for n in numbers):
@@ -119,7 +119,7 @@ def _values_of(state: dict) -> tuple:
 
 
 def _readable(path: Path, name: str, read: Callable):
-    """What `read` returns. Raises CheckpointCorrupt for a file that no save wrote."""
+    """Return what `read` returns. Raises CheckpointCorrupt for a file that no save wrote."""
     try:
         return read()
     except OSError as error:

@@ -26,8 +26,8 @@ LIKE_PARAMETER, WHOLE_DTENSOR, PLAIN = "like parameter", "whole", "plain"
 
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Held], dict]:
-    """(tensors by "PARAMETER/KEY", the rest as JSON). Raises CheckpointError for parameters of another model and for
-    state that is neither tensors nor plain values."""
+    """Return (tensors by "PARAMETER/KEY", the rest as JSON). Raises CheckpointError for parameters of another model and
+    for state that is neither tensors nor plain values."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
         {"params": _names_of(group["params"], names)}
@@ -50,8 +50,8 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 def of_all_stages(described: dict, stage: StageMesh) -> dict:
-    """What the optimizers of all stages say together, of a parameter that several have what the first says. All ranks
-    call this. Raises CheckpointError if they are not of one kind with the same groups."""
+    """Return what the optimizers of all stages say together, of a parameter that several have what the first says. All
+    ranks call this. Raises CheckpointError if they are not of one kind with the same groups."""
     everyone = stage.from_all_places(described, "what the stages' optimizers hold")
     if len({(other["class"], len(other["groups"])) for other in everyone}) > 1:
         kinds = ", ".join(f"{other['class']} with {len(other['groups'])} groups" for other in everyone)
@@ -84,7 +84,7 @@ def _held(model: nn.Module, name: str, parameter: DTensor, value: torch.Tensor) 
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -> None:
-    """Raises CheckpointMismatch with all differences between an optimizer and a saved one."""
+    """Raise CheckpointMismatch with all differences between an optimizer and a saved one."""
     names = {id(p): name for name, p in model.named_parameters()}
     mine = [_names_of(group["params"], names) for group in optimizer.param_groups]
     saved = [[n for n in group["params"] if n not in model.elsewhere] for group in described["groups"]]
@@ -107,7 +107,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, described: dict) -
 
 
 def check_values(model: nn.Module, forms: Mapping[str, Form], described: dict) -> None:
-    """Raises an error of some kind if what is described cannot be decoded, or its tensors are not among `forms` in the
+    """Raise an error of some kind if what is described cannot be decoded, or its tensors are not among `forms` in the
     shapes of their parameters."""
     parameters = dict(model.named_parameters())
     for group in described["groups"]:

@@ -16,12 +16,13 @@ LARGEST_TENSOR = 4096  # elements: larger ones belong into a tensor file
 
 
 def canonical(value: object) -> bytes:
-    """JSON of which equal values have equal bytes."""
+    """Return JSON of which equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def encode(value: object, what: str) -> object:
-    """A value that JSON can hold. Objects become {"!kind": ...}. Raises CheckpointError with `what` for other types."""
+    """Return a value that JSON can hold. Objects become {"!kind": ...}. Raises CheckpointError with `what` for other
+    types."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -46,7 +47,7 @@ def encode(value: object, what: str) -> object:
 
 
 def decode(value: object) -> object:
-    """The inverse of `encode`."""
+    """Return the value that `encode` was given."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if not isinstance(value, dict):

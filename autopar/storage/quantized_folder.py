@@ -82,7 +82,7 @@ def _fill(model: nn.Module, file: TensorFile, folder: Path) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers, shared ones once."""
+    """Return parameters and saved buffers by name, shared ones once."""
     return {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
 
 

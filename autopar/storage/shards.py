@@ -22,14 +22,14 @@ from .weights import index_name, single_name
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """As Hugging Face names the shards of a model."""
+    """Return the names of `count` files, as Hugging Face names the shards of a model."""
     if count == 1:
         return [single_name(stem)]
     return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def owners_of(forms: Mapping[str, Form], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The rank that writes each tensor: largest tensors first, to the holder that has least."""
+    """Return the rank that writes each tensor: largest tensors first, to the holder that has least."""
     load, owners = {rank: 0 for ranks in holders.values() for rank in ranks}, {}
     for name in sorted(forms, key=lambda name: (-forms[name].bytes_, name)):
         owners[name] = min(holders[name], key=load.__getitem__)

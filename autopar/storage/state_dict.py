@@ -26,8 +26,8 @@ from .gather import gather_everywhere, plain
 def translate_states(
     module: nn.Module, layouts: Mapping[str, Layout], stage: StageMesh, elsewhere: Collection[str] = ()
 ) -> None:
-    """Let a module with DTensor parameters in these layouts give and take state dicts as said above. `elsewhere`: what
-    other stages have."""
+    """Let a module with DTensor parameters in these layouts give and take state dicts as the docstring of this file
+    says. `elsewhere`: what other stages have."""
 
     def give(_, state: dict, prefix: str, __) -> None:
         for name, layout in layouts.items():
@@ -47,14 +47,14 @@ def translate_states(
 
 
 def moved(tensor: DTensor, layout: Layout, target: Layout, stage: StageMesh) -> DTensor:
-    """A tensor from one layout in another."""
+    """Return a tensor in another layout than its own."""
     whole = gather_everywhere(_torch.local_of(tensor).detach(), tensor.shape, layout, stage)
     return _part(whole, target, stage)
 
 
 def laid_out(name: str, value: Tensor, parameter: DTensor, layout: Layout, stage: StageMesh) -> Tensor:
-    """A whole tensor, or a DTensor in any placement, as the parameter's are; one of another shape stays as it is, for
-    torch to report. Raises InputError for a DTensor on other ranks than the stage's."""
+    """Return a whole tensor, or a DTensor in any placement, laid out as the parameter is; one of another shape stays as
+    it is, for torch to report. Raises InputError for a DTensor on other ranks than the stage's."""
     if tuple(value.shape) != tuple(parameter.shape):
         return value
     if not isinstance(value, DTensor):

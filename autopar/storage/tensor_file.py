@@ -45,11 +45,13 @@ class Form:
 
     @property
     def bytes_(self) -> int:
+        """Return the bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def in_order(forms: Mapping[str, Form]) -> list[str]:
-    """Names in the order in which their tensors lie in a file: wide dtypes first, so that every value is aligned."""
+    """Return names in the order in which their tensors lie in a file: wide dtypes first, so that every value is
+    aligned."""
     return sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
 
 
@@ -91,7 +93,7 @@ class TensorFile:
             raise ValueError(f"its tensors overlap, or go beyond its {size} bytes")
 
     def read(self, name: str, ranges: Ranges | None = None) -> Tensor:
-        """The elements of a tensor that lie in `ranges` of every dim (None: all), as a CPU tensor of its own.
+        """Return the elements of a tensor that lie in `ranges` of every dim (None: all), as a CPU tensor of its own.
 
         What is in memory is the result and at most a row, or BLOCK_BYTES, more."""
         form = self.forms[name]
@@ -152,14 +154,14 @@ class TensorFileWriter:
         self._writer.write(struct.pack("<Q", len(text)) + text)
 
     def append(self, tensor: Tensor) -> None:
-        """The next tensor, whole."""
+        """Write the next tensor, which is whole. Raises ValueError if it is of another form than that."""
         form = self.forms[self._left.pop(0)]
         if (tuple(tensor.shape), tensor.dtype) != (form.shape, form.dtype):
             raise ValueError(f"expected {form}, got {tuple(tensor.shape)} {tensor.dtype}")
         self._writer.write(bytes_of(tensor.detach().cpu().contiguous()))
 
     def close(self) -> Digest:
-        """Raises ValueError if a tensor is missing."""
+        """Close the file and return its Digest. Raises ValueError if a tensor is missing."""
         if self._left:
             raise ValueError(f"{self._left} were not written")
         return self._writer.close()
@@ -170,7 +172,7 @@ class TensorFileWriter:
 
 
 def cut(tensor: Tensor, ranges: Ranges, first_dim: int = 0) -> Tensor:
-    """The elements that lie in `ranges` of the dims from `first_dim` on."""
+    """Return the elements that lie in `ranges` of the dims from `first_dim` on."""
     for dim, wanted in enumerate(ranges, first_dim):
         pieces = [tensor.narrow(dim, a, b - a) for a, b in wanted]
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -178,5 +180,5 @@ def cut(tensor: Tensor, ranges: Ranges, first_dim: int = 0) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(bytearray())

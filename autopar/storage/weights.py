@@ -26,12 +26,12 @@ SHOWN = 8  # names of one kind in an error
 
 
 def single_name(stem: str) -> str:
-    """The file of tensors that are not sharded into several."""
+    """Return the name of the file of tensors that are not sharded into several."""
     return f"{stem}.safetensors"
 
 
 def index_name(stem: str) -> str:
-    """The file that says which shard has which tensor."""
+    """Return the name of the file that says which shard has which tensor."""
     return f"{stem}.safetensors.index.json"
 
 
@@ -64,7 +64,7 @@ class WeightsFolder:
         return [self.folder / name for name in sorted(names)]
 
     def read(self, name: str, ranges=None) -> Tensor:
-        """A tensor, or the elements of it in `ranges`; see TensorFile.read."""
+        """Return a tensor, or the elements of it in `ranges`; see TensorFile.read."""
         return self._file_of[name].read(name, ranges)
 
     def close(self) -> None:
@@ -102,12 +102,12 @@ class Weights:
         _fill_buffers(model)
 
     def form(self, name: str) -> Form:
-        """Shape and dtype in which one of the model's tensors is stored."""
+        """Return the shape and dtype in which one of the model's tensors is stored."""
         stored = self._stored[name]
         return stored.group.forms[stored.name] if stored.group else self._folder.forms[stored.name]
 
     def part(self, name: str, dtype: torch.dtype, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
-        """A rank's part of one of the model's tensors in `dtype`."""
+        """Return a rank's part of one of the model's tensors in `dtype`."""
         stored = self._stored[name]
         ranges = local_ranges(self.form(name).shape, layout, mesh, coordinate)
         if stored.group is None:
@@ -118,6 +118,7 @@ class Weights:
         return cut(self._kept[1].pop(name), ranges).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def close(self) -> None:
+        """Close the files, and drop what the last conversion left."""
         self._kept = None, {}
         self._folder.close()
 
@@ -133,18 +134,18 @@ def _fill_buffers(model: nn.Module) -> None:
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of all that is saved of a model, every name of a shared tensor included."""
+    """Return the shapes of all that is saved of a model, every name of a shared tensor included."""
     return {name: tuple(tensor.shape) for name, tensor in _saved(model)}
 
 
 def _saved(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that are saved, also those that a compiled model has in its other stages."""
+    """Return the parameters and buffers that are saved, also those that a compiled model has in its other stages."""
     elsewhere = getattr(model, "elsewhere", {}).items()
     return [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model), *elsewhere]
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Buffers that a state dict holds, every name of a shared one included."""
+    """Return the buffers that a state dict holds, every name of a shared one included."""
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -154,7 +155,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
-    """Groups of names that are one tensor, in the order of the model."""
+    """Return groups of names that are one tensor, in the order of the model."""
     names: dict[int, list[str]] = {}
     for name, tensor in _saved(model):
         names.setdefault(id(tensor), []).append(name)
@@ -162,7 +163,7 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 
 
 def compare(wanted: Mapping, found: Mapping, unexpected: list[str], where: object, error: type) -> None:
-    """Raises `error` if the tensors of a model, name -> shape, are not those found in `where`."""
+    """Raise `error` if the tensors of a model, name -> shape, are not those found in `where`."""
     lines = []
     for what, names in (("missing", [n for n in wanted if n not in found]), ("unexpected", list(unexpected))):
         if names:
@@ -178,5 +179,6 @@ def compare(wanted: Mapping, found: Mapping, unexpected: list[str], where: objec
 
 
 def shortened(names: list[str]) -> str:
+    """Return the first SHOWN names as text, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -54,25 +54,25 @@ class Allocations(TorchDispatchMode):
         return results
 
     def hold(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """These are of a kind, in all their life."""
+        """Give these tensors a kind, for all their life."""
         tensors = list(tensors)
         self._meet(tensors, kind, "")
         for tensor in tensors:
             self._alive[storage_key(_local(tensor))].kind = kind
 
     def hold_state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters, buffers and what the optimizer keeps."""
+        """Hold parameters, buffers and what the optimizer keeps, each under a kind of their own."""
         self.hold("parameters", module.parameters())
         self.hold("buffers", module.buffers())
         states = (x for state in optimizer.state.values() for x in state.values())
         self.hold("optimizer", [x for x in states if isinstance(x, torch.Tensor)])
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These do not count."""
+        """Leave these tensors out of the count."""
         self._left_out |= {storage_key(_local(tensor)) for tensor in tensors}
 
     def hold_rest(self, kind: str, old: str = PASSING) -> None:
-        """What is alive and still of the kind `old` is of another one, in all its life."""
+        """Give what is alive and still of the kind `old` another one, for all its life."""
         for storage in self._alive.values():
             if storage.kind == old:
                 storage.kind = kind
@@ -94,7 +94,7 @@ class Allocations(TorchDispatchMode):
 
     @property
     def total(self) -> list[int]:
-        """Bytes alive after each change."""
+        """Return the bytes alive after each change."""
         return list(accumulate(sign * storage.bytes_ for storage, sign in self.changes))
 
     @property
@@ -102,7 +102,7 @@ class Allocations(TorchDispatchMode):
         return max(self.total, default=0)
 
     def storages_at_peak(self) -> list[Storage]:
-        """What was alive when most was, the largest first."""
+        """Return what was alive when most was, the largest first."""
         total = self.total
         alive: dict[Storage, None] = {}
         for storage, sign in self.changes[: total.index(max(total)) + 1] if total else ():
@@ -114,7 +114,7 @@ class Allocations(TorchDispatchMode):
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """The same by kind."""
+        """Return the bytes alive when most was, by kind."""
         found = Counter()
         for storage in self.storages_at_peak():
             found[storage.kind] += storage.bytes_

@@ -8,37 +8,39 @@ UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1
 
 
 def decimals(largest: float) -> int:
-    """Digits after the point that show a number, and a column whose largest it is, well enough."""
+    """Return how many digits after the point show a number, and a column whose largest it is, well enough."""
     return next((digits for bound, digits in ((1e4, 0), (100, 1), (1, 2)) if largest >= bound), 3)
 
 
 def number(value: float) -> str:
+    """Format a number with as many decimals as its size asks for."""
     return f"{value:.{decimals(abs(value))}f}"
 
 
 def ms(seconds: float) -> str:
-    """`12.3 ms`; from ten seconds on `12.3 s`."""
+    """Format seconds as `12.3 ms`, from ten seconds on as `12.3 s`."""
     return f"{number(seconds)} s" if seconds >= 10 else f"{number(seconds * 1e3)} ms"
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """The unit in which `largest` bytes is a number of 1 or more."""
+    """Return the unit in which `largest` bytes is a number of 1 or more."""
     return next(((name, scale) for name, scale in UNITS if largest >= scale), UNITS[-1])
 
 
 def size(bytes_: float) -> str:
+    """Format bytes in the unit that suits them, as `1.50 GiB`."""
     name, scale = byte_unit(bytes_)
     return f"{bytes_:.0f} B" if name == "B" else f"{number(bytes_ / scale)} {name}"
 
 
 def percent(part: float, whole: float) -> str:
-    """`2.2%`; `<0.1%` for something that would round to nothing."""
+    """Format a share as `2.2%`, as `<0.1%` if it would round to nothing."""
     share = part / whole if whole else 0.0
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
 def column(values: Sequence[float | None]) -> list[str]:
-    """The values with the same number of decimals: `-` for nothing, `<0.01` for less than can be shown."""
+    """Format values with the same number of decimals: `-` for nothing, `<0.01` for less than can be shown."""
     digits = decimals(max((v for v in values if v is not None), default=0.0))
     least = 10.0**-digits
 
@@ -51,7 +53,7 @@ def column(values: Sequence[float | None]) -> list[str]:
 
 
 def byte_column(values: Sequence[float | None]) -> tuple[str, list[str]]:
-    """(unit, cells) of bytes, in the unit that suits the largest."""
+    """Return (unit, cells) of bytes, in the unit that suits the largest."""
     name, scale = byte_unit(max((v for v in values if v is not None), default=0.0))
     if name == "B":
         return name, [f"{v:.0f}" if v else "-" for v in values]
@@ -59,7 +61,7 @@ def byte_column(values: Sequence[float | None]) -> tuple[str, list[str]]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table whose first `left` columns are aligned left, the others right."""
+    """Return the lines of a table whose first `left` columns are aligned left, the others right."""
     cells = [header, *rows]
     widths = [max(len(row[c]) for row in cells) for c in range(len(header))]
 

@@ -19,7 +19,7 @@ MEMORY_CLASSES = {kind: f"memory-{kind.replace(' ', '-')}" for kind in MEMORY_KI
 
 
 def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
-    """One lane a stream, and a mark every round number of milliseconds; what a bar is stands in its tooltip."""
+    """Draw one lane a stream, and a mark every round number of milliseconds; what a bar is stands in its tooltip."""
     lanes = {name: i for i, name in enumerate((COMPUTE, *planned.problem.mesh.names))}
     total = timeline.seconds or 1.0
     height = len(lanes) * (LANE + GAP)
@@ -41,8 +41,8 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
 
 
 def memory_chart(planned: Planned, timeline: Timeline) -> Html:
-    """Bytes by kind on top of each other, with the peak and, where it is near, the limit. Each kind has a colour of its
-    own, the same in every report."""
+    """Draw bytes by kind on top of each other, with the peak and, where it is near, the limit. Each kind has a colour
+    of its own, the same in every report."""
     live, limit = planned.live_bytes, planned.plan.memory_limit_bytes
     ends, total = np.array(ends_of(live.order, timeline)), timeline.seconds or 1.0
     column = np.minimum((ends / total * COLUMNS).astype(int), COLUMNS - 1)
@@ -77,18 +77,18 @@ def memory_chart(planned: Planned, timeline: Timeline) -> Html:
 
 
 def _stairs(xs: list[str], bytes_: np.ndarray, top: float) -> list[str]:
-    """Corners of a line that has the n-th value up to the n-th place."""
+    """Return the corners of a line that has the n-th value up to the n-th place."""
     ys = [_y(y, top) for y in bytes_]
     return [corner for before, x, y in zip(["0", *xs], xs, ys) for corner in (f"{before},{y}", f"{x},{y}")]
 
 
 def legend_of(entries: list[tuple[str, str]]) -> Html:
-    """Colour and name of each class."""
+    """Return a legend with the colour and name of each class."""
     return tag("div", *(tag("span", tag("i", class_=c), name) for c, name in entries), class_="legend")
 
 
 def _drawing(shapes: list[Html], height: float, label: str) -> Html:
-    """Shapes in a space of WIDTH by `height`, stretched to the width that the page has."""
+    """Put shapes in a space of WIDTH by `height`, stretched to the width that the page has."""
     return tag("svg", *shapes, viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", preserveAspectRatio="none",
                style=f"height:{height:.0f}px", role="img", aria_label=label)  # fmt: skip
 
@@ -108,7 +108,7 @@ def _y(bytes_: float, top: float) -> str:
 
 
 def _time_axis(total: float) -> Html:
-    """0 and the round times below a drawing of `total` seconds. Those at its ends stay inside of it."""
+    """Write 0 and the round times below a drawing of `total` seconds. Those at its ends stay inside of it."""
     marks = [tag("span", "0", class_="first")]
     for t in _ticks(total):
         text = f"{t:g} s" if total >= 10 else f"{1e3 * t:g} ms"
@@ -119,14 +119,14 @@ def _time_axis(total: float) -> Html:
 
 
 def _tick_lines(total: float, height: float) -> list[Html]:
-    """An upright line at each of the round times."""
+    """Draw an upright line at each of the round times."""
     return [
         tag("line", x1=_x(t / total), x2=_x(t / total), y1=0, y2=f"{height:.0f}", class_="tick") for t in _ticks(total)
     ]
 
 
 def _ticks(total: float) -> list[float]:
-    """Up to five round numbers between 0 and `total`."""
+    """Return up to five round numbers between 0 and `total`."""
     step = 10.0 ** np.floor(np.log10(total))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if total / s < 5.5)
     return [step * i for i in range(1, int(total * 0.97 / step) + 1)]

@@ -12,8 +12,8 @@ class Html(str):
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """`tag("td", "a < b", class_="number")`. Attributes drop a final underscore, others become hyphens; None and False
-    leave one out, True stands alone."""
+    """Make an element, such as `tag("td", "a < b", class_="number")`. Attributes drop a final underscore, others become
+    hyphens; None and False leave one out, True stands alone."""
     words = [name]
     for key, value in attributes.items():
         key = key.rstrip("_").replace("_", "-")
@@ -27,13 +27,13 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 def joined(children) -> Html:
-    """One after the other, texts escaped."""
+    """Join children one after the other, texts escaped."""
     return Html("".join(c if isinstance(c, Html) else escape(str(c), quote=False) for c in children))
 
 
 def rows_of(header: list[str], rows: list[list[object]], left: int = 1, bars: int | None = None) -> Html:
-    """A table that scrolls sideways in a narrow window; all but the first `left` columns are numbers, and `bars` is the
-    one with bars, which a narrow window leaves out."""
+    """Make a table that scrolls sideways in a narrow window; all but the first `left` columns are numbers, and `bars`
+    is the one with bars, which a narrow window leaves out."""
 
     def cells(name: str, row) -> Html:
         classes = ("bars" if i == bars else None if i < left else "number" for i in range(len(row)))
@@ -45,5 +45,5 @@ def rows_of(header: list[str], rows: list[list[object]], left: int = 1, bars: in
 
 
 def bar(share: float, class_: str = "bar") -> Html:
-    """A horizontal bar as long as the share, 0 to 1, of its cell."""
+    """Draw a horizontal bar as long as the share, 0 to 1, of its cell."""
     return tag("div", tag("i", style=f"width:{100 * min(share, 1.0):.1f}%") if share > 0 else "", class_=class_)

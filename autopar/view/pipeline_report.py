@@ -30,7 +30,7 @@ PICTURE = 1100  # pixels of the schedule, as wide as the page
 
 
 def pipeline_page(planned: PipelinePlanned, explanation: PipelineExplanation | None = None) -> str:
-    """The whole page; `explanation`: what other micro-batches, schedules and cuts would cost."""
+    """Return the whole page; `explanation`: what other micro-batches, schedules and cuts would cost."""
     plan = planned.plan
     inside = tag("p", f"{inside_lines(plan)[0]}.", class_="note")
     sections = [
@@ -93,7 +93,7 @@ def _schedule(plan: Plan) -> Html:
 
 
 def _memory(planned: PipelinePlanned) -> Html:
-    """A bar and a row a rank, by kind."""
+    """Return a table with a bar and a row for each rank, by kind."""
     memory, limit = [in_order(m) for m in planned.judged.memory], planned.plan.memory_limit_bytes
     kinds = [k for k in MEMORY_KINDS if any(k in m for m in memory)]
     totals = [sum(m.values()) for m in memory]

@@ -29,7 +29,7 @@ FOLDER = Path(__file__).parent
 
 
 def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
-    """The whole page. `timeline`: another one than the plan's own, such as with a slowdown."""
+    """Return the whole page. `timeline`: another one than the plan's own, such as with a slowdown."""
     plan, timeline = planned.plan, planned.timeline if timeline is None else timeline
     sections = [
         ("What it costs", _summary(planned, timeline)),
@@ -49,7 +49,7 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
 
 
 def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
-    """The page of a plan with the sections that have a content."""
+    """Return the page of a plan with the sections that have a content."""
     title = f"{plan.model} on mesh {plan.mesh}"
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport",
@@ -82,14 +82,14 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
 
 
 def cards(shown: list[tuple[str, str, str]]) -> Html:
-    """Of (name, value, note): large numbers next to each other."""
+    """Show (name, value, note) as large numbers next to each other."""
     return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value,
                         note in shown),
                class_="cards")  # fmt: skip
 
 
 def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
-    """The simulated time of the step; of another timeline than the plan's own, that of the pass it is of."""
+    """Return the simulated time of the step and a note; of another timeline than the plan's own, that of its pass."""
     plan, own = planned.plan, timeline is planned.timeline
     seconds = (
         plan.simulated_seconds
@@ -102,14 +102,14 @@ def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
 
 
 def count_text(number: int) -> str:
-    """`8.03B`: three digits, and trillions, billions, millions or thousands."""
+    """Return a number as text such as `8.03B`: three digits, and trillions, billions, millions or thousands."""
     rounded = float(f"{number:.3g}")
     name, scale = next(((n, s) for n, s in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if rounded >= s), ("", 1))
     return f"{rounded / scale:.3g}{name}"
 
 
 def _communicated(plan: Plan) -> str:
-    """The number of collectives, and how much of the step's parts is hidden behind others."""
+    """Say how many collectives there are, and how much of the step's parts is hidden behind others."""
     count = sum(c.count for c in plan.collectives)
     return f"{count} collectives" + (f", {ms(hidden)} hidden" if (hidden := hidden_seconds(plan)) else "")
 
@@ -119,6 +119,7 @@ def _recomputed(plan: Plan) -> str:
 
 
 def alternatives_section(plan: Plan) -> Html | None:
+    """Show the costs of the plan and its alternatives, and notes on those without a price; None if there are none."""
     if not plan.alternatives:
         return None
     shown, (header, cells) = costed(plan), alternatives_table(plan)
@@ -159,6 +160,7 @@ def _memory(plan: Plan) -> Html:
 
 
 def collectives_section(plan: Plan) -> Html | None:
+    """Show the collectives of a step by axes, with their time, number and bytes; None if there are none."""
     if not plan.collectives:
         return None
     unit, sent = byte_column([c.wire_bytes for c in plan.collectives])
@@ -184,7 +186,7 @@ def collectives_section(plan: Plan) -> Html | None:
 
 
 def modules_section(plan: Plan) -> Html:
-    """Modules inside of each other; a closed one shows the sums of all that is in it."""
+    """Show modules inside of each other; a closed one shows the sums of all that is in it."""
     regions = in_tree_order(plan.regions)
     digits, again = _Digits(regions), _recomputed_rows(plan)
     children: dict[str, list[str]] = defaultdict(list)
@@ -228,7 +230,7 @@ def modules_section(plan: Plan) -> Html:
 
 
 def _recomputed_rows(plan: Plan) -> dict[str, str]:
-    """By row of the modules, how many of its blocks run again."""
+    """Say, by row of the modules, how many of its blocks run again."""
     words: dict[str, list[str]] = defaultdict(list)
     for how, blocks in (("recomputed", plan.recomputed), ("recomputed in part", plan.recomputed_selectively)):
         for name, count in Counter(_folded(b) for b in blocks).items():
@@ -237,7 +239,7 @@ def _recomputed_rows(plan: Plan) -> dict[str, str]:
 
 
 def _folded(name: str) -> str:
-    """A name with the numbers in it as `*`."""
+    """Return a name with the numbers in it as `*`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -251,6 +253,7 @@ class _Digits:
         self.header = ["compute ms", "comm ms", self.unit]
 
     def cells(self, regions: list[Region]) -> list[Html]:
+        """Return the compute and communication milliseconds and the bytes of a group as cells."""
         seconds = [sum(r.compute_seconds for r in regions), sum(r.communication_seconds for r in regions), self.seconds]
         compute, communication, _ = column([1e3 * s for s in seconds])
         bytes_ = byte_column([sum(r.bytes_ for r in regions), self.whole])[1][0]
@@ -258,7 +261,7 @@ class _Digits:
 
 
 def layouts_section(planned: Planned) -> Html:
-    """Layouts of parameters and inputs, equal blocks once, with what they beat."""
+    """Show the layouts of parameters and inputs, equal blocks once, with what they beat."""
     second = _runners_up(planned)
     shapes = {
         v.node.meta["role"].name: tuple(v.values[0].shape)
@@ -289,8 +292,8 @@ def layouts_section(planned: Planned) -> Html:
 
 
 def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
-    """`runners_up` by the names of the whole model, where a block that was planned may stand for many. Without those
-    that cost 0 by their bounds: which of them is next is not known."""
+    """Return `runners_up` by the names of the whole model, where a block that was planned may stand for many. Those
+    that cost 0 by their bounds are left out: which of them is next is not known."""
     problem, second = planned.problem, runners_up(planned)
     return {
         node.meta["role"].name: second[name]
@@ -301,5 +304,6 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 
 def notes_section(plan: Plan) -> Html | None:
+    """List what is said of passes and of offloading, and the plan's warnings; None if there is nothing."""
     notes = [f"{line[0].upper()}{line[1:]}" for line in (*pass_lines(plan), *offloaded_lines(plan), *plan.warnings)]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

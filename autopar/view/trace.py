@@ -38,8 +38,8 @@ MOVES = {
 
 
 def trace_of(planned: Planned, timeline: Timeline | None = None) -> dict:
-    """The trace as plain data for `json.dump`: times in microseconds, bytes of memory as a counter. `timeline`: another
-    one than the plan's own, such as with a slowdown."""
+    """Return the trace as plain data for `json.dump`: times in microseconds, bytes of memory as a counter. `timeline`:
+    another one than the plan's own, such as with a slowdown."""
     timeline = planned.timeline if timeline is None else timeline
     mesh = planned.problem.mesh
     rows = {name: i for i, name in enumerate((COMPUTE, *mesh.names))}
@@ -61,7 +61,7 @@ def trace_of(planned: Planned, timeline: Timeline | None = None) -> dict:
 
 
 def profiler_name(planned: Planned, event: Event) -> str:
-    """What torch.profiler calls the work of an event."""
+    """Return what torch.profiler calls the work of an event."""
     if event.step is not None:
         kind = event.step.move.kind
         is_exchange = kind == "reduce_scatter" and planned.options.hardware.reduce_scatter_lowering == "all_to_all"
@@ -113,14 +113,14 @@ def _where(event: Event, v) -> dict:
 
 
 def _placed(planned: Planned, shape, layout: Layout) -> str:
-    """Global and local shape, and the layout: `(8, 64) -> (4, 64) dp:S(0)`."""
+    """Return global and local shape, and the layout: `(8, 64) -> (4, 64) dp:S(0)`."""
     mesh = planned.problem.mesh
     local = local_shape(shape, layout, mesh, dict.fromkeys(mesh.names, 0))
     return f"{tuple(shape)} -> {local} {layout}"
 
 
 def _memory(planned: Planned, timeline: Timeline):
-    """What is held when each run ends, where it changes."""
+    """Iterate over what is held when each run ends, and when that is, where it changes."""
     live, before = planned.live_bytes, None
     for i, end in enumerate(ends_of(live.order, timeline)):
         held = {kind: round(float(bytes_[i])) for kind, bytes_ in live.kinds.items()}

@@ -26,8 +26,7 @@ MARK = "fake_quant"  # in the metadata of a node: the layer that it quantizes a 
 
 
 def fake_quant(exported: Exported, model: nn.Module) -> Exported:
-    """Rewrites in place, for every layer that `FakeQuant.attach` marked in `model`; one that is quantized already
-    stays.
+    """Add fake quantization in place for every layer that `FakeQuant.attach` marked in `model`, but not a second time.
 
     Raises AdaptError for a layer whose weight goes into another op than a linear or an embedding, or into none."""
     done = {node.meta.get(MARK) for node in exported.graph_module.graph.nodes}
@@ -53,7 +52,7 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
 
 
 def _weight(edit: Editor, path: str, site: QuantSite, argument: fx.Node) -> fx.Node:
-    """The fake-quantized weight (o, i) in the place of `argument`."""
+    """Return the fake-quantized weight (o, i) that takes the place of `argument`."""
     weight = argument
     while weight.op != "get_attr":
         weight = weight.args[0]
@@ -77,15 +76,15 @@ def _fake_quantize(edit: Editor, x: fx.Node, qparams: tuple, grid: Grid, *grad_f
 
 
 def _dynamic(edit: Editor, x: fx.Node, grid: Grid) -> fx.Node:
-    """x (..., i) with scales that follow from its own values along the last dim."""
+    """Return x (..., i) fake-quantized with scales that follow from its own values along the last dim."""
     constant = edit.call(aten.detach.default, x)
     found = grid.range_of(edit.call, constant, at_least_float32(x.meta["val"].dtype))
     return _fake_quantize(edit, x, grid.qparams(edit.call, *found), grid)
 
 
 def _observed(edit: Editor, path: str, module: nn.Module, site: QuantSite, x: fx.Node) -> fx.Node:
-    """x with the scale of the observed range, which in train mode takes in x first. Without any range x stays as it
-    is."""
+    """Return x fake-quantized with the scale of the observed range, which in train mode takes in x first unless it is
+    frozen. Without any range x stays as it is."""
     observer, config, grid = module.get_submodule(OBSERVER), site.config, site.activation_grid
     low, high = edit.buffer(f"{path}.{LOW}", observer.min_val), edit.buffer(f"{path}.{HIGH}", observer.max_val)
     if not observer.training or config.observer == "frozen":
@@ -103,7 +102,7 @@ def _observed(edit: Editor, path: str, module: nn.Module, site: QuantSite, x: fx
 
 
 def _moved(edit: Editor, old: fx.Node, value: fx.Node, share: float) -> fx.Node:
-    """(1 - share) * old + share * value; the first value as it is."""
+    """Return (1 - share) * old + share * value; the first value as it is."""
     call = edit.call
     step = call(aten.mul.Tensor, call(aten.sub.Tensor, value, old), share)
     return call(aten.where.self, call(aten.isfinite.default, old), call(aten.add.Tensor, old, step), value)

@@ -35,14 +35,16 @@ class Editor:
 
     @staticmethod
     def behind(exported: Exported, node: fx.Node) -> Editor:
+        """Return an editor that adds nodes right after `node`."""
         return Editor(exported, node, node.next)
 
     @staticmethod
     def in_front_of(exported: Exported, node: fx.Node) -> Editor:
+        """Return an editor that adds nodes right before `node`."""
         return Editor(exported, node, node)
 
     def within(self, name: str) -> Editor:
-        """The same for nodes of a module inside."""
+        """Return the same editor for nodes of the module `name` inside."""
         return replace(self, inside=name)
 
     @property
@@ -60,7 +62,7 @@ class Editor:
         return self.node.graph
 
     def call(self, target, *args, **kwargs) -> fx.Node:
-        """A new op; its value is computed on fake tensors."""
+        """Add an op and compute its value on fake tensors."""
         with self.graph.inserting_before(self.before):
             new = self.graph.call_function(target, args, kwargs)
         new.meta = self._meta
@@ -74,14 +76,14 @@ class Editor:
         return self.exported.inputs[0].fake_mode
 
     def parameter(self, name: str) -> fx.Node:
-        """Reads a parameter of the model that its forward does not read."""
+        """Read a parameter of the model that its forward does not read."""
         name = self.exported.ties.get(name, name)
         form = self.exported.forms[name]
         value = nn.Parameter(fake(self.mode, form.shape, form.dtype), requires_grad=form.trainable)
         return self._read(name, lambda owner, leaf: owner.register_parameter(leaf, value), value)
 
     def buffer(self, name: str, like: torch.Tensor) -> fx.Node:
-        """Reads a buffer of the model that its forward does not read; `like` has its shape and type."""
+        """Read a buffer of the model that its forward does not read; `like` has its shape and type."""
         value = fake(self.mode, like.shape, like.dtype)
         return self._read(name, lambda owner, leaf: owner.register_buffer(leaf, value), value)
 
@@ -100,17 +102,18 @@ class Editor:
         return new
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Cast a node to `dtype`; return the node itself if it has that type."""
         return node if node.meta["val"].dtype == dtype else self.call(aten.to.dtype, node, dtype)
 
 
 def reads_of(exported: Exported, name: str) -> Iterator[fx.Node]:
-    """The get_attr nodes of a parameter or buffer."""
+    """Iterate over the get_attr nodes of a parameter or buffer."""
     target = f"{ROOT}.{exported.ties.get(name, name)}"
     return (n for n in exported.graph_module.graph.nodes if n.op == "get_attr" and n.target == target)
 
 
 def uses_of(exported: Exported, name: str) -> list[tuple[fx.Node, fx.Node]]:
-    """(user, argument) of every op that computes with a parameter, looking through casts and transposes."""
+    """Return (user, argument) of every op that computes with a parameter, looking through casts and transposes."""
     found, waiting = [], list(reads_of(exported, name))
     while waiting:
         source = waiting.pop(0)
@@ -123,14 +126,14 @@ def uses_of(exported: Exported, name: str) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def computed_from(argument: fx.Node) -> fx.Node:
-    """What a parameter is computed with: its first cast on the way to `argument`, or itself."""
+    """Return the node that a parameter is computed with: its first cast on the way to `argument`, or itself."""
     while argument.op != "get_attr" and argument.target not in CASTS:
         argument = argument.args[0]
     return argument
 
 
 def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str, fix: str) -> None:
-    """Raises AdaptError if a use of a layer's weight is not the layer's own op; `why` says what that means for an
+    """Raise AdaptError if a use of a layer's weight is not the layer's own op; `why` says what that means for an
     adaptation."""
     op, at = READS[kind]
     if user.target is not op or user.args[at] is not argument:
@@ -141,13 +144,13 @@ def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str
 
 
 def is_read(exported: Exported, name: str) -> bool:
-    """Whether the graph reads a parameter: a pass that added it has run."""
+    """Return whether the graph reads a parameter: if so, the pass that added it has run."""
     return next(reads_of(exported, name), None) is not None
 
 
 def uses_in(exported: Exported, name: str, model: nn.Module, module: nn.Module) -> list[tuple[fx.Node, fx.Node]]:
-    """As `uses_of`, but of a shared parameter only what this module of the model does with it, under whichever of its
-    names."""
+    """Return the uses as `uses_of` does, but of a shared parameter only those in this module of the model, under
+    whichever of its names."""
     uses = uses_of(exported, name)
     is_shared = sum(first == exported.ties.get(name, name) for first in exported.ties.values()) > 1
     if not is_shared:
@@ -157,7 +160,7 @@ def uses_in(exported: Exported, name: str, model: nn.Module, module: nn.Module) 
 
 
 def replace_value(old: fx.Node, new: fx.Node, but: tuple[fx.Node, ...] = ()) -> None:
-    """All that reads `old`, except the nodes in `but` and what `new` was made of, reads `new`."""
+    """Let all that reads `old`, except the nodes in `but` and what `new` was made of, read `new`."""
     before = set()
     waiting = [new]
     while waiting:
@@ -171,6 +174,7 @@ def replace_value(old: fx.Node, new: fx.Node, but: tuple[fx.Node, ...] = ()) -> 
 
 
 def finish(exported: Exported) -> None:
+    """Remove dead nodes, check the graph and recompile its module."""
     graph = exported.graph_module.graph
     graph.eliminate_dead_code()
     graph.lint()

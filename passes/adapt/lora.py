@@ -25,7 +25,7 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 
 
 def lora(exported: Exported, model: torch.nn.Module) -> Exported:
-    """Rewrites in place, for every site that `LoRA.attach` marked in `model`; a site that has its adapter already
+    """Add an adapter in place for every site that `LoRA.attach` marked in `model`; a site that has its adapter already
     stays.
 
     Raises AdaptError for a layer whose parameter goes into another op than the one that can be adapted, or into
@@ -51,7 +51,7 @@ def lora(exported: Exported, model: torch.nn.Module) -> Exported:
 
 
 def check_gradients(captured: Captured) -> Captured:
-    """Raises AdaptError for adapters of a joint graph that no gradient reaches."""
+    """Return the joint graph; raise AdaptError for adapters in it that no gradient reaches."""
     trained = {r.name for r in output_node(captured.graph).meta["roles"] if r.kind == "gradient"}
     roles = [n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder"]
     lost = [
@@ -66,7 +66,7 @@ def check_gradients(captured: Captured) -> Captured:
 
 
 def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node, argument: fx.Node) -> None:
-    """The adapter beside one linear or embedding op."""
+    """Add the adapter beside one linear or embedding op."""
     name, short = f"{path}.{site.parameter}", f"{path.rpartition('.')[2]}.{site.parameter}"
     fix = f'adapt the parameter itself: target_parameters=["{short}"]'
     check_reads(site.kind, name, user, argument, "beside which no adapter can stand", fix)
@@ -102,7 +102,7 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
 
 
 def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> None:
-    """The adapter inside of the parameter: (o, i), or (experts, o, i), (experts, i, o) if it is transposed. What is
+    """Add the adapter to the parameter itself: (o, i), or (experts, o, i), (experts, i, o) if it is transposed. What is
     cast from it stays as it is: a cast that is used is a source of its own."""
     edit = Editor.behind(exported, source)
     a, b = (edit.cast(edit.parameter(f"{path}.{n}"), source.meta["val"].dtype) for n in site.names)
@@ -124,7 +124,7 @@ def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> No
 
 
 def _length(edit: Editor, weight: fx.Node, a: fx.Node, b: fx.Node, site: LoraSite) -> fx.Node:
-    """(o): the lengths of the rows of W + scaling * B A, constants to the gradient (section 4.3 of arXiv
+    """Return the lengths (o) of the rows of W + scaling * B A, constants to the gradient (section 4.3 of arXiv
     2402.09353)."""
     product = edit.call(aten.mul.Tensor, edit.call(aten.mm.default, b, a), site.scaling)
     changed = edit.call(aten.detach.default, edit.call(aten.add.Tensor, weight, product))

@@ -22,7 +22,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 
 
 def quantize(exported: Exported, model: nn.Module) -> Exported:
-    """Rewrites in place, for every weight that `Quantization.attach` marked in `model`."""
+    """Dequantize in place, for every weight that `Quantization.attach` marked in `model`, where the graph reads the
+    weight."""
     for path, site in quantized_weights(model):
         for read in list(reads_of(exported, f"{path}.{site.parameter}")):
             casts = [user for user in read.users if user.target in CASTS]
@@ -38,7 +39,7 @@ def quantize(exported: Exported, model: nn.Module) -> Exported:
 
 
 def _replace(exported: Exported, path: str, site: QuantizedWeight, source: fx.Node, users: list[fx.Node]) -> None:
-    """The weight in one dtype."""
+    """Let these users of the weight in one dtype, `source`, read it dequantized to that dtype."""
     if not users:
         return
     edit = Editor.in_front_of(exported, next(node for node in source.graph.nodes if node in users))

@@ -25,8 +25,8 @@ _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.u
 
 
 def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask (T5's
-    position bias), for which it is written out. None for tensors of other than four dims."""
+    """Return the node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask
+    (T5's position bias), for which it is written out. Return None for tensors of other than four dims."""
     schema = schema_names(node.target)
     given = dict(zip(schema, node.args)) | dict(node.kwargs)
     p = given.get("dropout_p", 0.0)
@@ -70,7 +70,7 @@ def _unwrap(node: fx.Node) -> fx.Node:
 
 
 def _before_repeat(kv: fx.Node, q: fx.Node) -> fx.Node:
-    """The (b, h_kv, t, d) tensor that was repeated to (b, h, t, d) by unsqueeze, expand and reshape; else `kv`
+    """Return the (b, h_kv, t, d) tensor that was repeated to (b, h, t, d) by unsqueeze, expand and reshape; else `kv`
     itself."""
     wanted, node, seen = kv.meta["val"].shape, kv, []
     while node.op == "call_function" and node.target in _REPEATS:
@@ -84,7 +84,8 @@ def _before_repeat(kv: fx.Node, q: fx.Node) -> fx.Node:
 
 
 def _repeats_inner(kv: fx.Node, source: fx.Node) -> bool:
-    """Whether each head is repeated in place (h0 h0 h1 h1), as grouped queries want, checked on the head numbers."""
+    """Return whether each head is repeated in place (h0 h0 h1 h1), as grouped queries want, checked on the head
+    numbers."""
     heads, repeated = source.meta["val"].shape[1], kv.meta["val"].shape[1]
     chain, node = [], kv
     while node is not source:
@@ -97,7 +98,7 @@ def _repeats_inner(kv: fx.Node, source: fx.Node) -> bool:
 
 
 def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool) -> tuple[fx.Node | None, bool]:
-    """(mask or None, causal) that mean the same as the given mask."""
+    """Return (mask or None, causal) that mean the same as the given mask."""
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
     if mask not in known:
         known[mask] = _constant_value(graph_module, mask, node)
@@ -127,8 +128,8 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
 
 
 def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, reader: fx.Node) -> torch.Tensor | None:
-    """The mask's value when `reader` reads it, if it depends on no input of the call and on no buffer that the call
-    writes to, else None."""
+    """Return the mask's value when `reader` reads it, if it depends on no input of the call and on no buffer that the
+    call writes to, else None."""
     if mask.meta["val"].numel() > LARGEST_MASK_NUMEL:
         return None
     writes = [(n, storage_key(into.meta["val"])) for n in _before(reader) for into in written(n)]

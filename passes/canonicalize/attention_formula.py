@@ -15,8 +15,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 
 def attention_formula(draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: bool,
                       scale: float | None, p: float) -> fx.Node:  # fmt: skip
-    """dropout(softmax(q k^T * scale + mask)) v for q (b, h, s, d), k and v (b, h_kv, t, d). Rows that a mask closes
-    give zeros."""
+    """Compute dropout(softmax(q k^T * scale + mask)) v for q (b, h, s, d), k and v (b, h_kv, t, d). Rows that a mask
+    closes give zeros."""
     shapes = [x.meta["val"].shape for x in (q, k, v)]
     (*_, heads, rows, width), columns = shapes[0], shapes[1][-2]
     q, k, v, mask = (None if x is None else draws.proxy(x) for x in (q, k, v, mask))
@@ -38,7 +38,7 @@ def attention_formula(draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx
 
 
 def _repeated(x: fx.Proxy, shape, heads: int) -> fx.Proxy:
-    """Every head of keys or values as often as it has queries, in place (h0 h0 h1 h1)."""
+    """Repeat every head of keys or values as often as it has queries, in place (h0 h0 h1 h1)."""
     b, few, t, d = shape
     if few == heads:
         return x

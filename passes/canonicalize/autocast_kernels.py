@@ -19,8 +19,8 @@ from .dispatched import Recorder, Way, map_leaves, way_of
 
 @contextmanager
 def traced_as(device: str, around: State) -> Iterator[None]:
-    """Inside, autocast of the CPU does what that of `device` does, and so does a region that names `device`; `around`
-    is on."""
+    """Make the CPU's autocast do inside what that of `device` does, also in regions that name `device`; `around` is
+    on."""
     if device == "cpu":
         with entered(around):
             yield
@@ -69,7 +69,7 @@ def _trait(value: object) -> object:
 
 @contextmanager
 def _named_cpu(device: str) -> Iterator[None]:
-    """Inside, `torch.autocast(device)` is that of the CPU."""
+    """Make `torch.autocast(device)` mean that of the CPU inside."""
     before = torch.autocast.__init__
 
     def init(region, device_type, dtype=None, enabled=True, cache_enabled=None):

@@ -14,8 +14,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 
 
 def batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The normalized node in the place of an `aten.batch_norm` that computes statistics, None for one that is given
-    them."""
+    """Return the normalized node in the place of an `aten.batch_norm` that computes statistics, None for one that is
+    given them."""
     training, momentum, eps = node.args[5:8]
     value = node.args[0].meta["val"]
     shape = value.shape

@@ -26,7 +26,7 @@ _SAME_IF_EQUAL = _VIEWS | {
 
 
 def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites a joint graph in place and returns the module. Raises UnsupportedOpError (see unstride)."""
+    """Clean a joint graph in place and return its module. Raises UnsupportedOpError (see unstride)."""
     graph = graph_module.graph
     unstride(graph)
     for node in list(graph.nodes):
@@ -65,7 +65,7 @@ REPEATED = FREE_VIEWS | {torch.ops.autopar.dequantize.default}
 
 
 def _repeat_in_backward(graph: fx.Graph) -> None:
-    """A backward op that reads a view of a forward value gets its own copy of the view, so that what is saved for the
+    """Give a backward op that reads a view of a forward value its own copy of the view, so that what is saved for the
     backward (or gathered again, for a parameter) is always the viewed value itself. A quantized weight is dequantized
     again for the same reason: what stays is an eighth of the result."""
     mark_phases(graph)
@@ -100,7 +100,7 @@ def _is_same(node: fx.Node) -> bool:
 
 
 def _views_alike(user: fx.Node, source: torch.Tensor) -> bool:
-    """Whether `user` is a view that has the same strides when it is made of `source`."""
+    """Return whether `user` is a view that has the same strides when it is made of `source`."""
     if user.target not in _VIEWS:
         return False
     like, value = torch.empty_strided(source.shape, source.stride(), device="meta"), user.meta["val"]

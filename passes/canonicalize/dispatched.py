@@ -33,7 +33,7 @@ class Call:
 
     @property
     def summary(self) -> tuple:
-        """What tells two calls apart, except for which tensors they get."""
+        """Return what tells two calls apart, except for which tensors they get."""
         return self.target, str(map_leaves((self.args, self.kwargs, self.result), _form))
 
 
@@ -50,7 +50,7 @@ class Recorder:
     known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def stand_in(self, value: object):
-        """The stand-in of a tensor, the same one for the same tensor; anything else as it is."""
+        """Return the stand-in of a tensor, the same one for the same tensor; anything else as it is."""
         if not isinstance(value, Tensor):
             return value
         found = next((outer for inner, outer in self.known if inner is value), None)
@@ -60,12 +60,13 @@ class Recorder:
         return found
 
     def plain(self, value: object):
-        """A value with the tensors themselves for stand-ins, and no word of their device."""
+        """Return a value with the tensors themselves for stand-ins, and with the device that graphs are traced on for
+        theirs."""
         inner = {id(outer): tensor for tensor, outer in self.known}
         return map_leaves(value, lambda x: DEVICE if isinstance(x, torch.device) else inner.get(id(x), x))
 
     def run(self, target: Callable, args, kwargs, dtype: torch.dtype | None) -> tuple[list[Call], object]:
-        """(calls that an op makes, its result); under autocast to `dtype`, if that is not None."""
+        """Return (calls that an op makes, its result); under autocast to `dtype`, if that is not None."""
         args, kwargs = map_leaves((tuple(args), dict(kwargs)), self.stand_in)
         self.calls = []
         with torch.no_grad(), entered(((self.device, dtype),) if dtype is not None else ()):
@@ -73,7 +74,7 @@ class Recorder:
         return self.calls, result
 
     def _arrived(self, target: Callable, args, kwargs):
-        """What a stand-in does when an op arrives at it."""
+        """Run and record an op that arrives at a stand-in."""
         with no_autocast():
             result = target(*self.plain(tuple(args)), **self.plain(dict(kwargs)))
         result = map_leaves(result, self.stand_in)
@@ -93,7 +94,7 @@ class Way:
 
 
 def way_of(target, args, kwargs: Mapping, dtype: torch.dtype, device: str) -> Way:
-    """The way of an op with these arguments under autocast to `dtype` on a type of device."""
+    """Return the way of an op with these arguments under autocast to `dtype` on a type of device."""
     recorder, tensors = Recorder(device), _tensors((tuple(args), dict(kwargs)))
     try:
         calls, result = recorder.run(target, args, kwargs, dtype)
@@ -116,7 +117,7 @@ def way_of(target, args, kwargs: Mapping, dtype: torch.dtype, device: str) -> Wa
 
 
 def _alone(target, args, kwargs, device: str) -> list[tuple] | None:
-    """Summaries of the calls that an op makes without autocast, None if it does not take such arguments."""
+    """Return summaries of the calls that an op makes without autocast, None if it does not take such arguments."""
     try:
         calls, _ = Recorder(device).run(target, args, kwargs, None)
     except RuntimeError:
@@ -129,7 +130,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _wide(target, args, kwargs, tensors: list[Tensor]) -> Way:
-    """An op that computes in float32."""
+    """Return the way of an op that computes in float32."""
     if _takes_type(target, args, kwargs):
         return Way((None,) * len(tensors), torch.float32)
     return Way(tuple(torch.float32 if t.is_floating_point() and t.dtype.itemsize < 4 else None for t in tensors))

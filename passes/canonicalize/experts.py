@@ -12,8 +12,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 
 
 def grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:
-    """Of rows that are sorted by group, with where each group ends (`_grouped_mm`): a row's group is how many ends are
-    not after it."""
+    """Replace the product of rows that are sorted by group, given where each group ends (`_grouped_mm`): a row's group
+    is how many ends are not after it."""
     names = schema_names(node.target)
     given = dict(zip(names, node.args)) | dict(node.kwargs)
     x, weight, ends, *rest = map(given.get, names)
@@ -25,8 +25,8 @@ def grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:
 
 
 def bmm(graph_module, node: fx.Node) -> fx.Node | None:
-    """Of a row and a copy of its matrix each, `bmm(x.unsqueeze(1), weight[group]).squeeze(1)` or the other way
-    round."""
+    """Replace the product of each row with its own copy of a matrix, `bmm(x.unsqueeze(1), weight[group]).squeeze(1)` or
+    the other way round."""
     left, right = node.args
     back = next(iter(node.users), None)
     if len(node.users) != 1 or back.target is not aten.squeeze.dim:
@@ -47,7 +47,7 @@ def bmm(graph_module, node: fx.Node) -> fx.Node | None:
 
 
 def _picked(matrices) -> tuple[fx.Node, fx.Node] | None:
-    """(weight, group) of weight[group], a matrix for each of a list of groups."""
+    """Return (weight, group) of weight[group], a matrix for each of a list of groups; None for anything else."""
     if not _is_call(matrices, aten.index.Tensor) or len(matrices.args[1]) != 1:
         return None
     weight, (group,) = matrices.args

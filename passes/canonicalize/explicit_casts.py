@@ -30,9 +30,10 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def explicit_casts(graph_module: fx.GraphModule, around: State = (), device: str = "cpu") -> fx.GraphModule:
-    """Rewrites an exported forward in place and returns the module, in which nothing switches autocast any more.
-    `around`: the autocast that the model was called under; `device`: the type of device whose autocast it is, which a
-    traced model takes the CPU's to be. Raises CaptureError for an op that gave another type when it was traced."""
+    """Write out the casts of an exported forward in place and return its module, in which nothing switches autocast any
+    more. `around`: the autocast that the model was called under; `device`: the type of device whose autocast it is,
+    which a traced model takes the CPU's to be. Raises CaptureError for an op that gave another type when it was
+    traced."""
     graph, casts = graph_module.graph, _Casts(graph_module, device)
     now, outer, gradients = dict(around).get(device), [], True
     for node in list(graph.nodes):
@@ -88,8 +89,8 @@ class _Casts:
             node.kwargs = {**node.kwargs, "dtype": way.dtype}
 
     def _cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype, may_keep: bool) -> fx.Node:
-        """The cast of an argument, in front of `node`; of a view, a view of the cast: rewrites look for views in front
-        of ops."""
+        """Return the cast of an argument, in front of `node`; of a view, a view of the cast: rewrites look for views in
+        front of ops."""
         origin = argument
         while origin.op == "call_function" and (before := written(origin)):
             origin = before[0]
@@ -110,7 +111,7 @@ class _Casts:
 
 
 def _trait(argument: object) -> object:
-    """What autocast may look at."""
+    """Return what autocast may look at in an argument."""
     if not is_tensor(argument):
         return str(argument)
     value = argument.meta["val"]
@@ -132,7 +133,7 @@ def _checked(node: fx.Node, dtype: torch.dtype, device: str) -> Way:
 
 
 def _take_apart(node: fx.Node, dtype: torch.dtype, device: str) -> None:
-    """The calls that an op makes under autocast, casts included, in its place."""
+    """Replace an op by the calls that it makes under autocast, casts included."""
     recorder = Recorder(device)
     calls, result = recorder.run(node.target, *_values(node), dtype)
     made = {id(recorder.stand_in(a.meta["val"])): a for a in tensor_arguments(node)}
@@ -156,5 +157,5 @@ def _take_apart(node: fx.Node, dtype: torch.dtype, device: str) -> None:
 
 
 def _here(value: object) -> object:
-    """An argument of a call as it is on the device that graphs are traced on."""
+    """Return an argument of a call as it is on the device that graphs are traced on."""
     return DEVICE if isinstance(value, torch.device) else value

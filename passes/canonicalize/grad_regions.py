@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 
 def grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites an exported forward in place and returns the module: as few switches as there can be, the last one on,
-    and an `aten.detach` of every float value that is made without gradients and read with them."""
+    """Rewrite an exported forward in place and return its module: with as few switches as there can be, the last one
+    on, and an `aten.detach` of every float value that is made without gradients and read with them."""
     graph = graph_module.graph
     has_gradients = _modes(graph)
     _switch(graph, has_gradients)
@@ -38,7 +38,7 @@ def grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Whether each op runs with gradients; takes the switches out."""
+    """Return whether each op runs with gradients, and take the switches out."""
     modes, now = {}, True
     for node in list(graph.nodes):
         mode = grad_switch(node)
@@ -51,7 +51,7 @@ def _modes(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def _switch(graph: fx.Graph, has_gradients: dict[fx.Node, bool]) -> None:
-    """Puts a switch before every op that runs otherwise than the one before it, and before the output."""
+    """Put a switch before every op that runs otherwise than the one before it, and before the output."""
     now = True
     for node, on in [*has_gradients.items(), (output_node(graph), True)]:
         if on != now:
@@ -65,8 +65,8 @@ def _carries_gradients(node: fx.Node) -> bool:
 
 
 def _is_older(node: fx.Node, has_gradients: dict[fx.Node, bool]) -> bool:
-    """Whether an op without gradients gives back a tensor that was made with them, as ops that write to their argument
-    do, and a cast to the type that a tensor has."""
+    """Return whether an op without gradients gives back a tensor that was made with them, as ops that write to their
+    argument do, and a cast to the type that a tensor has."""
     while not has_gradients.get(node, True):
         same = _given_back(node)
         if same is None:
@@ -76,7 +76,7 @@ def _is_older(node: fx.Node, has_gradients: dict[fx.Node, bool]) -> bool:
 
 
 def _given_back(node: fx.Node) -> fx.Node | None:
-    """The argument that an op returns itself, not a copy or a view of it."""
+    """Return the argument that an op returns itself, not a copy or a view of it; None if there is none."""
     value = node.meta["val"]
     alike = [a for a in node.all_input_nodes if is_tensor(a) and _are_alike(a.meta["val"], value)]
     if not alike or not isinstance(node.target, torch._ops.OpOverload):

@@ -22,8 +22,8 @@ _SAME_VALUE = (aten.contiguous.default, aten.clone.default, aten.alias.default, 
 
 
 def cross_entropy(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The scalar (or per-target) loss node in the place of cross_entropy_loss, None where the formula does not apply:
-    probabilities as targets, class weights that have a gradient."""
+    """Return the scalar (or per-target) loss node in the place of cross_entropy_loss, None where the formula does not
+    apply: probabilities as targets, class weights that have a gradient."""
     given = _arguments(node)
     smoothing = given.get("label_smoothing", 0.0)
     classes = _classes(given["self"])
@@ -31,7 +31,7 @@ def cross_entropy(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None
 
 
 def nll_loss(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The same in the place of nll_loss, nll_loss2d and nll_loss_nd."""
+    """Return the same in the place of nll_loss, nll_loss2d and nll_loss_nd."""
     return _loss(node, _arguments(node), negative_log_likelihood)
 
 
@@ -59,8 +59,8 @@ def _loss(node: fx.Node, given: dict, formula, **options) -> fx.Node | None:
 
 
 def _classes_last(node: fx.Node, scores: fx.Node, target: fx.Node, is_reduced: bool) -> tuple[fx.Node, fx.Node]:
-    """Scores with their classes in the last dim, and targets of the same other dims; before they were flattened, where
-    the loss is one number."""
+    """Return scores with their classes in the last dim, and targets of the same other dims; before they were flattened,
+    where the loss is one number."""
     ndim = scores.meta["val"].dim()
     if ndim <= 2:
         wide_scores, wide_target = _peel(scores, keep_last=True), _peel(target, keep_last=False)
@@ -77,7 +77,7 @@ def _classes_last(node: fx.Node, scores: fx.Node, target: fx.Node, is_reduced: b
 
 
 def _peel(node: fx.Node, keep_last: bool, flattened: bool = True) -> fx.Node:
-    """The tensor before copies, casts to a wider dtype and, if `flattened`, views that merge leading dims."""
+    """Return the tensor before copies, casts to a wider dtype and, if `flattened`, views that merge leading dims."""
     while node.op == "call_function":
         source = node.args[0]
         if node.target in _FLATTENING and flattened:

@@ -17,7 +17,8 @@ from ...ir.graph import describe
 
 
 def unstride(graph: fx.Graph) -> None:
-    """Rewrites in place. Raises UnsupportedOpError listing every op that reads a tensor by strides in another order."""
+    """Take strides out of the graph in place. Raises UnsupportedOpError listing every op that reads a tensor by strides
+    in another order."""
     left = []
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -42,7 +43,7 @@ def unstride(graph: fx.Graph) -> None:
 
 
 def _in_order(base: fx.Node, size: list[int], stride: list[int], offset: list) -> bool:
-    """Whether a strided view has the elements of a contiguous tensor in their order."""
+    """Return whether a strided view has the elements of a contiguous tensor in their order."""
     value = base.meta["val"]
     expected, step = True, 1
     for length, jump in zip(reversed(size), reversed(stride)):

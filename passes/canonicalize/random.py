@@ -35,12 +35,12 @@ class Draws:
 
     @cached_property
     def arguments(self) -> dict[str, object]:
-        """By schema name, tensors as proxies."""
+        """Return the op's arguments by schema name, tensors as proxies."""
         return {k: self.proxy(v) if isinstance(v, fx.Node) else v for k, v in bound(self.node).items()}
 
     @property
     def value(self) -> torch.Tensor:
-        """The op's result."""
+        """Return the op's fake result."""
         return self.node.meta["val"]
 
     @cached_property
@@ -52,11 +52,12 @@ class Draws:
 
     @cached_property
     def input(self) -> fx.Proxy:
-        """The op's first argument, whatever its name."""
+        """Return the op's first argument, whatever its name."""
         return self.proxy(self.node.args[0])
 
     @property
     def state(self) -> fx.Node:
+        """Return the node that reads the random state, whose buffer is registered when it is first asked for."""
         graph = self.node.graph
         if not hasattr(self.graph_module, RANDOM_STATE):
             self.graph_module.register_buffer(RANDOM_STATE, torch.zeros(2, dtype=torch.int64))
@@ -65,31 +66,36 @@ class Draws:
         return next(n for n in graph.nodes if n.op == "get_attr" and n.target == RANDOM_STATE)
 
     def dropout(self, x: fx.Proxy, p: float, shape: torch.Size) -> fx.Proxy:
+        """Drop elements of x, of global shape `shape`, with probability p."""
         return autopar.dropout.default(x, self.proxy(self.state), p, 0, 0, contiguous_strides(shape))
 
     def uniform(self) -> fx.Proxy:
+        """Draw uniform numbers in the shape and type of the result."""
         return self.draw(autopar.uniform.default, self.value.shape, self.value.dtype)
 
     def normal(self) -> fx.Proxy:
+        """Draw normal numbers in the shape and type of the result."""
         return self.draw(autopar.normal.default, self.value.shape, self.value.dtype)
 
     def happens(self, p: float | fx.Proxy, shape=None) -> fx.Proxy:
-        """True with probability p; fine steps also where the result's type has coarse ones."""
+        """Draw bools that are True with probability p, in fine steps also where the result's type has coarse ones."""
         dtype = torch.promote_types(self.value.dtype, torch.float32)
         number = self.draw(autopar.uniform.default, self.value.shape if shape is None else shape, dtype)
         return (aten.lt.Tensor if isinstance(p, fx.Proxy) else aten.lt.Scalar)(number, p)
 
     def draw(self, op, shape, dtype: torch.dtype) -> fx.Proxy:
+        """Draw numbers of a global shape by `op`, in float64 if `dtype` is no float type."""
         dtype = dtype if dtype.is_floating_point else torch.float64
         strides = contiguous_strides(shape)
         return op(self.proxy(self.state), list(shape), 0, 0, strides, dtype=dtype, device=self.value.device)
 
     def cast(self, x: fx.Proxy) -> fx.Proxy:
+        """Cast x to the type of the result."""
         return aten._to_copy.default(x, dtype=self.value.dtype)
 
 
 def random_op(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The node in the place of a random op, None if there is no formula for it."""
+    """Return the node in the place of a random op, None if there is no formula for it."""
     name = node.target._schema.name.removeprefix("aten::")
     draws = Draws(graph_module, node)
     result = FORMULAS[name.removesuffix("_")](draws, **draws.arguments)
@@ -107,7 +113,7 @@ def _dropout(draws: Draws, p, train, **_) -> fx.Proxy:
 
 
 def _feature_dropout(draws: Draws, p, train, **_) -> fx.Proxy:
-    """Whole channels of (N, C, ...) are dropped."""
+    """Drop whole channels of (N, C, ...)."""
     if not (train and p):
         return draws.input
     if p == 1:
@@ -116,7 +122,8 @@ def _feature_dropout(draws: Draws, p, train, **_) -> fx.Proxy:
 
 
 def _alpha_dropout(draws: Draws, p, train, shape=None, **_) -> fx.Proxy:
-    """Dropped elements become ALPHA; a and b keep mean and variance: section 3 of arXiv 1706.02515."""
+    """Set dropped elements to ALPHA, then scale and shift all to keep mean and variance: section 3 of arXiv
+    1706.02515."""
     if not (train and p):
         return draws.input
     if p == 1:
@@ -131,7 +138,7 @@ def _feature_alpha_dropout(draws: Draws, p, train, **_) -> fx.Proxy:
 
 
 def _channels(draws: Draws) -> tuple[int, ...]:
-    """(N, C, 1, ...): one number a channel."""
+    """Return (N, C, 1, ...), the shape of one number a channel."""
     return (*draws.value.shape[:2], *(1 for _ in draws.value.shape[2:]))
 
 
@@ -156,13 +163,13 @@ def _randint(draws: Draws, high, low=0, **_) -> fx.Proxy | None:
 
 
 def _exponential(draws: Draws, lambd=1.0, **_) -> fx.Proxy:
-    """-log(1 - u) / lambda; never zero, since its logarithm is often taken next."""
+    """Return -log(1 - u) / lambda; never zero, since its logarithm is often taken next."""
     log = aten.neg.default(aten.log1p.default(aten.neg.default(draws.uniform())))
     return aten.div.Tensor(aten.clamp_min.default(log, torch.finfo(draws.value.dtype).eps / 4), lambd)
 
 
 def _rrelu(draws: Draws, lower=1 / 8, upper=1 / 3, training=False, **_) -> fx.Proxy | None:
-    """Every negative element times a slope of its own; in evaluation the op draws nothing."""
+    """Multiply every negative element by a slope of its own; in evaluation the op draws nothing."""
     if not training:
         return None
     slope = aten.add.Tensor(aten.mul.Tensor(draws.uniform(), upper - lower), lower)
@@ -170,7 +177,7 @@ def _rrelu(draws: Draws, lower=1 / 8, upper=1 / 3, training=False, **_) -> fx.Pr
 
 
 def _multinomial(draws: Draws, num_samples, replacement=False, **_) -> fx.Proxy | None:
-    """The class in whose share of the sum of all weights a uniform number falls, (..., c) -> (..., samples)."""
+    """Return the class in whose share of the sum of all weights a uniform number falls, (..., c) -> (..., samples)."""
     if num_samples > 1 and not replacement:
         return None
     weights = draws.node.args[0].meta["val"]
@@ -203,6 +210,7 @@ FORMULAS: dict[str, Callable[..., fx.Proxy | None]] = {
 
 
 def has_formula(node: fx.Node) -> bool:
+    """Return whether the node is a random op of ATen that a formula replaces."""
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     return schema is not None and schema.name.startswith("aten::") and schema.name[6:].removesuffix("_") in FORMULAS
 
@@ -215,7 +223,7 @@ def number_streams(graph: fx.Graph) -> None:
 
 
 def refuse_the_rest(graph_module: fx.GraphModule) -> None:
-    """Raises UnsupportedOpError listing every op that draws from torch's own generator, those in nested graphs (of a
+    """Raise UnsupportedOpError listing every op that draws from torch's own generator, those in nested graphs (of a
     condition) included."""
     graphs = [m.graph for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
     found = [f"{n.name} ({n.target})" for graph in graphs for n in graph.nodes if _draws_from_torch(n)]
@@ -229,7 +237,7 @@ def refuse_the_rest(graph_module: fx.GraphModule) -> None:
 
 
 def _draws_from_torch(node: fx.Node) -> bool:
-    """Whether the op is tagged as drawing and does: some layers draw only for a dropout that is not zero, in
+    """Return whether the op is tagged as drawing and does: some layers draw only for a dropout that is not zero, in
     training."""
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False

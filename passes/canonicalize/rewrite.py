@@ -33,7 +33,8 @@ CHECKS = {
 
 
 def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites in place and returns the module. Raises UnsupportedOpError listing the random ops that are left."""
+    """Rewrite an exported forward in place and return its module. Raises UnsupportedOpError listing the random ops that
+    are left."""
     graph = graph_module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in CHECKS:
@@ -57,7 +58,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rewrite_of(node: fx.Node) -> Callable | None:
-    """By the op, or by its name if it is of a library that may not be there."""
+    """Look up the rewrite of a node by its op, or by the op's name if it is of a library that may not be there."""
     if node.op != "call_function":
         return None
     return REWRITES.get(node.target) or REWRITES.get(str(node.target))
@@ -71,8 +72,8 @@ def _linear(graph_module, node: fx.Node) -> fx.Node:
 
 
 def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
-    """view to 2-D, addmm with an (i, o) weight, view back -> linear on the unflattened tensor. The last view
-    disappears."""
+    """Turn a view to 2-D, addmm with an (i, o) weight and the view back into linear on the unflattened tensor. The last
+    view disappears."""
     bias, flat, weight = node.args[:3]
     users = list(node.users)
     if node.kwargs or flat.op != "call_function" or flat.target not in VIEWS:
@@ -99,7 +100,7 @@ def _transposed(node: fx.Node, matrix: fx.Node) -> fx.Node:
 
 
 def _is_leaf(node: fx.Node) -> bool:
-    """Whether the node is a parameter or buffer, or the cast of one."""
+    """Return whether the node is a parameter or buffer, or the cast of one."""
     return node.op == "get_attr" or (node.target is aten.to.dtype and node.args[0].op == "get_attr")
 
 

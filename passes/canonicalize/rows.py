@@ -19,7 +19,7 @@ VIEWS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.e
 
 
 def index(graph_module, node: fx.Node) -> fx.Node | None:
-    """x[rows, place] (x: (B, N, ...)) with rows = arange(B) along the first dim of the result."""
+    """Replace x[rows, place] (x: (B, N, ...)) with rows = arange(B) along the first dim of the result."""
     x, indices = node.args
     if len(indices) != 2 or None in indices or not _counts(indices[0], x.meta["val"].shape[0]):
         return None
@@ -43,7 +43,7 @@ def index(graph_module, node: fx.Node) -> fx.Node | None:
 
 
 def _counts(node, size: int) -> bool:
-    """Whether a tensor is (0, 1, ..., size - 1) along its first dim, and of size 1 in all others."""
+    """Return whether a tensor is (0, 1, ..., size - 1) along its first dim, and of size 1 in all others."""
     if not isinstance(node, fx.Node) or node.meta["val"].shape[:1] != (size,) or prod(node.meta["val"].shape) != size:
         return False
     while node.target in VIEWS:
@@ -52,5 +52,6 @@ def _counts(node, size: int) -> bool:
 
 
 def squeeze(graph_module, node: fx.Node) -> fx.Node:
+    """Replace `squeeze()` by one that names the dims of size 1."""
     dims = [d for d, size in enumerate(node.args[0].meta["val"].shape) if size == 1]
     return call(node, aten.squeeze.dims, node.args[0], dims) if dims else node.args[0]

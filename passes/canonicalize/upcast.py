@@ -22,7 +22,7 @@ LINEAR = {
 
 
 def widen(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites a joint graph in place and returns the module."""
+    """Widen the gradients of a joint graph in place and return its module."""
     graph, output = graph_module.graph, output_node(graph_module.graph)
     waiting = [n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient" and is_widening(n)]
     while waiting:
@@ -47,7 +47,7 @@ def widen(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_widening(node: fx.Node) -> bool:
-    """Whether the node casts to a wider type and does nothing else."""
+    """Return whether the node casts to a wider type and does nothing else."""
     if node.op != "call_function" or node.target is not CAST:
         return False
     before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def bucket(local: fx.GraphModule, bucket_bytes: float) -> fx.GraphModule:
-    """Rewrites a local joint graph in place. Run it after the canonical ops are lowered."""
+    """Pack collectives of a local joint graph in place. Run it after the canonical ops are lowered."""
     graph = local.graph
     # a tensor that moves over two axes is in two buckets: the first gather, or the first reduction, is packed first
     done: set[fx.Node] = set()
@@ -52,6 +52,7 @@ class _Start:
 
     @staticmethod
     def of(node: fx.Node, done: set[fx.Node]) -> _Start | None:
+        """Return a collective as a `_Start`; None for any other node, one in `done`, or one that cannot be packed."""
         if not node.meta.get("collective") or node in done or not node.args[0].meta["val"].dim():
             return None
         way = list(_way_in(node.args[0]))
@@ -67,7 +68,7 @@ class _Start:
 
 
 def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list[_Start]]]:
-    """Buckets by kind, collective, axes, type, phase, and whether copies are kept."""
+    """Group collectives into buckets by kind, collective, axes, op, type, phase, and whether copies are kept."""
     groups: dict[tuple, list[list[_Start]]] = {}
     filled: dict[tuple, float] = {}
     for start in starts:
@@ -83,7 +84,7 @@ def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list
 
 
 def _is_kept(start: fx.Node) -> bool:
-    """Whether the redistribution that a collective is part of ends with a copy that is kept."""
+    """Return whether the redistribution that a collective is part of ends with a copy that is kept."""
     node = start
     while not node.meta.get("kept"):
         users = list(node.users)
@@ -94,7 +95,8 @@ def _is_kept(start: fx.Node) -> bool:
 
 
 def _way_in(node: fx.Node) -> Iterator[fx.Node]:
-    """A value and the values it is made from, as long as each is made from one alone; a bucket's wait is the end."""
+    """Iterate over a value and the values it is made from, as long as each is made from one alone; a bucket's wait is
+    the end."""
     yield node
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
@@ -108,7 +110,7 @@ def _is_wait_of_bucket(node: fx.Node, *kinds: str) -> bool:
 
 
 def _made_after(place: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
-    """These values and what they are computed from, as far as it stands behind `place`, in order."""
+    """Return these values and what they are computed from, as far as it stands behind `place`, in order."""
     order = {node: i for i, node in enumerate(place.graph.nodes)}
     found, left = set(), list(values)
     while left:
@@ -125,7 +127,7 @@ def _way_out(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _leads_out(node: fx.Node) -> bool:
-    """Whether a value reaches the outputs through ops that read nothing else."""
+    """Return whether a value reaches the outputs through ops that read nothing else."""
     while len(users := list(node.users)) == 1:
         node = users[0]
         if node.op == "output":
@@ -136,7 +138,7 @@ def _leads_out(node: fx.Node) -> bool:
 
 
 def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
-    """One collective in the place of several: at the first for gathers, at the last for reductions. Returns its
+    """Put one collective in the place of several: at the first for gathers, at the last for reductions. Return its
     node."""
     builder = Builder(graph)
     place = starts[0] if kind == "gather" else starts[-1]

@@ -21,7 +21,8 @@ from ...plans.sharding import Sharding
 
 
 def unreduced_layouts(graph: fx.Graph, sharding: Sharding) -> dict[str, Layout]:
-    """Layout in which its op gives a gradient, by parameter, for all gradients that are partial there."""
+    """Return, by parameter, the layout in which its op gives a gradient, for all gradients that are partial sums
+    there."""
     output, found = output_node(graph), {}
     for value, role in zip(output.args[0], output.meta["roles"]):
         if role.kind == "gradient":
@@ -46,7 +47,7 @@ def _is_sum(layout: Layout, mesh: Mesh) -> bool:
 
 
 def without_reductions(graph: fx.Graph, sharding: Sharding) -> Sharding:
-    """The decisions for a graph whose partial gradients leave it as they are."""
+    """Return the decisions for a graph whose partial gradients leave it as they are."""
     layouts = unreduced_layouts(graph, sharding)
     roles = output_node(graph).meta["roles"]
     outputs = [layouts.get(r.name, o) if r.kind == "gradient" else o for r, o in zip(roles, sharding.outputs)]
@@ -54,8 +55,8 @@ def without_reductions(graph: fx.Graph, sharding: Sharding) -> Sharding:
 
 
 def reductions(graph: fx.Graph, sharding: Sharding) -> tuple[fx.GraphModule, Sharding]:
-    """The joint graph that takes the partial gradients and gives them in their parameters' layouts, in the order of
-    `unreduced_layouts`, and the decisions for it."""
+    """Return the joint graph that takes the partial gradients and gives them in their parameters' layouts, in the order
+    of `unreduced_layouts`, and the decisions for it."""
     layouts = unreduced_layouts(graph, sharding)
     output, new = output_node(graph), fx.Graph()
     nodes, targets = {}, {}

@@ -52,6 +52,7 @@ class Builder:
         self.graph, self.mode, self.meta = graph, mode or fake_mode(), {}
 
     def call(self, target, *args, name: str | None = None, **kwargs) -> fx.Node:
+        """Append an op and compute its fake local value."""
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         value = local_value(target, fake_args, fake_kwargs, self.mode)
         if name is None and "tensor" in self.meta:
@@ -61,7 +62,7 @@ class Builder:
         return node
 
     def empty(self, shape: Sequence[int], like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """A contiguous fake tensor with the dtype of `like`, on its device or another."""
+        """Return a contiguous fake tensor with the dtype of `like`, on its device or another."""
         with self.mode:
             return torch.empty(shape, dtype=like.dtype, device=device or like.device)
 
@@ -75,7 +76,7 @@ class Emitter:
         self.call = builder.call
 
     def __call__(self, step: Step, x: fx.Node, shape: Sequence[int], tensor: str) -> fx.Node:
-        """The local value after `step`, given the one before it. `shape` is the global shape of `tensor`.
+        """Return the local value after `step`, given the one before it. `shape` is the global shape of `tensor`.
 
         It is contiguous, as every value is that a kernel makes: some backward kernels of ATen read the small tensors
         that their forward left them (a layer norm's mean) without looking at strides."""
@@ -133,7 +134,7 @@ class Emitter:
         return self.call(aten.reshape.default, y, [*before[:d], move.parts * block, *before[d + 1 :]])
 
     def _stack(self, x, count, d, parts):
-        """(.., parts * count * b, ..) -> (count * .., parts * b, ..): block i of each part to rows i of dim 0."""
+        """Turn (.., parts * count * b, ..) to (count * .., parts * b, ..): block i of each part to rows i of dim 0."""
         shape = list(x.meta["val"].shape)
         block = shape[d] // (parts * count)
         if d > 0 or parts > 1:
@@ -144,7 +145,7 @@ class Emitter:
         return x
 
     def _unstack(self, y, count, d, parts):
-        """(count * .., parts * b, ..) -> (.., parts * count * b, ..): the inverse of `_stack`."""
+        """Turn (count * .., parts * b, ..) into (.., parts * count * b, ..): the inverse of `_stack`."""
         if d == 0 and parts == 1:
             return y
         shape = list(y.meta["val"].shape)
@@ -156,7 +157,7 @@ class Emitter:
         return self.call(aten.reshape.default, y, shape)
 
     def _pad(self, x, sizes: Mapping[int, int]):
-        """Zeros after the end of some dims, up to the given sizes."""
+        """Add zeros after the end of some dims, up to the given sizes."""
         shape = x.meta["val"].shape
         missing = [sizes.get(d, size) - size for d, size in enumerate(shape)]
         if not any(missing):
@@ -193,20 +194,20 @@ class _Group:
         return builder.call(c10d.wait_tensor.default, started)
 
     def exchange(self, x: fx.Node) -> fx.Node:
-        """An all-to-all of equal blocks on dim 0."""
+        """Run an all-to-all of equal blocks on dim 0."""
         rows = [x.meta["val"].shape[0] // self.count] * self.count
         return self.run(c10d.all_to_all_single.default, x, rows, rows)
 
 
 def contiguous(builder: Builder, x: fx.Node, name: str | None = None) -> fx.Node:
-    """`x`, or a copy of it if its fake value is not contiguous."""
+    """Return `x`, or a copy of it if its fake value is not contiguous."""
     if x.meta["val"].is_contiguous():
         return x
     return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format, name=name)
 
 
 def _moved(ndim: int, source: int, to: int) -> list[int]:
-    """The permutation that moves one dim: result dim `to` is `source`, the others keep their order."""
+    """Return the permutation that moves one dim: result dim `to` is `source`, the others keep their order."""
     order = [d for d in range(ndim) if d != source]
     order.insert(to, source)
     return order

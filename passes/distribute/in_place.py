@@ -15,7 +15,7 @@ from ...ir.graph import values_of
 
 
 def in_place(local: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites in place and returns the same module."""
+    """Turn all-reduces of spare values into in-place ones, in the graph itself, and return the same module."""
     holders = Counter(storage_key(value) for node in local.graph.nodes for value in values_of(node))
     for node in local.graph.nodes:
         if node.target is c10d.all_reduce.default and _is_spare(node.args[0], holders):
@@ -25,7 +25,7 @@ def in_place(local: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_spare(node: fx.Node, holders: Counter) -> bool:
-    """Whether the memory of a node's value ends with its one reader, and no other node's value lies in it."""
+    """Return whether the memory of a node's value ends with its one reader, and no other node's value lies in it."""
     values = values_of(node)
     return (
         node.op == "call_function" and len(node.users) == 1 and len(values) == 1

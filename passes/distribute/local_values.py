@@ -32,6 +32,7 @@ class _Value:
     base: int | None
 
     def make(self, mode, tensors: Sequence[Tensor]) -> Tensor:
+        """Make a fake tensor of this form, in the memory of its base among `tensors` if it is a view."""
         base = None if self.base is None else tensors[self.base]
         return fake_tensor(mode, self.shape, self.stride, self.offset, self.dtype, self.device, base)
 
@@ -44,12 +45,13 @@ class _Result:
     is_tuple: bool
 
     def make(self, mode, tensors: Sequence[Tensor]):
+        """Make the result of an op whose tensor arguments are `tensors`."""
         made = tuple(v.make(mode, tensors) if isinstance(v, _Value) else v for v in self.values)
         return made if self.is_tuple else made[0]
 
 
 def local_value(target: Callable, args: Sequence, kwargs: dict, mode):
-    """`target(*args, **kwargs)` of fake tensors, under a fake mode."""
+    """Return `target(*args, **kwargs)` of fake tensors, under a fake mode."""
     key, tensors = None, []
     if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
         key = (target, _form(args, tensors), _form(tuple(kwargs.items()), tensors), _sharing(tensors))
@@ -66,7 +68,7 @@ def local_value(target: Callable, args: Sequence, kwargs: dict, mode):
 
 
 def _form(value: object, tensors: list[Tensor]):
-    """What a result may depend on; `tensors` gets the tensors in it. The type tells 1, 1.0 and True apart."""
+    """Return what a result may depend on; `tensors` gets the tensors in it. The type tells 1, 1.0 and True apart."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
@@ -76,7 +78,7 @@ def _form(value: object, tensors: list[Tensor]):
 
 
 def _sharing(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the first one in the same memory."""
+    """Return for each tensor the position of the first one in the same memory."""
     if len(tensors) < 2:
         return ()
     keys = [storage_key(t) for t in tensors]
@@ -102,6 +104,6 @@ def _result(value: object, tensors: Sequence[Tensor]) -> _Result | None:
 
 
 def _is_part(value: Tensor) -> bool:
-    """Whether a tensor does not fill its memory."""
+    """Return whether a tensor does not fill its memory."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride())) if value.numel() else 0
     return value.storage_offset() != 0 or value.untyped_storage().nbytes() != length * value.element_size()

@@ -18,7 +18,7 @@ Metadata of the local graph's nodes, besides role, phase, module and source (see
     global      the fake value of the global tensor (or tuple of tensors) of which the node holds a part
     layout      the Layout of that part, or a tuple of them, one a tensor output; absent inside a redistribution
     sharding    on ops of the joint graph: their NodeSharding
-    collective  on collectives: a passes.emit.Collective, and `tensor_bytes` of the global tensor that moves
+    collective  on collectives: a passes.distribute.emit.Collective, and `tensor_bytes` of the global tensor that moves
     tensor      on nodes of a redistribution: name of the global tensor
     kept        True on the copy that one ends with if the backward may read it as the forward made it
 
@@ -52,9 +52,9 @@ RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: a
 
 def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native",
              coordinate: Mapping[str, int | range] | None = None) -> fx.GraphModule:  # fmt: skip
-    """The graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see passes.emit.Emitter). `coordinate`:
-    instead of the rank's, one that may span several places along an axis whose shards never move: the graph of all of
-    them as one."""
+    """Build the graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see
+    passes.distribute.emit.Emitter). `coordinate`: instead of the rank's, one that may span several places along an axis
+    whose shards never move: the graph of all of them as one."""
     localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -96,10 +96,12 @@ class _Localizer:
         self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph, ()).items() if n.name in self.on_host}
 
     def placeholder(self, node: fx.Node) -> None:
+        """Add a placeholder with its local shape."""
         local = self.builder.graph.create_node("placeholder", node.name, (), {}, node.name)
         self._leaf(node, local)
 
     def constant(self, node: fx.Node) -> None:
+        """Add a constant and keep the device's part of its tensor."""
         tensor = operator.attrgetter(node.target)(self.joint)
         name = node.target.replace(".", "_")
         self.root.register_buffer(name, local_part(tensor, self._leaf_layout(node), self.mesh, self.coordinate))
@@ -116,7 +118,7 @@ class _Localizer:
         self.own[node.name, 0] = local, layout
 
     def item(self, node: fx.Node) -> None:
-        """One output of an op. It belongs to the op's phase whoever reads it: ops stay whole when phases part."""
+        """Add one output of an op. It belongs to the op's phase whoever reads it: ops stay whole when phases part."""
         producer, index = tensor_of(node)
         local = self.several[producer.name]
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -127,6 +129,8 @@ class _Localizer:
         self.own[producer.name, index] = self.builder.call(operator.getitem, local, index, name=node.name), layout
 
     def op(self, node: fx.Node) -> None:
+        """Add an op on local tensors, behind the redistributions that its sharding asks for. Raises VerifyError if it
+        fails or gives other shapes or types than its layouts imply."""
         sharding = self.sharding.nodes.get(node.name) or _replicated(node)
         tensors = tensor_arguments(node)
         if len(tensors) != len(sharding.inputs):
@@ -177,6 +181,7 @@ class _Localizer:
             self.given[at] = self._output(node, self.sharding.outputs[at], output.meta["roles"][at])
 
     def output(self, node: fx.Node) -> None:
+        """Add the output node, with every output in its layout."""
         values = []
         for at, (value, layout, role) in enumerate(
             zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True)
@@ -189,7 +194,7 @@ class _Localizer:
         local.meta.pop("val", None)
 
     def _output(self, value: fx.Node, layout: Layout | None, role: OutputRole | None) -> fx.Node:
-        """The local value of an output, on the host if its parameter is there."""
+        """Return the local value of an output, on the host if its parameter is there."""
         phase = "forward" if role is not None and role.is_forward else "backward"
         producer, index = tensor_of(value)
         layout = layout or self.own[producer.name, index][1]
@@ -199,7 +204,7 @@ class _Localizer:
         return local
 
     def _on_device(self, producer: fx.Node, index: int, phase: str) -> tuple[fx.Node, Layout]:
-        """The local value of a tensor as its producer made it, on the device."""
+        """Return the local value of a tensor as its producer made it, on the device."""
         local, layout = self.own[producer.name, index]
         if producer.name in self.on_host:
             self.on_host.remove(producer.name)
@@ -212,12 +217,13 @@ class _Localizer:
     def _moved(
         self, local: fx.Node, device: torch.device, value: torch.Tensor, layout: Layout, phase: str, name: str
     ) -> fx.Node:
-        """A copy of a local value on the host or the device; of no module, so that no block makes it again."""
+        """Add a copy of a local value on the host or the device; of no module, so that no block makes it again."""
         self.builder.meta = {"phase": phase, "module": "", "source": "", "global": value, "layout": layout}
         return self.builder.call(aten._to_copy.default, local, device=device, name=name)
 
     def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node) -> fx.Node:
-        """The local value of a global tensor in the layout `wanted`."""
+        """Return the local value of a global tensor in the layout `wanted`. Raises VerifyError if no collective leads
+        there."""
         producer, index = tensor_of(tensor)
         local, layout = self._on_device(producer, index, phase)
         redistribution = self.sharding.redistributor(layout, wanted)
@@ -249,6 +255,7 @@ class _Localizer:
         return copy
 
     def finish(self) -> fx.GraphModule:
+        """Remove dead nodes, check the graph and return its module."""
         self.builder.graph.eliminate_dead_code()
         self.builder.graph.lint()
         local = graph_module(self.root, self.builder.graph, "Local")

@@ -19,7 +19,7 @@ autopar = torch.ops.autopar
 
 
 def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
-    """Lowers in place and returns the same module."""
+    """Lower the canonical ops of a local graph in place and return the same module."""
     graph, builder = local.graph, None
     for node in list(graph.nodes):
         lower = LOWERINGS.get(node.target) if node.op == "call_function" else None
@@ -40,7 +40,7 @@ def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
 
 
 def _same_form(old: fx.Node, new: fx.Node) -> bool:
-    """Whether all outputs agree in shape, dtype and strides. The strides of an attention's log-sum-exp matter to
+    """Return whether all outputs agree in shape, dtype and strides. The strides of an attention's log-sum-exp matter to
     nobody: it goes from one attention kernel to another."""
     for index, (a, b) in enumerate(zip(values_of(old), values_of(new), strict=True)):
         free = old.target is autopar.attention.default and index == 1 and _only_for_attention(old, index)
@@ -98,8 +98,8 @@ def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale):
 
 
 def _is_plain(q, k, v, mask) -> bool:
-    """Whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat or
-    of several sizes, no mask (which the op converts; of a query that it closes the kernel says another
+    """Return whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat
+    or of several sizes, no mask (which the op converts; of a query that it closes the kernel says another
     log-sum-exp)."""
     if any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False

@@ -26,7 +26,7 @@ REDUCTIONS = (
 
 
 def overlap(local: fx.GraphModule) -> fx.GraphModule:
-    """Moves nodes of a local joint graph in place; nothing is computed that was not. Run it last."""
+    """Move nodes of a local joint graph in place; nothing is computed that was not. Run it last."""
     for phase in ("forward", "backward"):
         _gather_ahead(local.graph, phase)
     _reduce_behind(local.graph)
@@ -36,7 +36,7 @@ def overlap(local: fx.GraphModule) -> fx.GraphModule:
 
 
 def wait_of(start: fx.Node) -> fx.Node:
-    """The node that waits for a collective."""
+    """Return the node that waits for a collective."""
     return next(iter(start.users))
 
 
@@ -59,8 +59,8 @@ def _gather_ahead(graph: fx.Graph, phase: str) -> None:
 
 
 def _from_parameters(start: fx.Node) -> set[fx.Node] | None:
-    """The ops between parameters and a gather of them; None if it gathers something else, or what another collective
-    gives."""
+    """Return the ops between parameters and a gather of them, and the gather; None if it gathers something else, or
+    what another collective gives."""
     way, left = set(), list(start.all_input_nodes)
     while left:
         node = left.pop()
@@ -89,7 +89,8 @@ def _reduce_behind(graph: fx.Graph) -> None:
 
 
 def _leading_out(start: fx.Node) -> set[fx.Node] | None:
-    """The wait for a collective and all that is made of its result; None if that is more than what leaves the graph."""
+    """Return the wait for a collective and all that is made of its result; None if that is more than what leaves the
+    graph."""
     tail, left = set(), [wait_of(start)]
     while left:
         node = left.pop()
@@ -102,6 +103,6 @@ def _leading_out(start: fx.Node) -> set[fx.Node] | None:
 
 
 def _packed(start: fx.Node) -> fx.Node:
-    """Where what a collective sends is packed."""
+    """Return the node where what a collective sends is packed."""
     sent = start.args[0]
     return sent if sent.op == "call_function" and len(sent.users) == 1 else start

@@ -35,7 +35,8 @@ class Parts:
 
 
 def partition(local: fx.GraphModule) -> Parts:
-    """Forward and backward of a local joint graph with meta["phase"] on its nodes and meta["roles"] on its output."""
+    """Split a local joint graph with meta["phase"] on its nodes and meta["roles"] on its output into forward and
+    backward."""
     output = output_node(local.graph)
     pairs = list(zip(output.args[0], output.meta["roles"], strict=True))
     forward_pairs = [(n, r) for n, r in pairs if r is None or r.is_forward]
@@ -61,7 +62,7 @@ def partition(local: fx.GraphModule) -> Parts:
 
 
 def phase_of(node: fx.Node) -> str:
-    """The phase that a node runs in; a getitem runs with the op whose output it names."""
+    """Return the phase that a node runs in; a getitem runs with the op whose output it names."""
     if node.op == "call_function" and node.target is operator.getitem:
         node = node.args[0]
     if node.op in ("placeholder", "get_attr"):
@@ -70,7 +71,8 @@ def phase_of(node: fx.Node) -> str:
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
-    """The tensor whose memory the node's value shares, None if it has its own (or is the result of a collective)."""
+    """Return the tensor whose memory the node's value shares, None if it has its own (or is the result of a
+    collective)."""
     op = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
     if op.op != "call_function" or not is_tensor(node) or "_c10d_functional" in str(op.target):
         return None
@@ -97,7 +99,7 @@ def _check_phases(graph: fx.Graph, outputs: Iterable[fx.Node]) -> None:
 
 
 def _saved(graph: fx.Graph, gradients: Iterable[fx.Node]) -> list[fx.Node]:
-    """Forward values that the backward takes, in graph order."""
+    """Return the forward values that the backward takes, in graph order."""
     needed = {n for n in gradients if phase_of(n) == "forward"}
     for node in graph.nodes:
         if node.op == "call_function" and phase_of(node) == "backward":
@@ -120,7 +122,7 @@ def _is_overwritten(node: fx.Node, mutated: set[tuple[str, str]]) -> bool:
 
 
 def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
-    """Saved views that together cover less than half of the memory that they keep alive."""
+    """Return the saved views that together cover less than half of the memory that they keep alive."""
     groups: dict[int, list[fx.Node]] = {}
     for node in saved:
         if node.op == "call_function":
@@ -134,7 +136,8 @@ def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequence, copied=()) -> fx.GraphModule:
-    """The graph that computes `outputs` from `inputs`, with exactly those inputs."""
+    """Return the graph that computes `outputs` from `inputs`, with exactly those inputs; it returns copies of the
+    outputs in `copied`. `roles` go on its output node."""
     graph, new = fx.Graph(), {}
     for node in inputs:
         new[node] = graph.create_node("placeholder", node.name, (), {}, node.name)

@@ -19,7 +19,7 @@ from .partition import phase_of
 
 
 def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
-    """Rewrites a local joint graph in place; `ops`: names of the forward ops that are computed again."""
+    """Rewrite a local joint graph in place; `ops`: names of the forward ops that are computed again."""
     if not ops:
         return local
     graph, inner = local.graph, set()
@@ -55,7 +55,7 @@ def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
 
 
 def _share(graph: fx.Graph) -> None:
-    """Redistributions of one tensor to one layout in the backward become the first of them."""
+    """Replace redistributions of one tensor to one layout in the backward by the first of them."""
     first: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and "tensor" in node.meta and phase_of(node) == "backward":

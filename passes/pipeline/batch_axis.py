@@ -60,9 +60,9 @@ class BatchAxis:
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
-    """The sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or over one
-    for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a graph that
-    cannot be computed part by part, with the op that needs other samples."""
+    """Return the sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or
+    over one for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a
+    graph that cannot be computed part by part, with the op that needs other samples."""
     if micro_batches > samples:
         raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
                               fix=f"use {samples} micro-batches, or fewer")  # fmt: skip
@@ -112,7 +112,7 @@ class _Samples:
             )
 
     def _spread(self, node: fx.Node) -> None:
-        """From the tensors of an op whose place is known to its others."""
+        """Carry the place of the samples from the tensors of an op where it is known to its others."""
         factors = {self._factor_at(node, dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
         if not factors:
             return
@@ -141,7 +141,8 @@ class _Samples:
         return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
 
     def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> Factor | None:
-        """The factor that the samples are in, or are inside equal parts of (heads and samples in one dim)."""
+        """Return the factor that the samples are in, or are inside equal parts of (heads and samples in one dim); None
+        if they cannot be."""
         dim, parts = place
         for entry in entries_of(dims[dim]):
             if _parts(entry) == parts:
@@ -155,7 +156,7 @@ def _parts(entry: str | Inner) -> int:
 
 
 def partial_of(value: fx.Node) -> Layout:
-    """The layout of a sum over the batch."""
+    """Return the layout of a sum over the batch."""
     ndim = value.meta["val"].dim()
     return Layout(((),) * ndim, ((AXIS, "sum"),), (1,) * ndim)
 
@@ -179,6 +180,8 @@ class _Layouts:
         self.shares: dict[fx.Node, frozenset[fx.Node]] = {}
 
     def found(self) -> BatchAxis:
+        """Return the BatchAxis of the graph. Raises MicroBatchError where an op, output or buffer needs other
+        samples."""
         nodes, leaves = {}, {}
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -245,9 +248,9 @@ class _Layouts:
         return NodeSharding(tuple(layouts), chosen.outputs, chosen.choice)
 
     def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
-        """The arguments that an op takes as sums over the batch that are still to be added up: those that are, if it is
-        linear in them; else those of them that are not known before the step, with others that do not depend on the
-        batch."""
+        """Return the arguments that an op takes as sums over the batch that are still to be added up: those that are,
+        if it is linear in them; else those of them that are not known before the step, with others that do not depend
+        on the batch."""
         partial = frozenset(i for i, l in enumerate(layouts) if l.partial)
         if has_samples or partial in rule.linear:
             return frozenset() if has_samples else partial
@@ -256,15 +259,15 @@ class _Layouts:
         return min(sums, key=len, default=frozenset())
 
     def _share(self, node: fx.Node, argument: fx.Node) -> Layout:
-        """A value that does not depend on the batch, as the sum of equal shares."""
+        """Take a value that does not depend on the batch as the sum of equal shares, and return its layout."""
         if not argument.meta["val"].is_floating_point():
             raise _mixes(node)
         self.shares[node] = self.shares.get(node, frozenset()) | {argument}
         return partial_of(argument)
 
     def _whole(self, node: fx.Node, argument: fx.Node) -> Layout:
-        """A value that is summed over the batch, for an op that needs the sum: known before the step if it follows from
-        inputs."""
+        """Take the whole of a value that is summed over the batch, for an op that needs the sum, and return its layout.
+        Raises MicroBatchError unless it is known before the step, as what follows from inputs is."""
         producer, _ = tensor_of(argument)
         if producer not in self.of_inputs:
             raise MicroBatchError(

@@ -19,8 +19,8 @@ CAST = torch.ops.aten._to_copy.default
 
 
 def compute_once(forward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """(the forward, which takes the copies as placeholders of role "copy", the graph that makes them from parameters),
-    or the forward as it is and None if it makes none. Both keep the order of their collectives."""
+    """Return (the forward, which takes the copies as placeholders of role "copy", the graph that makes them from
+    parameters), or the forward as it is and None if it makes none. Both keep the order of their collectives."""
     output, placeholders = output_node(forward.graph), [n for n in forward.graph.nodes if n.op == "placeholder"]
     alone = _of_parameters_alone(forward.graph)
     gathered = {n for n in alone if n.meta.get("kept")}
@@ -39,7 +39,7 @@ def compute_once(forward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
 
 
 def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
-    """Ops that read nothing but parameters and what follows from them."""
+    """Return the ops that read nothing but parameters and what follows from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
@@ -57,7 +57,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _needed(values: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-    """The values and all that they are made of, but for what only given ones are made of."""
+    """Return the values and all that they are made of, but for what only given ones are made of."""
     found, left = set(), list(values)
     while left:
         node = left.pop()

@@ -52,22 +52,22 @@ class MicroBatched:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch."""
+        """Return the number of samples of each micro-batch."""
         return sizes_of(self.samples, self.micro_batches)
 
     def is_smaller(self, number: int) -> bool:
-        """Whether a micro-batch runs the graph of one sample less."""
+        """Return whether a micro-batch runs the graph of one sample less."""
         return self.smaller is not None and self.sizes[number] < self.sizes[0]
 
     def place(self, number: int) -> int:
-        """Where a micro-batch begins, in those before it or, if they are not equal, in samples: its random state has
-        it."""
+        """Return where a micro-batch begins, in micro-batches before it or, if they are not equal, in samples: its
+        random state has it."""
         return number if self.smaller is None else sum(self.sizes[:number])
 
 
 def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
-    """The graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed one by
-    one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
+    """Return the graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed
+    one by one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
     _check_roles(captured.graph)
     graph = captured.graph
     roles, samples = output_node(graph).meta["roles"], _samples(captured)
@@ -92,8 +92,9 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
 
 
 def _check_roles(graph: fx.Graph) -> None:
-    """Gradients of inputs would have to leave a schedule that is over when the call returns; what one micro-batch
-    writes to a parameter or to the batch, the others would read or overwrite."""
+    """Raise StageError for gradients of inputs and for writes to inputs or parameters. Gradients of inputs would have
+    to leave a schedule that is over when the call returns; what one micro-batch writes to a parameter or to the batch,
+    the others would read or overwrite."""
     parameters = {
         n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"
     }
@@ -116,29 +117,29 @@ def _samples(captured: Captured) -> int:
 
 
 def places_of(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Over how many places along the batch's axis micro-batches span, the larger ones first; all over one if they are
-    equal."""
+    """Return over how many places along the batch's axis micro-batches span, the larger ones first; all over one if
+    they are equal."""
     sizes = sizes_of(samples, micro_batches)
     return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
 
 
 def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool) -> Captured:
-    """The graph of a micro-batch that spans `count` places."""
+    """Return the graph of a micro-batch that spans `count` places."""
     local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
     compact = old and _compact(old, _few(old, micro_batches, _samples(captured), count), local)
     return replace(captured, graph_module=local, compact=compact)
 
 
 def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.GraphModule:
-    """The graph of few blocks for one micro-batch, whose nodes keep their names."""
+    """Return the graph of few blocks for one micro-batch, whose nodes keep their names."""
     return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples), micro_batches, count)
 
 
 def _local(
     joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True
 ) -> fx.GraphModule:
-    """The joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all are
-    alike has to be seen."""
+    """Return the joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all
+    are alike has to be seen."""
     joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
     sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
     far = axis.mesh.devices - count  # where the last one begins
@@ -152,9 +153,9 @@ def _local(
 
 
 def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
-    """What the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact graph
-    are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises as
-    that does."""
+    """Return what the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact
+    graph are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises
+    as `micro_batch` does."""
     _check_roles(captured.graph)
     old, samples = captured.compact, _samples(captured)
     if old is None or micro_batches == 1:
@@ -168,7 +169,8 @@ def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) ->
 
 
 def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Compact | None:
-    """Of the graph of few blocks for one micro-batch; None if some of its nodes are none of before."""
+    """Return the Compact of a micro-batch's whole graph, with its graph of few blocks `small`; None if some node of
+    `small` was not in the old one, or stands for one that `whole` lacks."""
     keys = {node.name: (node.target, key) for node, key in old.home.items()}
     names = {key: (node.name, node.target) for key, node in old.whole.items()}
     new, home, found = {n.name: n for n in whole.graph.nodes}, {}, {}
@@ -194,15 +196,15 @@ def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Comp
 
 
 def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.Node, int]]:
-    """All nodes that one of the small graph may stand for, wherever the graph is split."""
+    """Return all nodes that one of the small graph may stand for, wherever the graph is split."""
     return [(origin, number) for first in (0, compact.most) for number in compact.stands_for(block, first)]
 
 
 def _rewritten(
     joint: fx.GraphModule, axis: BatchAxis, micro_batches: int
 ) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
-    """A copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the layouts
-    of its ops and leaves."""
+    """Return a copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the
+    layouts of its ops and leaves."""
     graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -227,7 +229,7 @@ def _rewritten(
 
 
 def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The graph that computes sums over the whole batch from its inputs, and the names of those."""
+    """Return the graph that computes sums over the whole batch from its inputs, and the names of those."""
     needed, stack = set(), list(totals)
     while stack:
         node = stack.pop()
@@ -247,7 +249,7 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
 
 
 def _draw_by_place(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
-    """Random ops get the step from one place along the axis to the next, in the graphs of the first place and of the
+    """Give random ops the step from one place along the axis to the next, in the graphs of the first place and of the
     one `far` from it; they read the place of a micro-batch from the random state."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
         if a.op == "placeholder" and a.meta["role"].kind == "random":
@@ -260,7 +262,7 @@ def _draw_by_place(first: fx.GraphModule, last: fx.GraphModule, far: int) -> Non
 
 
 def _forget_axis(local: fx.GraphModule) -> None:
-    """Makes the local graph a joint graph like others."""
+    """Make the local graph a joint graph like others."""
     output_node(local.graph).meta.pop("layouts", None)
     for node in local.graph.nodes:
         for key in ("global", "layout", "sharding"):
@@ -269,7 +271,7 @@ def _forget_axis(local: fx.GraphModule) -> None:
 
 
 def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
-    """Raises MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples
+    """Raise MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples
     stand."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
         if a.op != "output" and _said(a) != _said(b):

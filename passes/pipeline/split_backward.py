@@ -27,7 +27,7 @@ class SplitBackward:
 
 
 def split_backward(backward: fx.GraphModule) -> SplitBackward:
-    """B and W of a stage's local backward graph."""
+    """Split a stage's local backward graph into B and W."""
     output = output_node(backward.graph)
     pairs = list(zip(output.args[0], output.meta["roles"], strict=True))
     returned = [(v, r) for v, r in pairs if r.kind == "returned"]
@@ -55,7 +55,7 @@ def _ancestors(nodes: list, stop: set[fx.Node] = frozenset()) -> set[fx.Node]:
 
 
 def _shared(gradients: list) -> set[fx.Node]:
-    """What the gradients of several parameters follow from."""
+    """Return what the gradients of several parameters follow from."""
     once: set[fx.Node] = set()
     several: set[fx.Node] = set()
     for gradient in gradients:

@@ -47,12 +47,12 @@ class Stage:
 
     @property
     def leaves(self) -> frozenset[str]:
-        """Names of the parameters and buffers that the stage reads."""
+        """Return the names of the parameters and buffers that the stage reads."""
         roles = (n.meta["role"] for n in self.joint.graph.nodes if n.op == "placeholder")
         return frozenset(role.name for role in roles if role.kind in ("parameter", "buffer"))
 
     def sharding(self, whole: Sharding) -> Sharding:
-        """The decisions for this stage's graph, of those for the whole one."""
+        """Return the decisions for this stage's graph, taken from those for the whole one."""
         names = {n.name for n in self.joint.graph.nodes}
         leaves = {name: layout for name, layout in whole.leaves.items() if name in names}
         leaves |= {name: self._layout(name, whole) for name in (*self.received, *self.arriving)}
@@ -67,14 +67,14 @@ class Stage:
         )  # fmt: skip
 
     def _layout(self, name: str, whole: Sharding) -> Layout:
-        """In which the op that makes a tensor gives it."""
+        """Return the layout in which the op that makes a tensor gives it."""
         producer, _, position, ndim = self.tensors[name]
         return whole.nodes[producer].outputs[position] if producer in whole.nodes else Layout.replicated(ndim)
 
 
 def cut(joint: fx.GraphModule, cuts: Sequence[str]) -> list[Stage]:
-    """Stages that begin at the forward ops `cuts`, and before the first of them. Raises StageError for names that are
-    no forward ops of the graph, in its order."""
+    """Cut a joint graph into stages: one begins at each of the forward ops `cuts`, one before the first of them. Raises
+    StageError for names that are no forward ops of the graph, in its order."""
     places = Places(joint.graph, cuts)
     return [_Builder(joint, places, index).stage() for index in range(len(cuts) + 1)]
 
@@ -87,6 +87,7 @@ class _Builder:
         self.graph, self.new = fx.Graph(), {}
 
     def stage(self) -> Stage:
+        """Build the stage: its joint graph and the names of what it receives, sends and returns."""
         places, s = self.places, self.index
         last = {n: mask.bit_length() - 1 for n, mask in places.read_at.items()}
         first = {n: first_of(mask, s) for n, mask in places.read_at.items()}
@@ -129,7 +130,7 @@ class _Builder:
         self.new[node].meta = {**node.meta, "role": role, "phase": phase}
 
     def _outputs(self) -> list[tuple[fx.Node, OutputRole]]:
-        """Outputs of the whole graph that this stage gives."""
+        """Return the outputs of the whole graph that this stage gives."""
         found = []
         for value, role in self.places.pairs:
             if not isinstance(value, fx.Node) or role is None:
@@ -147,7 +148,8 @@ class _Builder:
         return self.places.owner.get(value) == self.index
 
     def _term(self, value: fx.Node) -> fx.Node:
-        """This stage's part of a gradient that is summed over several: the same sum without what other stages add."""
+        """Return this stage's part of a gradient that is summed over several: the same sum without what other stages
+        add."""
         if value not in self.places.terms or value in self.new:
             return self.new[value]
         mine = [a for a in value.all_input_nodes if self._has_term(a)]
@@ -160,7 +162,7 @@ class _Builder:
         return self.new[value]
 
     def _own(self, needed: Sequence[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-        """All nodes that the stage computes or reads for `needed`."""
+        """Return all nodes that the stage computes or reads for `needed`."""
         own, stack = set(), list(needed)
         while stack:
             node = stack.pop()

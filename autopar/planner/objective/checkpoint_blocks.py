@@ -28,13 +28,14 @@ _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 
 def block_of(module: str) -> str:
-    """`"model.layers.3.mlp"` -> `"model.layers.3"`: up to the first number; "" outside of module lists."""
+    """Return the block of a module, its name up to the first number: `"model.layers.3.mlp"` -> `"model.layers.3"`; ""
+    outside of module lists."""
     match = _BLOCK.match(module)
     return match.group(1) if match else ""
 
 
 def recomputed_vertices(evaluation: Evaluation) -> dict[int, str]:
-    """The vertices that an evaluated plan runs again in the backward, in graph order, with their blocks."""
+    """Return the vertices that an evaluated plan runs again in the backward, in graph order, each with its block."""
     found = {
         v: block for block, levels in evaluation.recomputed.items() for step, _ in levels.values() for v in step.again
     }
@@ -65,8 +66,8 @@ class Blocks:
     def recomputation(
         self, evaluation: Evaluation, prices: Prices = Prices(), levels: Sequence[str] = ()
     ) -> list[Recomputation]:
-        """All steps of all blocks, in graph order, those of one block one after the other; `levels`: of these alone, or
-        as the prices of compute and communication say."""
+        """Return all steps of all blocks, in graph order, those of one block one after the other: those to the `levels`
+        alone, or, without any, those that minimum cuts find at the prices of compute and communication."""
         moves, found = Moves(evaluation, self), []
         for block in self.members:
             remake = Remake(self, evaluation, block, moves, prices)
@@ -74,18 +75,18 @@ class Blocks:
         return found
 
     def least_bytes(self, evaluation: Evaluation) -> float:
-        """Bytes of the evaluation with all blocks recomputed."""
+        """Return the bytes of the evaluation with all blocks recomputed."""
         return evaluation.bytes_ - _freed(self.recomputation(evaluation, levels=(FULL,)))
 
     def freed_bytes(self, evaluation: Evaluation, price: float, prices: Prices) -> float:
-        """What the steps free together that cost less than a price in seconds a byte."""
+        """Return the bytes that all steps free together that cost less than `price` seconds a byte."""
         return max(0.0, _freed([s for s in self.recomputation(evaluation, prices) if s.price < price]))
 
     def fit(
         self, evaluation: Evaluation, limit_bytes: float, prices: Prices = Prices()
     ) -> tuple[Evaluation | None, float]:
-        """The evaluation with just enough recomputation to fit, None if none suffices; and the price in seconds a byte
-        of the dearest step that was taken."""
+        """Return the evaluation with just enough recomputation to fit `limit_bytes`, None if none suffices, and the
+        price in seconds a byte of the dearest step that was taken."""
         missing = evaluation.bytes_ - limit_bytes
         if missing <= 0:
             return evaluation, 0.0
@@ -104,12 +105,12 @@ class Blocks:
         return None, steps[-1].price if steps else 0.0
 
     def at_level(self, evaluation: Evaluation, level: str) -> Evaluation:
-        """The evaluation with every block at one level, whether that is needed or not."""
+        """Return the evaluation with every block recomputed at one level, whether that is needed or not."""
         return taking(evaluation, [(step, step.copies) for step in self.recomputation(evaluation, levels=(level,))])
 
 
 def _freed(steps: Iterable[Recomputation]) -> float:
-    """What steps free in all their copies, less what one block holds again during its backward."""
+    """Return the bytes that steps free in all their copies, less what one block holds again during its backward."""
     total, alive = 0.0, defaultdict(float)
     for step in steps:
         total += step.freed_bytes * step.copies
@@ -118,7 +119,7 @@ def _freed(steps: Iterable[Recomputation]) -> float:
 
 
 def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> Evaluation:
-    """The evaluation with these steps taken in so many copies each."""
+    """Return the evaluation with each of these steps taken in as many copies as its count says."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
     alive: dict[str, float] = defaultdict(float)
     saved, kept, seconds, transfers = dict(evaluation.saved), set(evaluation.kept), 0.0, evaluation.transfers

@@ -53,11 +53,12 @@ class Recomputation:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of compute and of transfers that the step adds in one copy."""
         return self.compute_seconds + sum(t.seconds for t in self.moved)
 
 
 def key_of(transfer: Transfer) -> Key:
-    """The copy that a transfer makes."""
+    """Return the key of the copy that a transfer makes."""
     return transfer.producer, transfer.output, transfer.target
 
 
@@ -126,7 +127,7 @@ class Remake:
         return float(self.problem.choices(v).seconds[self.e.choice[v]])
 
     def _source(self, vertex: int, output: int):
-        """The layout in which a vertex hands an output on."""
+        """Return the layout in which a vertex hands an output on."""
         return self._strategy(vertex).outputs[output]
 
     def _save(self, key: Key, maker: int) -> None:
@@ -134,7 +135,7 @@ class Remake:
             self.values[key] = _Value(self.e.saved[key] / self.copies, maker, True)
 
     def _read(self, reader: int, p: int, o: int, layout) -> None:
-        """What an element needs, unless it is there anyway."""
+        """Record what an element needs, unless it is there anyway."""
         key, source = (p, o, layout), self._source(p, o)
         maker = self.number.get(p if layout == source else key)
         is_leaf = self.problem.vertices[p].kind in RESIDENT_LEAVES
@@ -153,16 +154,16 @@ class Remake:
     # sets
 
     def at(self, level: str) -> frozenset[int]:
-        """What a level makes again."""
+        """Return the set that a level makes again."""
         return self._full() if level == FULL else self._selective()
 
     def chain(self) -> list[tuple[str, frozenset[int]]]:
-        """Growing sets, each the cheapest at some price; the last is that of `full`."""
+        """Return growing sets with their levels, each the cheapest at some price; the last is that of `full`."""
         full = self._full()
         return [(str(i), found) for i, found in enumerate(self._between(frozenset(), full), 1)] + [(FULL, full)]
 
     def _between(self, low: frozenset[int], high: frozenset[int]) -> list[frozenset[int]]:
-        """Sets that are cheaper than both at some price, in order."""
+        """Return the sets between `low` and `high` that are cheaper than both at some price, in order."""
         (seconds, bytes_), (more, fewer) = self.cost(low), self.cost(high)
         if fewer >= bytes_ or len(high) - len(low) < 2:
             return []
@@ -174,7 +175,7 @@ class Remake:
         return [*self._between(low, found), found, *self._between(found, high)]
 
     def cost(self, made: Collection[int]) -> tuple[float, float]:
-        """Priced seconds, and bytes that are saved, of one copy of the block."""
+        """Return the priced seconds, and the bytes that are saved, of one copy of the block if `made` is made again."""
         bytes_ = sum(
             x.bytes_
             for x in self.values.values()
@@ -183,7 +184,7 @@ class Remake:
         return sum(self.seconds[i] for i in made), bytes_
 
     def _cut(self, price: float, low: Collection[int], high: Collection[int]) -> frozenset[int]:
-        """The cheapest set at a price in seconds a byte that contains `low` and is part of `high`."""
+        """Return the cheapest set at a price in seconds a byte that contains `low` and is part of `high`."""
         tails, heads, capacities = [], [], []
 
         def arc(tail: int, head: int, capacity: float) -> None:
@@ -211,7 +212,7 @@ class Remake:
         return frozenset(i for i in flow.get_source_side_min_cut() if i < source)
 
     def _full(self) -> frozenset[int]:
-        """All that is saved, and what that needs."""
+        """Return the set that makes again all that is saved, and what that needs."""
         found, stack = set(), [x.maker for x in self.values.values() if x.is_saved]
         while stack:
             i = stack.pop()
@@ -221,7 +222,7 @@ class Remake:
         return frozenset(found)
 
     def _selective(self) -> frozenset[int]:
-        """What cheap ops make from what is left, largest values first."""
+        """Return the set of cheap ops that make saved values again from what is left, largest values first."""
         own = [key for key in self.values if key[2] == self._source(*key[:2]) and self.values[key].is_saved]
         dropped: set[Key] = set()
         made: set[int] = set()
@@ -233,8 +234,8 @@ class Remake:
         return frozenset(self.number[v] for v in made)
 
     def _cheap_way(self, vertex: int, dropped: Collection[Key]) -> set[int] | None:
-        """The cheap ops that make a vertex again from saved values, where they are read as they were made; None if
-        there is no such way."""
+        """Return the cheap ops that make a vertex again from saved values, where they are read as they were made; None
+        if there is no such way."""
         found, stack = set(), [vertex]
         while stack:
             v = stack.pop()
@@ -252,7 +253,7 @@ class Remake:
     # steps
 
     def steps(self, levels: Iterable[tuple[str, frozenset[int]]]) -> list[Recomputation]:
-        """From nothing to the last of growing sets, without those that free nothing."""
+        """Return the steps from nothing to the last of growing sets, without those that free nothing."""
         found, before = [], frozenset()
         for level, made in levels:
             seconds, bytes_ = (a - b for a, b in zip(self.cost(made), self.cost(before)))
@@ -274,7 +275,7 @@ class Remake:
         )  # fmt: skip
 
     def held(self, made: Collection[int]) -> dict[Key, float]:
-        """What is saved if this is made again, with the bytes of all copies."""
+        """Return what is saved if `made` is made again, with the bytes of all copies."""
         held = ((key, x) for key, x in self.values.items() if x.maker not in made)
         return {key: x.bytes_ * self.copies for key, x in held if x.is_saved or not _apart(x.readers, made)}
 

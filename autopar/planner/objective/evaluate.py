@@ -56,7 +56,7 @@ class Transfer:
 
     @property
     def step_seconds(self) -> list[tuple[Step, float]]:
-        """The steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
+        """Return the steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
         r = self.redistribution
         charged = self.seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)
         return [(s, charged * (s.latency_seconds + s.seconds_per_byte * self.bytes_)) for s in r.steps]
@@ -94,25 +94,28 @@ class Evaluation:
 
     @property
     def compute_seconds(self) -> float:
+        """Return the seconds of compute in both phases, without recomputation."""
         return sum(self.compute.values())
 
     @property
     def again_transfers(self) -> list[Transfer]:
-        """What recomputed blocks move in the backward besides `transfers`."""
+        """Return what recomputed blocks move in the backward besides `transfers`."""
         taken = [pair for levels in self.recomputed.values() for pair in levels.values()]
         return [replace(t, phase="backward", copies=count) for step, count in taken for t in step.moved]
 
     @property
     def every_transfer(self) -> list[Transfer]:
+        """Return the transfers of the plan together with those of recomputed blocks."""
         return self.transfers + self.again_transfers
 
     @property
     def communication_seconds(self) -> float:
+        """Return the seconds of every transfer in all its copies, whether hidden or not."""
         return sum(t.seconds * t.copies for t in self.every_transfer)
 
     @property
     def hidden_seconds(self) -> float:
-        """What is gained by communication that runs beside compute."""
+        """Return the seconds that are gained by communication that runs beside compute."""
         if not self.overlap:
             return 0.0
         again = {"backward": self.recompute_seconds}
@@ -122,18 +125,21 @@ class Evaluation:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of compute, recomputation and offload, and of communication less what is gained by hiding
+        it."""
         running = self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
         return running + self.offload_seconds
 
     def exposed(self, phase: str) -> float:
-        """Seconds of a phase's hidden communication that its compute does not cover."""
+        """Return the seconds of a phase's hidden communication that its compute does not cover, negative if it covers
+        more."""
         return self._hidden(phase) - self.compute[phase]
 
     def _hidden(self, phase: str) -> float:
         return sum(t.seconds * t.copies for t in self.every_transfer if t.is_hidden and t.phase == phase)
 
     def priced(self, prices: Prices) -> float:
-        """The cost that a search at these prices minimizes. Without recomputation."""
+        """Return the cost that a search at these prices minimizes, without recomputation."""
         compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
         moved = sum(t.seconds * t.copies * (prices.hidden(t.phase) if t.is_hidden else 1.0) for t in self.transfers)
         held = (
@@ -143,16 +149,17 @@ class Evaluation:
 
     @property
     def saved_bytes(self) -> float:
+        """Return the bytes of all that is saved for the backward."""
         return sum(self.saved.values())
 
     @property
     def bytes_(self) -> float:
-        """At the peak of the step."""
+        """Return the bytes at the peak of the step."""
         return self.charged_bytes + self.passing_bytes
 
     @property
     def charged_bytes(self) -> float:
-        """What has a price in the search, whether it is all alive at one time or not."""
+        """Return the bytes that have a price in the search, whether they are all alive at one time or not."""
         return (
             self.resident_bytes
             + self.gradient_bytes
@@ -176,17 +183,18 @@ class Pricer:
         self._local: dict[tuple, float] = {}
 
     def is_bucketed(self, producer: int, slots) -> bool:
-        """Whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of one."""
+        """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
+        one."""
         return self.problem.vertices[producer].kind == "parameter" or STATE in slots
 
     def times(self, producer: int, slots, source: Layout) -> int:
-        """In how many passes of a step a tensor is redistributed."""
+        """Return in how many passes of a step a tensor is redistributed."""
         is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
         is_sum = source.partial and all(reduction == "sum" for _, reduction in source.partial)
         return 1 if self.reduces_once and is_gradient and is_sum else self.micro_batches
 
     def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
-        """Seconds of one redistribution of a tensor of so many global bytes, inf if there is none."""
+        """Return the seconds of one redistribution of a tensor of `bytes_` global bytes, inf if there is none."""
         if bucketed and bytes_ < self.bucket_bytes:
             return self.prices.pair(source, target, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
         return self.prices.pair(source, target, bytes_)
@@ -194,18 +202,18 @@ class Pricer:
     def matrix(
         self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
     ) -> np.ndarray:
-        """Seconds for every (source, target), inf where impossible. What is smaller than a bucket pays its share of
-        one."""
+        """Return the seconds for every (source, target), inf where impossible. A tensor that is smaller than a bucket
+        pays its share of one."""
         if bucketed and bytes_ < self.bucket_bytes:
             return self.prices.matrix(sources, targets, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
         return self.prices.matrix(sources, targets, bytes_)
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
-        """Bytes on the device that holds most of a tensor in this layout."""
+        """Return the bytes on the device that holds most of a tensor in this layout."""
         return self.bytes_of(self.problem.vertices[producer].values[output], layout)
 
     def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
-        """The same for a tensor of any problem."""
+        """Return the bytes on the device that holds most of a tensor of any problem in this layout."""
         key = (tuple(value.shape), value.element_size(), layout)
         if key not in self._local:
             self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
@@ -213,7 +221,7 @@ class Pricer:
 
 
 def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -> list[Transfer]:
-    """The transfers with these copies kept through a step: those of parameters, which alone of the forward's are
+    """Return the transfers with these copies kept through a step: those of parameters, which alone of the forward's are
     hidden, are made once for all its passes."""
     return [
         replace(t, seconds=t.seconds / t.times, times=1)
@@ -223,7 +231,7 @@ def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -
 
 
 def uses_by_tensor(problem: Problem) -> dict[tuple[int, int], list[Use]]:
-    """All uses of every tensor, in order of the graph."""
+    """Return all uses of every tensor, in order of the graph."""
     if problem.uses_of is None:
         problem.uses_of = defaultdict(list)
         for use in problem.uses:
@@ -238,7 +246,7 @@ def evaluate(
     prices: Prices = Prices(),
     keep_parameters: bool | None = None,
 ) -> Evaluation:
-    """Cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
+    """Return the cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
 
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False
     gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
@@ -266,7 +274,7 @@ def evaluate(
 
 
 def unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
-    """Bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
+    """Return the bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
     consumer = problem.vertices[uses[0].consumer]
     if consumer.kind != "parameter" or not any(u.slot == STATE and u.phase == "backward" for u in uses):
         return 0.0

@@ -17,7 +17,7 @@ from .evaluate import Evaluation, Pricer, uses_by_tensor
 
 
 def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
-    """The problem of the whole graph and the same plan of it; both as they are if no blocks were left out."""
+    """Return the problem of the whole graph and the same plan of it, both as they are if no blocks were left out."""
     if problem.compact is None:
         return problem, evaluation
     problem.split(evaluation.first)
@@ -25,8 +25,8 @@ def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluat
 
 
 def few_of(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[Problem, Evaluation]:
-    """A model of the compact graph's few blocks, each once, and the same plan of it; both as they are if no blocks were
-    left out. All blocks compute again as much as a level says (see `recomputes_alike`)."""
+    """Return a problem of the compact graph's few blocks, each once, and the same plan of it, both as they are if no
+    blocks were left out. All blocks must compute again as much as one level says (see `recomputes_alike`)."""
     if problem.compact is None:
         return problem, evaluation
     problem.split(evaluation.first)
@@ -45,7 +45,7 @@ def few_of(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[Pr
 
 
 def recomputes_alike(evaluation: Evaluation) -> bool:
-    """Whether all blocks compute the same again, as one level says, or nothing."""
+    """Return whether all blocks compute the same again, as one level says, or nothing."""
     counts = [pair for levels in evaluation.recomputed.values() for pair in levels.values()]
     return all(count == step.copies for step, count in counts) and _levels(evaluation) in (set(), {SELECTIVE}, {FULL})
 
@@ -55,7 +55,7 @@ def _levels(evaluation: Evaluation) -> set[str]:
 
 
 def _without_again(evaluation: Evaluation) -> Evaluation:
-    """The plan before anything was computed again in all copies of its blocks."""
+    """Return the plan as it was before anything was computed again in all copies of its blocks."""
     saved, kept = dict(evaluation.saved), set(evaluation.kept)
     for step in (step for levels in evaluation.recomputed.values() for step, _ in levels.values()):
         for key, bytes_ in step.freed:
@@ -93,6 +93,7 @@ class _Writer:
         }
 
     def write(self) -> tuple[Problem, Evaluation]:
+        """Write the plan out, and return it with the problem of the whole graph."""
         e, recomputed = self.evaluation, dict(self._recomputed())
         saved, kept = self._before_recomputation()
         for levels in recomputed.values():
@@ -110,7 +111,7 @@ class _Writer:
         )
 
     def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
-        """What all copies save and keep alike, before some of them drop a part of it."""
+        """Return what all copies save and keep alike, before some of them drop a part of it."""
         saved, kept = Counter(self.evaluation.saved), set(self.evaluation.kept)
         for levels in self.evaluation.recomputed.values():
             for step, count in levels.values():
@@ -149,7 +150,7 @@ class _Writer:
         block = int(number) if tower == self.small.compact.tower else None
 
         def twin(v: int) -> int:
-            """What this copy has, or reads, in place of a vertex."""
+            """Return what this copy has, or reads, in place of a vertex."""
             if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
                 return self.twins[v][min(copy, len(self.twins[v]) - 1)]
             reader, position = self.reads[block, v]
@@ -168,7 +169,7 @@ class _Writer:
 
 
 def names_of(problem: Problem, block: str) -> list[str]:
-    """Names of the blocks of the whole graph that a block of the planned graph stands for."""
+    """Return the names of the blocks of the whole graph that a block of the planned graph stands for."""
     tower, _, number = block.rpartition(".")
     if problem.compact is None or tower != problem.compact.tower:
         return [block]

@@ -44,6 +44,7 @@ class LiveBytes:
 
     @cached_property
     def total(self) -> np.ndarray:
+        """Return the bytes of all kinds together at each run."""
         return sum(self.kinds.values(), np.zeros(len(self.order.runs)))
 
     @property
@@ -52,27 +53,27 @@ class LiveBytes:
 
     @property
     def most(self) -> dict[str, float]:
-        """By kind, the most that is ever alive."""
+        """Return, by kind, the most that is ever alive."""
         return {kind: float(b.max()) for kind, b in self.kinds.items()}
 
     @property
     def at_peak(self) -> dict[str, float]:
-        """By kind, what is alive at the peak."""
+        """Return, by kind, what is alive at the peak."""
         return {kind: float(b[self.peak_at]) for kind, b in self.kinds.items() if b[self.peak_at] > 0.5}
 
     @property
     def peaks_early(self) -> bool:
-        """Whether memory peaks while most gradients are still to come, as where the forward ends."""
+        """Return whether memory peaks while most gradients are still to come, as where the forward ends."""
         return self.at_peak.get(GRADIENTS, 0.0) <= 0.5 * self.most.get(GRADIENTS, 0.0)
 
     @property
     def peak_at(self) -> int:
-        """Position of the run at the peak, the first of several."""
+        """Return the position of the run at the peak, the first of several."""
         return int(self.total.argmax()) if len(self.total) else 0
 
 
 def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
-    """Bytes of a device that stay all through training, by kind."""
+    """Return the bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(STAYING, 0.0)
     for v in problem.vertices:
         for kind, bytes_ in staying_of(problem, e, v).items():
@@ -81,7 +82,7 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
 
 
 def staying_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
-    """The same of one vertex."""
+    """Return the bytes of one vertex that stay on a device all through training, by kind."""
     options, k = problem.choices(v.index), e.choice[v.index]
     resident = float(options.resident_bytes[k]) * v.copies
     if options.strategies[k].on_host:
@@ -94,7 +95,7 @@ def staying_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
 
 
 def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:
-    """The memory of a device over the step that an evaluation describes."""
+    """Return the memory of a device over the step that an evaluation describes."""
     order = step_order(problem, evaluation)
     count = max(len(order.runs), 1)
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
@@ -148,7 +149,7 @@ class _Lives:
         return v.kind == "op" and v.node.target in FREE
 
     def _base(self, vertex: int, output: int) -> tuple[int, int]:
-        """The tensor whose memory this one lies in."""
+        """Return the tensor whose memory this one lies in."""
         while self._is_view(vertex):
             producer, of = self.problem.vertices[vertex].inputs[0]
             if self._layout(producer, of) != self._strategy(vertex).inputs[0]:
@@ -157,7 +158,7 @@ class _Lives:
         return vertex, output
 
     def spans(self):
-        """(kind, first run, last run, bytes) of everything that does not stay."""
+        """Iterate over (kind, first run, last run, bytes) of everything that does not stay."""
         e = self.evaluation
         arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
                    for t in self.order.travels if t.phase == "forward"}  # fmt: skip
@@ -194,15 +195,15 @@ class _Lives:
                 yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
-        """Something of a block that its backward reads: of the copies that a compact graph leaves out until that
-        ends."""
+        """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
+        leaves out hold it until that backward ends."""
         yield kind, first, last, bytes_ / vertex.copies
         if vertex.copies > 1:
             yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
 
     def _computing_copies(self):
-        """Parameters in the type that they compute in, from the first to the last time that they are read or
-        gathered."""
+        """Iterate over the spans of parameters in the type that they compute in, from the first to the last time that
+        they are read or gathered."""
         asked: dict[int, list[int]] = defaultdict(list)
         for i, run in enumerate(self.order.runs):
             for producer, output in self.problem.vertices[run.vertex].inputs:
@@ -218,12 +219,12 @@ class _Lives:
         return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
 
     def _keeps_gradient(self, vertex: int) -> bool:
-        """Whether the device holds on to a gradient that is made in the layout of this leaf."""
+        """Return whether the device holds on to a gradient that is made in the layout of this leaf."""
         return self.problem.vertices[vertex].kind == "parameter" and not self._strategy(vertex).on_host
 
     def _gradients(self):
-        """Gradients as they are left for the optimizer. Those that wait for one reduction are whole from the start;
-        others, of ZeRO-1 too, are reduced as soon as they are made."""
+        """Iterate over the spans of gradients as they are left for the optimizer. Those that wait for one reduction are
+        whole from the start; others, of ZeRO-1 too, are reduced as soon as they are made."""
         e, problem, count = self.evaluation, self.problem, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
@@ -242,7 +243,7 @@ class _Lives:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)
 
     def _end_of_backward(self, block: int) -> int:
-        """The last run in the backward of a block of a compact graph."""
+        """Return the last run in the backward of a block of a compact graph."""
         if block not in self._ends:
             vertices = self.problem.vertices
             runs = [
@@ -252,8 +253,8 @@ class _Lives:
         return self._ends[block]
 
     def _copy(self, travel: Travel) -> tuple[str, int, int, float] | None:
-        """A tensor in another layout, until it is last read; not if it is kept, or if it is a gradient on its way
-        home."""
+        """Return the span of a tensor in another layout, until it is last read; None if it is kept, or if it is a
+        gradient on its way home."""
         t, count = travel.transfer, len(self.order.runs)
         key = (t.producer, t.output, t.target)
         if travel.first == count or not travel.again and travel.phase == "forward" and key in self.evaluation.saved:
@@ -263,8 +264,8 @@ class _Lives:
         return kind, travel.start, travel.last, self._bytes(*key)
 
     def _beside(self):
-        """What collectives of tensors that are in no bucket hold beside the tensor before and after: one at a time, and
-        only while they run."""
+        """Iterate over the spans of what collectives of tensors that are in no bucket hold beside the tensor before and
+        after: one at a time, and only while they run."""
         most: dict[int, float] = defaultdict(float)
         for travel in self.order.travels:
             t, left = travel.transfer, self._left(travel)
@@ -278,23 +279,24 @@ class _Lives:
             yield BUCKETS, left, left, bytes_
 
     def _left(self, travel: Travel) -> int:
-        """The run before which a tensor leaves: what is not gathered ahead leaves where its copy is first wanted."""
+        """Return the run before which a tensor leaves: what is not gathered ahead leaves where its copy is first
+        wanted."""
         is_late = not travel.transfer.is_hidden and travel.first < len(self.order.runs)
         return travel.first if is_late else travel.start
 
 
 def _is_packed(step: Step) -> bool:
-    """Whether a collective holds other memory than that of the tensor before and after; those that gather dim 0 do
-    not."""
+    """Return whether a collective holds other memory than that of the tensor before and after; those that gather dim 0
+    do not."""
     move = step.move
     return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
 
 
 def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
-    """Buffers in which parameters are gathered, and gradients reduced: a bucket, or all of them if they are less.
-    Beside a bucket of gathered parameters is the part of it that was sent, and, where gathers run ahead
-    (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is what waited for it and is more
-    than the shards that stay."""
+    """Return the bytes of the buffers in which parameters are gathered, and of those in which gradients are reduced: a
+    bucket, or all of them if they are less. Beside a bucket of gathered parameters is the part of it that was sent,
+    and, where gathers run ahead (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is
+    what waited for it and is more than the shards that stay."""
     gathered, reduced = [(0.0, 0.0)], [(0.0, 0.0)]
     for t in evaluation.every_transfer:
         is_before = (
@@ -312,7 +314,7 @@ def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tu
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
-    """When each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
+    """Return when each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
     taken = {(e.vertex, e.again): e.end_seconds for e in timeline.events if e.step is None}
     result, now = [], 0.0
     for run in order.runs:

@@ -15,8 +15,8 @@ DEPTH_IN_BLOCK = 2  # "layers.3.self_attn.q_proj" is listed as layers.*.self_att
 
 
 def row_of(module: str) -> str:
-    """The row a module belongs to: numbers of module lists become `*`, deeper names are cut. An adapter has a row of
-    its own."""
+    """Return the row that a module belongs to: numbers of module lists become `*`, deeper names are cut. An adapter has
+    a row of its own."""
     if is_factor(module):
         return row_of(re.sub(r"\.(base_layer|lora_\w+)(?=\.|$)", "", module)) + ".lora"
     names = module.split(".")
@@ -27,14 +27,15 @@ def row_of(module: str) -> str:
 
 
 def module_of(v: Vertex) -> str:
-    """The module that an op is called in, or that a parameter or buffer belongs to; "" for inputs and outputs."""
+    """Return the module that an op is called in, or that a parameter or buffer belongs to; "" for inputs and
+    outputs."""
     if v.kind == "op":
         return v.node.meta.get("module", "")
     return v.node.meta["role"].name.rpartition(".")[0] if v.kind in ("parameter", "buffer") else ""
 
 
 def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
-    """Rows of a plan of the whole graph, in order of first appearance in the forward."""
+    """Return the rows of a plan of the whole graph, in order of first appearance in the forward."""
     rows: dict[str, dict] = defaultdict(
         lambda: dict(ops=0, compute=0.0, communication=0.0, bytes_=0.0, collectives=Counter(), weights=Counter(),
                      activations=Counter(), numbers=set())
@@ -75,6 +76,6 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
 
 
 def _most(counter: Counter) -> str:
-    """The two most frequent texts, "R" left to the end."""
+    """Return the two most frequent texts, the most frequent first, with " | " between them."""
     ordered = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
     return " | ".join(text for text, _ in ordered[:2])

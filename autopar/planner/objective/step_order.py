@@ -53,7 +53,7 @@ class StepOrder:
 
 
 def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
-    """The order of the step that an evaluation describes."""
+    """Return the order of the step that an evaluation describes."""
     again = recomputed_vertices(evaluation)
     runs = tuple(_runs(problem, again))
     place = {(run.vertex, run.again): i for i, run in enumerate(runs)}
@@ -85,7 +85,8 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
 
 
 def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:
-    """Ops of the backward that read a copy which was kept for them, had it not to be made again."""
+    """Iterate over the ops of the backward that read a copy which would be kept for them if it had not to be made
+    again."""
     for use in uses_by_tensor(problem)[t.producer, t.output]:
         strategy = problem.choices(use.consumer).strategies[e.choice[use.consumer]]
         if use.phase == "backward" and use.slot != STATE and strategy.inputs[use.slot] == t.target:
@@ -106,7 +107,7 @@ def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Run]:
 
 
 def _one_block_ahead(problem: Problem, runs: tuple[Run, ...]) -> list[int]:
-    """By position, where the block before that of the run begins; outside of blocks a module counts as one."""
+    """Return, by position, where the block before that of the run begins; outside of blocks a module counts as one."""
 
     def home(item: tuple[int, Run]) -> tuple[str, str]:
         module = module_of(problem.vertices[item[1].vertex])

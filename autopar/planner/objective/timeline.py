@@ -58,13 +58,13 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """What the compute stream waits for communication."""
+        """Return the seconds that the compute stream waits for communication."""
         return max(0.0, self.seconds - self.busy_seconds[COMPUTE])
 
 
 def simulate(problem: Problem, evaluation: Evaluation, slowdown: float = 1.0) -> Timeline:
-    """Plays an evaluated choice through. `slowdown`: how much longer compute takes beside a collective, 1 or more; from
-    2 on, where nothing is gained, compute waits for every collective. Raises ValueError for less."""
+    """Play an evaluated choice through. `slowdown` says how much longer compute takes beside a collective, 1 or more;
+    from 2 on, where nothing is gained, compute waits for every collective. Raise ValueError for less than 1."""
     if slowdown < 1.0:
         raise ValueError(f"slowdown is {slowdown}, and beside a collective nothing computes faster: 1 or more is meant")
     return _Player(problem, evaluation, slowdown).play()
@@ -81,6 +81,7 @@ class _Player:
         self.traffic = _Busy()
 
     def play(self) -> Timeline:
+        """Play all travels and runs through in the order of the step, and return the timeline."""
         starting, wanted = defaultdict(list), defaultdict(list)
         for travel in self.order.travels:
             starting[travel.start].append(travel)
@@ -125,7 +126,7 @@ class _Player:
         )
 
     def _ready(self, producer: int, output: int, wanted, phase: str) -> float:
-        """When a tensor is there in a layout: transferred, kept from the forward, or as it was made."""
+        """Return when a tensor is there in a layout: transferred, kept from the forward, or as it was made."""
         for key in ((producer, output, wanted, phase), (producer, output, wanted, "forward")):
             if key in self.arrived:
                 return self.arrived[key]
@@ -150,7 +151,7 @@ class _Player:
         self.arrived[key] = ready
 
     def _occupy(self, streams, name, kind, module, phase, start, seconds, *rest) -> float:
-        """Adds an event and returns its end."""
+        """Add an event and return its end."""
         if not seconds:
             return start
         if streams == (COMPUTE,):
@@ -164,9 +165,9 @@ class _Player:
 
 
 def _split(travel: Travel) -> tuple[list[tuple[Step, float]], list[tuple[Step, float]]]:
-    """Steps that are made as soon as they can be, and those from the first local copy after a collective on: that one
-    is made where the result is wanted, so that the compute stream does not wait for the collective earlier than it
-    must."""
+    """Split a travel's steps into those that are made as soon as they can be, and those from the first local copy after
+    a collective on: that one is made where the result is wanted, so that the compute stream does not wait for the
+    collective earlier than it must."""
     steps, seen = travel.transfer.step_seconds, False
     for i, (step, _) in enumerate(steps):
         if step.move.kind == "slice" and seen:
@@ -183,6 +184,7 @@ class _Busy:
         self.ends: list[float] = []
 
     def add(self, start: float, end: float) -> None:
+        """Add an interval, merged with those that it touches."""
         i = bisect_left(self.ends, start)
         j = bisect_right(self.starts, end)
         if i < j:
@@ -190,7 +192,8 @@ class _Busy:
         self.starts[i:j], self.ends[i:j] = [start], [end]
 
     def stretched(self, start: float, seconds: float, slowdown: float) -> float:
-        """How long `seconds` of compute take from `start` on if they go `slowdown` times slower beside a collective."""
+        """Return how long `seconds` of compute take from `start` on if they go `slowdown` times slower beside a
+        collective."""
         if slowdown == 1.0:
             return seconds
         now, left = start, seconds

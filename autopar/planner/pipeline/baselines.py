@@ -12,8 +12,8 @@ EXPERTS = ("ddp", "zero1", "fsdp", "megatron", "megatron_sp", "megatron_sp+zero1
 
 
 def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
-    """By name, what each strategy would take with the best of its cuts, or why there is none; nothing if something of
-    the sharding was asked for."""
+    """Return by name what each strategy would take with the best of its cuts, or why there is none; nothing if
+    something of the sharding was asked for."""
     search, pipeline = best.search, best.judged.pipeline
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
@@ -30,7 +30,8 @@ def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
 
 
 def judged_if_faster(one: Estimate | AutoparError, seconds: float) -> Estimate | Tried | AutoparError:
-    """An expert's estimate, judged if it fits and is below `seconds`; else as it is."""
+    """Judge an expert's estimate if it fits and is below `seconds`, else return it as it is. Return why if it cannot be
+    judged."""
     if not isinstance(one, Estimate) or not one.fits or one.step_seconds >= seconds:
         return one
     try:

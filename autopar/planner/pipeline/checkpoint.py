@@ -27,12 +27,12 @@ class Again:
         self.steps = {block: [step for step, _ in levels.values()] for block, levels in every.recomputed.items()}
 
     def all(self) -> Evaluation:
-        """The plan that computes again all that it can."""
+        """Return the plan that computes again all that it can."""
         return taking(self.base, [(step, 1) for steps in self.steps.values() for step in steps])
 
     def more(self, e: Evaluation, judged: Judged, limit_bytes: float) -> Evaluation | None:
-        """A plan that computes more again than `e` on every rank that holds more than the limit, just enough to fit;
-        None if all that a rank has is too little."""
+        """Return a plan that computes more again than `e` on every rank that holds more than the limit, just enough to
+        fit; None if all that a rank has is too little."""
         taken = {block: len(levels) for block, levels in e.recomputed.items()}
         for rank, memory in enumerate(judged.memory):
             excess = sum(memory.values()) - limit_bytes
@@ -44,8 +44,8 @@ class Again:
         return taking(self.base, [(step, 1) for block, count in taken.items() for step in self.steps[block][:count]])
 
     def _free(self, taken: dict[str, int], blocks: list[str], excess: float, in_flight: float) -> bool:
-        """Takes steps of a rank's blocks until they free so many bytes, less what the block that computes again holds
-        meanwhile."""
+        """Take steps of a rank's blocks until they free `excess` bytes, less what the block that computes again holds
+        meanwhile; return whether they do."""
         alive = {b: sum(step.freed_bytes for step in self.steps[b][: taken.get(b, 0)]) for b in blocks}
         before = max(alive.values(), default=0.0)
         left = [(step.price, i, b) for b in blocks for i, step in enumerate(self.steps[b]) if i >= taken.get(b, 0)]

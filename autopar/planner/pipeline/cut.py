@@ -28,9 +28,9 @@ SAME = 1e-12  # two steps that differ by less of them are equal
 
 def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_bytes: float, timing: Timing,
                shared: Sequence[Shared] = ()) -> StageCut:  # fmt: skip
-    """The cut with the shortest step in which every stage fits `limit_bytes`.
+    """Return the cut with the shortest step in which every stage fits `limit_bytes`.
 
-    Raises StrategyError where there are fewer places to cut than stages need, or for pieces of one kind with different
+    Raise StrategyError where there are fewer places to cut than stages need, or for pieces of one kind with different
     levels, and MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where
     nothing fits.
     """
@@ -60,6 +60,8 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
 
 
 def check(pieces: Sequence[Piece], stages: int, micro_batches: int, timing: Timing) -> None:
+    """Raise StrategyError for too few micro-batches, places to cut or stages, and for pieces without a level or of one
+    kind with different ones."""
     if stages < 1 or micro_batches < max(1, timing.bubble_factor):
         raise StrategyError(
             f"{stages} stages and {micro_batches} micro-batches make no pipeline", fix="use 1 or more of both"
@@ -122,7 +124,7 @@ class Spans:
         self.fixed_bytes = sum(self.fixed.values())
 
     def seconds(self, flight: np.ndarray, limit: float) -> np.ndarray:
-        """(stages, spans): the fewest seconds of each span as each stage, inf where it does not fit."""
+        """Return (stages, spans): the fewest seconds of each span as each stage, inf where it does not fit."""
         room = (limit - self.fixed_bytes) / flight[:, None]  # activation bytes of a micro-batch
         found = np.where(room >= self.fast_bytes[self.kind], self.fast_seconds[self.kind], np.inf)
         open_ = (room >= self.least_bytes[self.kind]) & (room < self.fast_bytes[self.kind])
@@ -136,7 +138,8 @@ class Spans:
         return found + self.sends
 
     def path(self, costs: np.ndarray, join: Callable = np.add) -> tuple[float, list[int]]:
-        """The cheapest way to make all pieces of one span a stage: (cost, spans), (inf, []) if there is none."""
+        """Find the cheapest way to cut all pieces into one span a stage: (cost, spans), (inf, []) if there is none.
+        `costs` are by stage and span; `join` combines a stage's with those before it."""
         ends, offsets = np.unique(self.end, return_index=True)
         reached = [np.full(len(self.pieces) + 1, np.inf)]
         reached[0][0] = 0.0
@@ -153,7 +156,7 @@ class Spans:
         return float(reached[-1][-1]), path[::-1]
 
     def stage(self, x: int, flight: float, limit: float) -> Stage:
-        """Span `x` as the stage that holds `flight` micro-batches."""
+        """Return span `x` as the stage that holds `flight` micro-batches."""
         frontier = self.levels.frontier(self.counts[self.kind[x]])
         point = int(np.searchsorted(frontier.bytes_, (limit - self.fixed_bytes[x]) / flight, side="right")) - 1
         bytes_ = {name: float(values[x]) for name, values in self.fixed.items()}
@@ -163,14 +166,14 @@ class Spans:
 
 
 def fastest(spans: Spans, seconds: np.ndarray, micro_batches: int, bubble_factor: float) -> tuple[float, list[int]]:
-    """The shortest step and its path over `spans`: (inf, []) if there is none."""
+    """Return the shortest step and its path over `spans`: (inf, []) if there is none."""
     fits = np.isfinite(seconds)
     weights = bubble_factor * np.where(fits, seconds, 0.0) + spans.shared_seconds
     times = np.unique(seconds[fits])  # all that T can be
     best: tuple[float, list[int]] = (math.inf, [])
 
     def solve(k: int) -> tuple[int, float]:
-        """The cheapest sum with T = times[k], and the number of the T that it needs."""
+        """Return the cheapest sum with T = times[k], and the number of the T that it needs."""
         nonlocal best
         weight, path = spans.path(np.where(seconds <= times[k], weights, np.inf))
         if not path:
@@ -195,7 +198,8 @@ def fastest(spans: Spans, seconds: np.ndarray, micro_batches: int, bubble_factor
 
 
 def infeasible(spans: Spans, flight: np.ndarray, limit: float, timing: Timing) -> MemoryInfeasibleError:
-    """The cut whose fullest stage is the least full, everything at the most frugal level, in numbers."""
+    """Return the error for a limit that no cut fits, with the numbers of the cut whose fullest stage is the least full,
+    everything at the most frugal level."""
     activations = flight[:, None] * spans.least_bytes[spans.kind]
     need, path = spans.path(spans.fixed_bytes + activations, np.maximum)
     stage = max(range(len(path)), key=lambda s: activations[s, path[s]] + spans.fixed_bytes[path[s]])

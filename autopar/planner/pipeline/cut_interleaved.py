@@ -26,12 +26,12 @@ DOUBT = 1e-7  # of the linear program's optimum
 
 def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
                shared: Sequence[Shared] = (), is_rough: bool = False) -> StageCut:  # fmt: skip
-    """A cut into `timing.looped` stages a rank, `cut_stages` where that is one: how far its step is from the shortest
-    at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is better is
-    looked for.
+    """Return a cut into `timing.looped` stages a rank, that of `cut_stages` where that is one: how far its step is from
+    the shortest at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is
+    better is looked for.
 
-    Raises StrategyError as `cut_stages`, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that was
-    found, if none was found that fits.
+    Raise StrategyError as `cut_stages` does, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that
+    was found, if none was found that fits.
     """
     if timing.looped == 1:
         return cut_stages(pieces, ranks, micro_batches, limit_bytes, timing, shared)
@@ -78,8 +78,8 @@ class Loops:
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def starts(self) -> list[list[int]]:
-        """The best cuts of stages that stand alone, in all of the memory that there could be and in their part of
-        it."""
+        """Return the best cuts of stages that stand alone, without a limit on their memory and with their part of the
+        limit."""
         flight, found = np.array(self.flight * self.timing.looped), []
         for limit in (math.inf, self.limit / self.timing.looped):
             seconds = self.spans.seconds(flight, limit)
@@ -87,11 +87,11 @@ class Loops:
         return [path for path in found if path]
 
     def judged(self, path: list[int]) -> tuple[float, float, list[int]]:
-        """(bytes too many, step, path) of a cut."""
+        """Return (bytes too many, step, path) of a cut."""
         return *self.total([self.cost(rank, path) for rank in range(self.ranks)], path), path
 
     def descend(self, path: list[int]) -> tuple[float, float, list[int]]:
-        """(bytes too many, step, path) of a cut that moving no single piece makes better."""
+        """Improve a cut until moving no single piece makes it better: return its (bytes too many, step, path)."""
         costs = [self.cost(rank, path) for rank in range(self.ranks)]
         best, moves = self.total(costs, path), self.moves(len(path))
         last = 0  # moves since the last one that helped
@@ -109,11 +109,12 @@ class Loops:
         return *best, path
 
     def moves(self, stages: int) -> list[tuple[int, int, int]]:
-        """(first cut, last cut, places): all cuts from one to another go one place to the left or to the right."""
+        """Return all moves, (first cut, last cut, places): the cuts from one to another go one place to the left or to
+        the right."""
         return [(low, high, way) for low in range(1, stages) for high in range(low, stages) for way in (-1, 1)]
 
     def moved(self, path: list[int], low: int, high: int, way: int) -> list[int]:
-        """The path after a move, [] if a stage would be left empty."""
+        """Return the path after a move, [] if a stage would be left empty."""
         ends = [self.places[self.number[end] + way] for end in self.spans.end[path[low - 1 : high]].tolist()]
         ends = [int(self.spans.first[path[low - 1]]), *ends, int(self.spans.end[path[high]])]
         if ends[0] == ends[1] or ends[-2] == ends[-1]:
@@ -121,11 +122,12 @@ class Loops:
         return path[: low - 1] + [self.span[pair] for pair in zip(ends, ends[1:])] + path[high + 1 :]
 
     def total(self, costs: Sequence[tuple[float, float]], path: Sequence[int]) -> tuple[float, float]:
+        """Return (bytes too many, step) of a cut from the `costs` of its ranks."""
         step = self.timing.step_seconds([seconds for _, seconds in costs], self.micro_batches)
         return sum(excess for excess, _ in costs), step + self.apart(path)
 
     def apart(self, path: Sequence[int]) -> float:
-        """Seconds of the reductions of parameters that two ranks have."""
+        """Return the seconds of the reductions of parameters that two ranks have."""
         if not self.shared:
             return 0.0
         ends = self.spans.end[list(path)]
@@ -135,7 +137,7 @@ class Loops:
         return float(sum(o.seconds for o, (a, b) in zip(self.shared, ranks) if a != b))
 
     def cost(self, rank: int, path: Sequence[int]) -> tuple[float, float]:
-        """(bytes too many, seconds) of a rank."""
+        """Return (bytes too many, seconds) of a rank."""
         own = tuple(path[rank :: self.ranks])
         if (rank, *own) not in self.known:
             stage = self.stage(rank, path, counted=False)
@@ -143,7 +145,7 @@ class Loops:
         return self.known[rank, *own]
 
     def stage(self, rank: int, path: Sequence[int], counted: bool = True) -> Stage:
-        """All stages of a rank as one; at its most frugal if that does not fit. `counted`: with its levels."""
+        """Return all stages of a rank as one, at its most frugal if that does not fit. `counted`: with its levels."""
         own, spans, flight = list(path[rank :: self.ranks]), self.spans, self.flight[rank]
         ends = list(zip(spans.first[own].tolist(), spans.end[own].tolist()))
         bytes_ = {name: float(values[own].sum()) for name, values in spans.fixed.items()}
@@ -161,6 +163,7 @@ class Loops:
         return Stage(tuple(ends), seconds, flight, bytes_, self.levels.counted(frontier, point) if counted else {})
 
     def infeasible(self, path: Sequence[int]) -> MemoryInfeasibleError:
+        """Return the error for a cut that does not fit, with its fullest rank."""
         rank = max(range(self.ranks), key=lambda r: self.cost(r, path)[0])
         stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0])
         return MemoryInfeasibleError(
@@ -172,8 +175,8 @@ class Loops:
 
 def fractional_step(pieces: Sequence[Piece], levels: Levels, flight: Sequence[float], micro_batches: int, limit: float,
                     timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
-    """No cut has a shorter step: pieces may be divided and be on any rank, with no shared parameter twice, the least
-    transient of all and the cheapest cuts around every stage."""
+    """Bound the step of every cut from below: pieces may be divided and be on any rank, with no shared parameter twice,
+    the least transient of all and the cheapest cuts around every stage."""
     model, amount = mathopt.Model(), [0.0] * len(levels.kinds)
     slowest, times = model.add_variable(lb=0.0), []
     cuts = [piece for piece in pieces[:-1] if piece.may_cut_after]

@@ -44,36 +44,37 @@ class Judged:
 
     @property
     def step_seconds(self) -> float:
-        """Of the slowest rank, from the first action of any."""
+        """Return the seconds from the first action of any rank to the end of the slowest rank."""
         ends = [times[-1] if times else 0.0 for times in self.played.ends]
         return max(end + once for end, once in zip(ends, self.once_seconds)) - self.played.first
 
     @property
     def waiting_share(self) -> float:
-        """The share of the step in which the mean rank neither computes nor reduces."""
+        """Return the share of the step in which the mean rank neither computes nor reduces."""
         busy = sum(self.played.busy) + sum(self.once_seconds)
         return 1 - busy / (self.pipeline.ranks * self.step_seconds) if self.step_seconds else 0.0
 
     @property
     def fullest(self) -> int:
-        """The rank that holds most."""
+        """Return the rank that holds most."""
         return max(range(self.pipeline.ranks), key=lambda rank: sum(self.memory[rank].values()))
 
     @property
     def peak_bytes(self) -> float:
+        """Return the bytes of the fullest rank at its peak."""
         return sum(self.memory[self.fullest].values())
 
     @property
     def communication_seconds(self) -> float:
-        """Of a step, on the mean rank, without what the pipeline sends."""
+        """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
         moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
         return (moved * sum(self.pipeline.shares) + sum(self.once_seconds)) / self.pipeline.ranks
 
 
 def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
           live: LiveBytes | None = None) -> Judged:  # fmt: skip
-    """What a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor of so
-    many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raises
+    """Judge what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor
+    of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raise
     StageError as Places does."""
     found = Parts(problem, e, pricer, pipeline.cuts, True, live)
     parts, orders = found.found, pipeline.orders
@@ -104,7 +105,7 @@ def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, s
 
 
 def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
-    """What a rank holds besides activations, by kind."""
+    """Return what a rank holds besides activations, in bytes by kind."""
     held: Counter = Counter()
     for s in stages:
         held.update(parts[s].staying)
@@ -118,9 +119,9 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
 
 
 def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
-    """What a rank's stages hold besides what one of their micro-batches at work does: outputs of the others; or, when
-    nothing else comes and goes any more, those of all and the whole that they are joined to, or gradients in the
-    buffers that reduce them."""
+    """Return the bytes that a rank's stages hold besides what one of their micro-batches at work does: outputs of the
+    others; or, when nothing else comes and goes any more, those of all and the whole that they are joined to, or
+    gradients in the buffers that reduce them."""
     bytes_ = sum(part.output_bytes for part in parts)
     joining = 2 * micro_batches * bytes_ if micro_batches > 1 else 0.0
     working = held[SAVED] + held[PASSING] + held[BUCKETS]
@@ -128,9 +129,9 @@ def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
 
 
 def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3) -> Timing:
-    """What the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each stage
-    were alone, with as much in flight as two of them share. `left`: the share of a bubble that weight gradients cannot
-    fill."""
+    """Return what the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each
+    stage were alone, with as much in flight as two of them share. `left`: the share of a bubble that weight gradients
+    cannot fill."""
     v, kind = stages_per_rank, KINDS[schedule]
     if kind.v_shaped:
 

@@ -52,7 +52,8 @@ class Combination:
 
 
 def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[Combination]:
-    """All that are considered: tp inside of a node, stages the farthest apart, and a batch that replicas can share."""
+    """Return all combinations that are considered: tp inside of a node, stages the farthest apart, and a batch that
+    replicas can share."""
     found = []
     for tp in (t for t in range(1, node + 1) if node % t == 0 and devices % t == 0):
         for stages in (p for p in range(2, min(most_stages, devices // tp) + 1) if devices // tp % p == 0):
@@ -80,6 +81,7 @@ class Point:
 
     @staticmethod
     def of(planned: Planned) -> Point:
+        """Return what a plan of a micro-batch of one sample costs, as it is and with all computed again."""
         e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
         kinds = [v.kind for v in planned.problem.vertices]
         kept = sum(
@@ -90,8 +92,8 @@ class Point:
         return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
 
     def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, pieces: int) -> float:
-        """Seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal pieces the
-        slowest rank has a whole number in each of its stages."""
+        """Guess the seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal
+        pieces the slowest rank has a whole number in each of its stages."""
         p, m = one.stages, one.micro_batches
         best = math.inf
         for kind, v in kinds:
@@ -113,8 +115,8 @@ class Point:
 def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
            stages_per_rank: int | None = None,
            report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
-    """The best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without, which
-    its `meshes` list. Raises what planning raises, if there is no plan for any."""
+    """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
+    which its `meshes` list. Raise what planning raises, if there is no plan for any."""
     asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _Tour(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
     if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
@@ -160,11 +162,11 @@ class _Tour:
 
     @property
     def seconds(self) -> float:
-        """Of the best estimate that fits."""
+        """Return the seconds of the best estimate that fits, infinite if there is none."""
         return min((one.step_seconds for one in self._estimates() if one.fits), default=math.inf)
 
     def run(self) -> None:
-        """Searches the combinations that promise most."""
+        """Search the combinations that promise most."""
         try:
             guesses = sorted(self._guesses(), key=lambda pair: (pair[0], str(pair[1].mesh), pair[1].samples))
             for guess, one in guesses[:MOST_SEARCHED]:
@@ -175,7 +177,7 @@ class _Tour:
             self.error = error
 
     def planned(self) -> PipelinePlanned | None:
-        """The best of what was searched, judged; None if nothing fits."""
+        """Judge the best of what was searched and return the fastest that fits; None if nothing fits."""
         tried: list[Tried] = []
         for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_JUDGED]:
             fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
@@ -187,6 +189,7 @@ class _Tour:
         return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
 
     def told(self) -> list[MeshTried]:
+        """Return how each combination that was searched fared, by its best estimate."""
         rows = []
         for one, estimates in self.found.items():
             best = min(estimates, key=promise)
@@ -204,7 +207,7 @@ class _Tour:
         )
 
     def _guesses(self) -> Iterator[tuple[float, Combination]]:
-        """Every combination with the seconds of a step that it may take."""
+        """Iterate over every combination with the seconds of a step that it may take."""
         by_tp: dict[int, list[Combination]] = {}
         for one in self.every:
             by_tp.setdefault(dict(zip(one.mesh.names, one.mesh.sizes)).get("tp", 1), []).append(one)
@@ -222,8 +225,8 @@ def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
 
 
 def _pieces(captured: Captured) -> int:
-    """About as many as a model can be cut into: two of each block, or, without equal blocks, one of each op with
-    FLOPs."""
+    """Return about how many pieces a model can be cut into: two of each block, or, without equal blocks, one of each op
+    with FLOPs."""
     if captured.compact is not None:
         return 2 * captured.compact.count
     return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))

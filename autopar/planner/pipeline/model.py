@@ -81,11 +81,13 @@ class Timing:
     looped: int = 1
 
     def step_seconds(self, times: Sequence[float], micro_batches: int) -> float:
+        """Return the seconds of a step of stages that take `times` for a micro-batch, forward and backward."""
         slowest = max(times)
         return micro_batches * slowest + self.bubble_factor * (sum(times) - slowest)
 
 
 def one_f_one_b(stages: int, stage: int, micro_batches: int) -> int:
+    """Return the most micro-batches that a stage has in flight under 1F1B."""
     return min(micro_batches, stages - stage)
 
 
@@ -96,8 +98,9 @@ ZB_H2 = Timing("zb-h2", 0.0, lambda stages, stage, micro_batches: min(micro_batc
 
 
 def interleaved(looped: int) -> Timing:
-    """Megatron's schedule. A rank holds up to (looped - 1) ranks + 2 (ranks - rank - 1) + 1 outputs of its stages; they
-    count as if they were of all of its stages alike, which is exact for stages with equal activations."""
+    """Return the timing of Megatron's schedule. A rank holds up to (looped - 1) ranks + 2 (ranks - rank - 1) + 1
+    outputs of its stages; they count as if they were of all of its stages alike, which is exact for stages with equal
+    activations."""
 
     def in_flight(ranks: int, rank: int, micro_batches: int) -> float:
         return min(micro_batches, ((looped - 1) * ranks + 2 * (ranks - rank - 1) + 1) / looped)
@@ -135,18 +138,18 @@ class StageCut:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The piece where each stage begins."""
+        """Return the piece where each stage begins."""
         return tuple(sorted(first for stage in self.stages for first, _ in stage.spans))
 
     @property
     def balance(self) -> float:
-        """Seconds of the slowest stage by those of the mean one."""
+        """Return the seconds of the slowest stage over those of the mean one."""
         times = [stage.seconds for stage in self.stages]
         return max(times) * len(times) / sum(times)
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which the mean stage does nothing."""
+        """Return the share of a step in which the mean stage does nothing."""
         return 1 - self.micro_batches * sum(stage.seconds for stage in self.stages) / (
             len(self.stages) * self.step_seconds
         )

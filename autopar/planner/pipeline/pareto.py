@@ -31,6 +31,7 @@ class Frontier:
     level: np.ndarray | None = None
 
     def add(self, kind: int, piece: Piece) -> Frontier:
+        """Return the frontier of these pieces and one more, of kind number `kind`."""
         more = (
             np.array([level.activation_bytes for level in piece.levels]),
             np.array([level.seconds for level in piece.levels]),
@@ -56,15 +57,16 @@ class Levels:
         self.known = {(0,) * len(self.kinds): Frontier(np.zeros(1, dtype=np.int64), np.zeros(1))}
 
     def fastest(self) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds, bytes) of each kind where memory does not matter."""
+        """Return (seconds, bytes) of each kind where memory does not matter."""
         best = [min((level.seconds, level.activation_bytes) for level in piece.levels) for piece in self.kinds]
         return np.array([s for s, _ in best]), np.array([b for _, b in best])
 
     def least(self) -> np.ndarray:
-        """Activation bytes of each kind at its most frugal level."""
+        """Return the activation bytes of each kind at its most frugal level."""
         return np.array([min(level.activation_bytes for level in piece.levels) for piece in self.kinds])
 
     def frontier(self, counts: Sequence[int]) -> Frontier:
+        """Return the frontier of so many pieces of each kind."""
         counts, missing = tuple(map(int, counts)), []
         while counts not in self.known:
             last = max(k for k, count in enumerate(counts) if count)
@@ -76,7 +78,7 @@ class Levels:
         return frontier
 
     def counted(self, frontier: Frontier, point: int) -> dict[str, tuple[int, ...]]:
-        """How many pieces of each kind are at each of its levels."""
+        """Count the pieces of each kind at each of its levels, at one point of a frontier."""
         found: dict[int, Counter] = {}
         while frontier.fewer is not None:
             found.setdefault(frontier.kind, Counter())[int(frontier.level[point])] += 1

@@ -58,9 +58,9 @@ class PipelinePlanned:
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
                   micro_batches: int | None = None, stages_per_rank: int | None = None,
                   report: Report = lambda text: None) -> PipelinePlanned:  # fmt: skip
-    """The best pipeline found for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
-    of the rest of the mesh. None and "auto" leave a choice to the search. Raises PipelineError, MicroBatchError,
-    StageError, StrategyError, and MemoryInfeasibleError with the fullest rank of what came closest."""
+    """Find the best pipeline for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
+    of the rest of the mesh. None and "auto" leave a choice to the search. Raise MeshError, PipelineError,
+    MicroBatchError, StageError, StrategyError, and MemoryInfeasibleError with the fullest rank of what came closest."""
     axis = axis_of(mesh)
     if axis is None:
         raise MeshError(f"mesh {mesh} has no axis pp of more than one device", fix="name one: pp=2,dp=4")
@@ -85,9 +85,9 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
 
 
 def judged(estimates: Sequence[Estimate]) -> list[Tried]:
-    """The most promising estimates, judged, the best first: those that fit by their seconds, then others by their
-    bytes. With one number of micro-batches all its schedules are; another number only if it may be faster than all of
-    them."""
+    """Judge the most promising estimates and return them, the best first: those that fit by their seconds, then others
+    by their bytes. With one schedule of a number of micro-batches all of its schedules are judged; another number only
+    if it may be faster than all of those."""
     best_of: dict[tuple[int, str, int], Estimate] = {}
     for one in sorted(estimates, key=promise):
         best_of.setdefault((id(one.search), one.schedule, one.stages_per_rank), one)
@@ -106,18 +106,19 @@ def _sorted(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def promise(one: Estimate) -> tuple:
+    """Return the key that sorts estimates by what they promise: those that fit by seconds, then others by bytes."""
     return (0, one.step_seconds) if one.fits else (1, one.peak_bytes)
 
 
 def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]]) -> list[Judged]:
-    """Other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with its
-    best cut. Those that need more stages than there are pieces are left out."""
+    """Judge other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with
+    its best cut. Leave out those that need more stages than there are pieces."""
     return [tried.judged for tried in planned.best.search.with_kinds(planned.best.base, kinds)]
 
 
 def kinds_of(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
-    """Schedules to try, with their stages a rank. Raises StrategyError for one that there is not, or not with so
-    many."""
+    """Return the schedules to try, with their stages a rank. Raise StrategyError for one that there is not, or not with
+    so many."""
     names = SCHEDULES if schedule in (None, AUTO) else (canonical(schedule),)
     found = [
         (name, v) for name in names if (v := stages_per_rank or KINDS[name].chunks or 2) == (KINDS[name].chunks or v)
@@ -142,7 +143,7 @@ def _check_options(options: PlanOptions, axis: str) -> None:
 def _searches(captured: Captured, batch: int, mesh: Mesh, options: PlanOptions, micro_batches: int | None,
               kinds: list[tuple[str, int]], name: str,
               report: Report) -> tuple[list[PipelineSearch], list[str]]:  # fmt: skip
-    """One for each number of micro-batches to try, and what is to be said of them. Raises PipelineError or
+    """Return a search for each number of micro-batches to try, and what is to be said of them. Raise PipelineError or
     MicroBatchError for a number that was asked for and cannot be."""
 
     def search(count: int) -> PipelineSearch:
@@ -188,7 +189,8 @@ def _label(judged: Judged) -> str:
 
 def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
               others: Mapping[str, Estimate | Tried | AutoparError] | None = None) -> PipelinePlanned:  # fmt: skip
-    """`others`: strategies of experts, as they are told beside the plan."""
+    """Describe the best pipeline as a plan, with what else was tried as its alternatives. `others`: strategies of
+    experts, as they are told beside the plan."""
     judged, pipeline = best.judged, best.judged.pipeline
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
     step, rank = judged.step_seconds, judged.fullest
@@ -227,7 +229,7 @@ def _told(name: str, one: Estimate | Tried | AutoparError) -> Alternative:
 
 
 def _exposed(judged: Judged) -> float:
-    """Seconds of a step that the mean rank spends on communication and on nothing else."""
+    """Return the seconds of a step that the mean rank spends on communication and on nothing else."""
     works = list(itertools.chain.from_iterable(part.work.values() for part in judged.parts))
     overlap = judged.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.again for w in works)

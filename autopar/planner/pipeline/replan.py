@@ -21,15 +21,15 @@ from ..plan import PlanOptions, search
 
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:
-    """A plan that says which parameters and buffers its stages read."""
+    """Return a plan that says which parameters and buffers its stages read."""
     micro = micro_batch(captured, plan.pipeline.micro_batches)
     owners = tuple(tuple(sorted(stage.leaves)) for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
     return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
 
 
 def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, model: str) -> Plan:
-    """A plan for another capture of the model of `first`, with its stages. `options` fix the parameters' layouts.
-    Raises StageError if the call reads parameters of a stage in an earlier one."""
+    """Return a plan for another capture of the model of `first`, with its stages. `options` fix the parameters'
+    layouts. Raise StageError if a stage of the call reads parameters that it does not have."""
     pipeline = first.pipeline
     micro = _micro_batched(captured, pipeline.micro_batches)
     options = replace(options, micro_batches=micro.micro_batches, beside=micro.smaller and micro.smaller.graph)
@@ -50,7 +50,8 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
 
 
 def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
-    """As many micro-batches as there were or the batch has samples; one if this call cannot run part by part."""
+    """Cut a call into as many micro-batches as there were or the batch has samples; into one if it cannot run part by
+    part."""
     count = min(wanted, samples_of(captured.signature))
     with contextlib.suppress(MicroBatchError):
         return micro_batch(captured, count)
@@ -58,7 +59,8 @@ def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
 
 
 def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The first forward ops that read a parameter or buffer of each stage but the first, and of none before it."""
+    """Return for each stage but the first the first forward op that reads a parameter or buffer of it that no stage
+    before it has. Raise StageError if there is none for a stage."""
     places = Places(graph, ())
     earliest: dict[str, int] = {}
     for stage, names in enumerate(owners):

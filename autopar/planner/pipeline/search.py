@@ -124,34 +124,36 @@ class PipelineSearch:
 
     @cached_property
     def fastest(self) -> Planned:
-        """The fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small one."""
+        """Return the fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small
+        one."""
         return self._planned(math.inf)
 
     @property
     def bound(self) -> float:
-        """Seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean micro-batch
-        takes of the seconds of the largest, which was planned."""
+        """Return seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean
+        micro-batch takes of the seconds of the largest, which was planned."""
         return self.share * self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
 
     @cached_property
     def micro(self) -> MicroBatched:
+        """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
         return micro_batch(self.captured, self.micro_batches)
 
     def send(self, bytes_: float) -> float:
-        """Seconds of a tensor of so many bytes of a device from one stage to the next."""
+        """Return the seconds of a tensor of so many bytes of a device from one stage to the next."""
         return self.collectives.seconds("send", (self.axis,), bytes_)
 
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
-        """The same search of what a strategy allows, with some schedules."""
+        """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
         other.options, other.kinds, other._known = replace(self.options, strategy=strategy), kinds, {}
         other.__dict__.pop("fastest", None)
         return other
 
     def estimates(self) -> list[Estimate]:
-        """For each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those are of
-        use."""
+        """Estimate for each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those
+        are of use."""
         found: list[Estimate] = []
         for inner in self.plans():
             new = self._cuts(inner)
@@ -161,7 +163,8 @@ class PipelineSearch:
         return found
 
     def plans(self) -> Iterator[Planned]:
-        """Plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher prices."""
+        """Iterate over plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher
+        prices."""
         yield self.fastest
         if self.options.recompute != AUTO:
             return
@@ -175,7 +178,7 @@ class PipelineSearch:
                 yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
 
     def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
-        """The same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
+        """Estimate the same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
         new: list[Estimate] = []
         for _ in range(MOST_LIMITS if self.options.recompute == AUTO else 0):
             closest = min((*new, *found), key=lambda one: one.peak_bytes)
@@ -195,7 +198,7 @@ class PipelineSearch:
         return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
 
     def _planned(self, limit: float) -> Planned:
-        """The fastest plan of a micro-batch that holds so many bytes at most."""
+        """Return the fastest plan of a micro-batch that holds so many bytes at most."""
         solvers = [replaced(solver, solver.search, min(limit, self.ranks * self.limit)) for solver in self.solvers]
         options = replace(self.options, refuses=True)
         if limit == math.inf:
@@ -211,7 +214,7 @@ class PipelineSearch:
         return chain(inner.problem, inner.evaluation, inner.pricer, fewest, self.send, prices=prices)
 
     def _possible(self, pieces: Chain) -> list[tuple[str, int]]:
-        """Schedules for which there are pieces enough; the only one whatever there are, for its error."""
+        """Return the schedules for which there are pieces enough; the only one whatever there are, for its error."""
         enough = [(kind, v) for kind, v in self.kinds if self.ranks * v <= len(pieces.pieces)]
         return enough if len(self.kinds) > 1 else list(self.kinds)
 
@@ -232,7 +235,8 @@ class PipelineSearch:
         return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True)
 
     def _played(self, pieces: Chain, cut: StageCut, kind: str, v: int) -> float:
-        """Seconds of the schedule with the seconds of a cut's pieces; what is computed again is in the backward."""
+        """Play the schedule with the seconds of a cut's pieces and return its seconds; what is computed again is in the
+        backward."""
         works = {}
         for stage in cut.stages:
             spans = [pieces.parts[first:end] for first, end in stage.spans]
@@ -249,14 +253,14 @@ class PipelineSearch:
         ).seconds
 
     def _pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
-        """One without costs."""
+        """Return a pipeline without costs."""
         return Pipeline(
             self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0
         )
 
     def _check_state(self, pieces: Chain, room: float) -> None:
-        """Raises MemoryInfeasibleError if even cuts leave no room for activations, so that no cut has to be looked
-        for."""
+        """Raise MemoryInfeasibleError if parameters and optimizer state, spread evenly over the ranks, leave no room
+        for activations, so that no cut has to be looked for."""
         state = sum(piece.state_bytes for piece in pieces.pieces) - sum(one.bytes_ for one in pieces.shared)
         if state / self.ranks > room:
             missing = state / self.ranks - room
@@ -264,7 +268,7 @@ class PipelineSearch:
                                         missing_bytes=math.ceil(missing), fix="use more devices")  # fmt: skip
 
     def _cut(self, pieces: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
-        """Raises MemoryInfeasibleError for one that does not fit."""
+        """Cut the pieces for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""
         timing = timing_of(kind, self.ranks, v)
         if KINDS[kind].v_shaped:
             return cut_stages(pieces.pieces, self.ranks * v, self.micro_batches, room / v, timing, pieces.shared)
@@ -273,7 +277,8 @@ class PipelineSearch:
     # judging
 
     def judged(self, one: Estimate) -> Tried:
-        """The best cut for a schedule that the judge lets fit, else the one that holds least of those tried."""
+        """Judge the best cuts for a schedule: return the fastest that the judge lets fit, else the one that holds least
+        of those tried."""
         inner, _, _ = self.prepared(one.inner)
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
@@ -284,8 +289,8 @@ class PipelineSearch:
         return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
 
     def _fitted(self, one: Estimate, is_rough: bool) -> tuple[Judged, Evaluation]:
-        """A cut, with less and less memory until the judge lets it fit; the one that holds least if that does not
-        help."""
+        """Find a cut, with less and less memory until the judge lets it fit; return the one that holds least if that
+        does not help."""
         inner, pieces, again = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
         best: tuple[Judged, Evaluation] | None = None
@@ -307,14 +312,13 @@ class PipelineSearch:
         return best
 
     def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Tried]:
-        """Other schedules for a plan of a micro-batch, judged; without those that need more stages than it has
-        pieces."""
+        """Judge other schedules for a plan of a micro-batch, without those that need more stages than it has pieces."""
         _, pieces, _ = self.prepared(inner)
         possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(pieces.pieces)]
         return [self.judged(self._estimate(inner, pieces, kind, v)) for kind, v in possible]
 
     def _settled(self, inner: Planned, pipeline: Pipeline, again: Again | None) -> tuple[Judged, Evaluation]:
-        """A pipeline with as much computed again on each rank as its memory demands, or as can be."""
+        """Judge a pipeline with as much computed again on each rank as its memory demands, or as can be."""
         problem, e = inner.whole
         judged = judge(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
         for _ in range(MOST_AGAIN if again is not None else 0):
@@ -328,7 +332,8 @@ class PipelineSearch:
         return judged, e
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
-        """A plan of the whole graph, its pieces, and what may be computed again if that is free."""
+        """Return a plan of the whole graph, its pieces, and what may be computed again, if that is left to the
+        search."""
         if id(inner) not in self._known:
             whole = self._of_whole(inner)
             is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
@@ -336,7 +341,7 @@ class PipelineSearch:
         return self._known[id(inner)][1]
 
     def _of_whole(self, inner: Planned) -> Planned:
-        """The same plan of the whole graph."""
+        """Return the same plan of the whole graph; it is searched anew if the graph's blocks are not cut alike."""
         if self.few.compact is None or self.few.compact.whole:
             return inner
         if self.micro.captured.compact is None:  # its blocks are not cut alike
@@ -356,5 +361,5 @@ class PipelineSearch:
 
 
 def _seconds(parts: Sequence[Part]) -> tuple[float, float, float]:
-    """Of a stage: forward, input gradients, weight gradients."""
+    """Return the seconds of a stage: forward, input gradients, weight gradients."""
     return tuple(sum(getattr(part, f"{what}_seconds") for part in parts) for what in ("forward", "input", "weight"))

@@ -56,19 +56,19 @@ class Chain:
     parts: tuple[Part, ...]
 
     def cuts(self, firsts: Sequence[int]) -> tuple[str, ...]:
-        """The ops at which stages begin that begin at these pieces, in order; the first stage begins at none."""
+        """Return the ops at which stages begin that begin at these pieces, in order; the first stage begins at none."""
         return tuple(self.starts[i - 1] for i in sorted(firsts) if i)
 
     @property
     def once_seconds(self) -> float:
-        """Of a step, for all micro-batches, over all pieces."""
+        """Return the seconds that a step takes once, for all micro-batches, over all pieces."""
         return sum(part.once_seconds for part in self.parts)
 
 
 def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send, live: LiveBytes | None = None,
           prices: Prices | None = None) -> Chain:  # fmt: skip
-    """The pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides, None
-    if nothing may. Raises StageError if they are too few for so many stages."""
+    """Return the pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides,
+    None if nothing may. Raise StageError if the pieces are too few for so many stages."""
     compact, first, seconds = problem.compact, e.first, e.compute["forward"]
     if not recomputes_alike(e):
         (problem, e), compact = whole_of(problem, e), None
@@ -99,13 +99,13 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
 
 
 def _repeated(blocks: Sequence[int], copies: Callable[[int], int]) -> list[int]:
-    """Pieces in the order of the whole model: those that begin in one block follow each other once for each of its
-    copies."""
+    """Return the pieces in the order of the whole model: those that begin in one block follow each other once for each
+    of its copies."""
     return [i for block, own in groupby(range(len(blocks)), blocks.__getitem__) for i in [*own] * copies(block)]
 
 
 def _names(compact, starts: Sequence[fx.Node], order: Sequence[int], first: int) -> tuple[str, ...]:
-    """The ops of the whole graph at which the pieces begin, "" if only the compact one is known."""
+    """Return the ops of the whole graph at which the pieces begin, "" where only the compact one is known."""
     seen, names = [0] * (len(starts) + 1), []
     for i in order[1:]:
         origin, block = compact.home[starts[i - 1]]
@@ -116,7 +116,8 @@ def _names(compact, starts: Sequence[fx.Node], order: Sequence[int], first: int)
 
 
 def _levels(problem: Problem, e: Evaluation, pricer: Pricer, prices: Prices | None) -> list[Evaluation]:
-    """The plan with every block computed again up to some of its steps, the last of them included."""
+    """Return plans with every block computed again up to ever later steps, to the last of them in the last plan; none
+    if nothing may be computed again, or if something is already."""
     if prices is None or e.recomputed:
         return []
     steps: dict[str, list] = {}
@@ -130,9 +131,10 @@ def _levels(problem: Problem, e: Evaluation, pricer: Pricer, prices: Prices | No
 def _pieces(
     parts: Sequence[tuple[Part, ...]], more: Sequence[float], send: Send, crossing: Sequence[float]
 ) -> list[Piece]:
-    """`parts`: of every piece at each level; what comes and goes is that of the level where it is most. `crossing`:
-    bytes that pass after each part. Where all parts are stages, more may pass: values that the backward of one part
-    reads of others, which a stage of several parts has itself. So a message is no more than what passes."""
+    """Make pieces of the parts. `parts`: of every piece at each level; what comes and goes is that of the level where
+    it is most. `crossing`: bytes that pass after each part. Where all parts are stages, more may pass: values that the
+    backward of one part reads of others, which a stage of several parts has itself. So a message is no more than what
+    passes."""
     known: dict[tuple, str] = {}
     pieces = []
     for levels, tied, most in zip(parts, more, crossing):
@@ -152,9 +154,9 @@ def _pieces(
 
 def places_to_cut(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
                   copies: Mapping[fx.Node, int]) -> dict[str, float]:  # fmt: skip
-    """The forward ops at which a piece may begin, in order, with the bytes of a device that pass a cut there, for
-    stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raises StageError if there
-    are fewer than the stages need."""
+    """Return the forward ops at which a piece may begin, in order, with the bytes of a device that pass a cut there,
+    for stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raise StageError if
+    there are fewer than the stages need."""
     order, crossing = crossing_bytes(problem, e, pricer, Places(problem.graph, ()).free)
     seconds = {
         v.node: float(problem.choices(v.index).seconds[e.choice[v.index]]) for v in problem.vertices if v.kind == "op"

@@ -59,7 +59,7 @@ class Work:
         )
 
     def seconds(self, overlap: float) -> float:
-        """As Evaluation.seconds counts a phase."""
+        """Return all seconds, as Evaluation.seconds counts a phase."""
         compute = self.compute + self.again
         return compute + self.moved + self.hidden - overlap * min(self.hidden, compute)
 
@@ -115,12 +115,12 @@ class Part:
 
     @property
     def state_bytes(self) -> float:
-        """What stays, whatever runs: several micro-batches' gradients are there all the time."""
+        """Return the bytes that stay, whatever runs: several micro-batches' gradients are there all the time."""
         return self.resident_bytes + self.computing_bytes + self.kept_bytes + self.gradient_bytes + self.whole_bytes
 
     @property
     def name(self) -> str:
-        """`h.0 to h.5`, the first and the last block."""
+        """Return `h.0 to h.5`, the first and the last block."""
         blocks = list(dict.fromkeys(block_of(m) or m for m in self.modules))
         return " to ".join(dict.fromkeys((blocks[0], blocks[-1]))) if blocks else ""
 
@@ -164,7 +164,7 @@ class Parts:
         self._transients(live or live_bytes(problem, e, pricer))
 
     def _where(self) -> dict[fx.Node, int]:
-        """The parts of every node, as bits: of what is computed wherever it is read, those that read it."""
+        """Return the parts of every node, as bits: of what is computed wherever it is read, those that read it."""
         where: dict[fx.Node, int] = {}
         for node in reversed(self.problem.graph.nodes):
             if node.op == "output":
@@ -181,7 +181,7 @@ class Parts:
         return where
 
     def _charged(self, mask: int) -> Iterator[Part]:
-        """The parts that pay for something that the parts of a mask need."""
+        """Iterate over the parts that pay for something that the parts of a mask need."""
         if not self.repeated or not mask:
             yield self.found[first_of(mask, 0)]
             return
@@ -238,7 +238,8 @@ class Parts:
                 self.tied.append(Tied(parts, dict(kinds), gradient))
 
     def _is_read_alone(self, parameter: int) -> bool:
-        """Whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered once."""
+        """Return whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered
+        once."""
         uses = [u for u in uses_by_tensor(self.problem)[parameter, 0] if u.slot != STATE]
         return any((parameter, 0, self._strategy(u.consumer).inputs[u.slot]) not in self.once for u in uses) or not uses
 
@@ -248,7 +249,8 @@ class Parts:
         return WEIGHT if self.gradient_of.get(node, SEVERAL) != SEVERAL else INPUT
 
     def _whole_bytes(self) -> dict[int, float]:
-        """By parameter, what its gradient is more before its reduction, where that waits for all micro-batches."""
+        """Return by parameter how much larger its gradient is before its reduction, in bytes, where that waits for all
+        micro-batches."""
         found: dict[int, float] = {}
         if self.e.reduces_once:
             for (producer, output), uses in uses_by_tensor(self.problem).items():
@@ -264,7 +266,7 @@ class Parts:
             self._transfer(t, self._mask(t))
 
     def _mask(self, t: Transfer) -> int:
-        """The parts that make a transfer: those of its readers, or, of a gradient for its parameter, where it is
+        """Return the parts that make a transfer: those of its readers, or, of a gradient for its parameter, where it is
         made."""
         vertices, mask = self.problem.vertices, 0
         for consumer in t.consumers:
@@ -302,7 +304,7 @@ class Parts:
                 part.saved_bytes += bytes_
 
     def _passing(self) -> None:
-        """What is sent over each border: from where it is made to its last reader, or back to its first one."""
+        """Record what is sent over each border: from where it is made to its last reader, or back to its first one."""
         tensors = {
             v.tensor(o): (v.index, o) for v in self.problem.vertices if v.kind == "op" for o in range(len(v.values))
         }
@@ -319,7 +321,7 @@ class Parts:
                     self.found[border].returned.append(bytes_)
 
     def _outputs(self) -> None:
-        """What leaves the call, in the layout in which it does."""
+        """Add up the bytes of what leaves the call, in the layout in which it does."""
         output = output_node(self.problem.graph)
         for value, role, use in zip(output.args[0], output.meta["roles"], self.problem.output_uses):
             if role.kind == "output" and value.meta["val"].dim():
@@ -351,7 +353,7 @@ class Parts:
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
-    """By node of the backward, the parameter whose gradient alone follows from it, or SEVERAL."""
+    """Return by node of the backward the parameter whose gradient alone follows from it, or SEVERAL."""
     output = output_node(graph)
     found: dict[fx.Node, str] = {}
     for value, role in zip(output.args[0], output.meta["roles"]):
@@ -368,8 +370,8 @@ def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
 def crossing_bytes(
     problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx.Node]
 ) -> tuple[list[fx.Node], list[float]]:
-    """Forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a cut before
-    each."""
+    """Return the forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a
+    cut before each."""
     order = [n for n in problem.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and n not in free]
     place = {node: i for i, node in enumerate(order)}
     change = [0.0] * (len(order) + 1)

@@ -35,8 +35,8 @@ STYLES: dict[str, tuple[int | None, int | None]] = {
 
 
 def styles_of(model: object) -> dict[str, str]:
-    """The styles of a model that has any, by names as of `named_parameters` with `*` for a number: its own `_tp_plan`,
-    and what its config says of the base model in it."""
+    """Return the styles of a model that has any, by names as of `named_parameters` with `*` for a number: its own
+    `_tp_plan`, and what its config says of the base model in it."""
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")
     where = f"{prefix}." if prefix and isinstance(prefix, str) and hasattr(model, prefix) else ""
@@ -45,7 +45,7 @@ def styles_of(model: object) -> dict[str, str]:
 
 
 def _texts(plan: object) -> dict[str, str]:
-    """A plan if it is one: attributes of these names may be anything in somebody's model."""
+    """Return a plan if it is one, else an empty one: attributes of these names may be anything in somebody's model."""
     is_plan = isinstance(plan, Mapping) and all(isinstance(x, str) for pair in plan.items() for x in pair)
     return dict(plan) if is_plan else {}
 
@@ -66,22 +66,23 @@ class TensorPlan:
 
     @cached_property
     def _holders(self) -> list[re.Pattern]:
-        """Modules that hold a row-wise layer, and what is in them."""
+        """Return patterns of the modules that hold a row-wise layer, and of what is in them."""
         rows = {key.rpartition(".")[0] for key, style in self.styles if STYLES[style] == ROW}
         return [re.compile(_pattern(parent).pattern + r"(\..*)?") for parent in sorted(rows - {""})]
 
     def dim_of(self, name: str, dims: int) -> int | None:
-        """The dim of a parameter that the tensor axis cuts."""
+        """Return the dim of a parameter that the tensor axis cuts, None if it cuts none."""
         weight, bias = self._of(name) or self._of(name.rpartition(".")[0]) or WHOLE
         dim = bias if name.rpartition(".")[2].endswith("bias") else weight
         return None if dim is None or dims + dim < 0 else dim % dims
 
     def cuts(self, module: str) -> bool:
-        """Whether a layer computes with a part of its weight."""
+        """Return whether a layer computes with a part of its weight."""
         return (self._of(module) or WHOLE) != WHOLE
 
     def is_between(self, module: str) -> bool:
-        """Whether values of a module, or of the one that holds it, may stay cut."""
+        """Return whether values of a module may stay cut: it holds a row-wise layer, or is inside of a module that
+        does."""
         return any(pattern.fullmatch(module) for pattern in self._holders)
 
     def _of(self, name: str) -> tuple[int | None, int | None] | None:
@@ -93,8 +94,8 @@ def _pattern(key: str) -> re.Pattern:
 
 
 def inside(problem: Problem, plan: TensorPlan) -> set[int]:
-    """Vertices that the tensor axis may cut: layers that it cuts, and what lies between them. A sum of gradients
-    belongs to no module; it lies where what it adds does."""
+    """Return the vertices that the tensor axis may cut: layers that it cuts, and what lies between them. A sum of
+    gradients belongs to no module; it lies where what it adds does."""
     between: set[int] = set()
     layers: set[int] = set()
     for v in problem.vertices:

@@ -27,8 +27,9 @@ class Prices:
     overlap: float = 0.0
 
     def hidden(self, phase: str) -> float:
+        """Return the weight of a second of communication that may hide behind the phase's compute."""
         return self.hidden_backward if phase == "backward" else self.hidden_forward
 
     def compute(self, phase: str) -> float:
-        """Weight of a second of compute."""
+        """Return the weight of a second of the phase's compute."""
         return 2.0 - self.overlap - self.hidden(phase) if self.overlap else 1.0

@@ -28,7 +28,7 @@ LEVELS = (NONE, AUTO, OPTIMIZER)
 
 
 def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
-    """Raises StrategyError for an unknown level, or where there is no host to offload to."""
+    """Raise StrategyError for an unknown level, or where there is no host to offload to."""
     if level not in LEVELS:
         raise StrategyError(f"no offload {level!r} is known", fix=f"use one of {', '.join(LEVELS)}")
     if (level == OPTIMIZER or on_host) and hardware.host is None:
@@ -50,7 +50,7 @@ class Offload:
     on_host: Collection[str] = ()
 
     def places(self, v: Vertex) -> tuple[bool, ...]:
-        """Whether a parameter may be on the device (False) and on the host (True)."""
+        """Return the places that a parameter may be in: on the device (False), on the host (True), or either."""
         if v.name in self.on_host or self.level == OPTIMIZER and v.node.meta["role"].trainable:
             return (True,)
         is_free = self.level == AUTO and self.cost is not None and v.node.meta["role"].trainable
@@ -58,8 +58,8 @@ class Offload:
 
 
 def break_even(problem: Problem, gradients: float) -> float | None:
-    """Seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be in both
-    places. `gradients`: whether those are held when memory peaks (1) or not (0)."""
+    """Return the seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be
+    in both places. `gradients` says whether those are held when memory peaks (1) or not (0)."""
     prices = []
     for options in problem.classes.values():
         here = [k for k, s in enumerate(options.strategies) if not s.on_host]
@@ -71,7 +71,7 @@ def break_even(problem: Problem, gradients: float) -> float | None:
 
 
 def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
-    """What an evaluated plan has on the host. Seconds are of a step, bytes of a device's share."""
+    """Return what an evaluated plan has on the host. Seconds are of a step, bytes of a device's share."""
     parameters, bytes_, copies, steps = 0, 0.0, 0.0, 0.0
     for v in problem.vertices:
         strategy = problem.choices(v.index).strategies[e.choice[v.index]]
@@ -87,7 +87,7 @@ def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
 
 
 def check_host(problem: Problem, e: Evaluation) -> None:
-    """Raises MemoryInfeasibleError if a plan puts more on the host than it has."""
+    """Raise MemoryInfeasibleError if a plan puts more on the host than the host has."""
     cost, need = problem.offload.cost, offloaded(problem, e).host_bytes
     if cost is not None and need > cost.host.memory_bytes:
         missing = need - cost.host.memory_bytes

@@ -21,7 +21,8 @@ from .vertices import Vertex
 
 
 def fitting(problem: Problem, beside: fx.Graph) -> dict[int, np.ndarray]:
-    """By class, a mask over its strategies: those that nodes of the same names in the graph `beside` can follow."""
+    """Return, by class, a mask over its strategies: those that nodes of the same names in the graph `beside` can
+    follow."""
     nodes = {node.name: node for node in beside.nodes}
     masks = {}
     for cls, options in problem.classes.items():

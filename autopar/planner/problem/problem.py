@@ -62,10 +62,11 @@ class Problem:
                 v.copies = len(self.compact.stands_for(v.block, first))
 
     def whole_nodes(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes of the whole graph that a node of the planned graph stands for."""
+        """Return the nodes of the whole graph that a node of the planned graph stands for."""
         return [node] if self.compact is None else self.compact.nodes(node, self.first)
 
     def choices(self, vertex: int) -> Choices:
+        """Return what the class of a vertex may choose."""
         return self.classes[self.vertices[vertex].cls]
 
 
@@ -79,8 +80,8 @@ def build(
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
 ) -> Problem:
-    """The problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the classes;
-    leaves that different `pins` name do not share one."""
+    """Return the problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the
+    classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)

@@ -76,7 +76,8 @@ class Restriction:
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh) -> Restriction:
-        """Raises StrategyError for an unknown strategy or one that the mesh has too few axes for.
+        """Return the restriction of a strategy. Raise StrategyError for an unknown one, or one that the mesh has too
+        few axes for.
 
         An axis named tp carries the tensors if one named dp carries the batch; else the last axis does, and the others
         the batch. Strategies that are data-parallel alone spread the batch over all axes."""
@@ -109,18 +110,19 @@ class Restriction:
 
     @staticmethod
     def of_model(plan: TensorPlan, mesh: Mesh) -> Restriction:
-        """What the model itself says of its parameters, on the axis that Megatron cuts tensors over; the others carry
-        the batch."""
+        """Return the restriction to what the model itself says of its parameters, on the axis that Megatron cuts
+        tensors over; the others carry the batch."""
         return replace(Restriction.of("megatron", mesh), name=MODELS_OWN, sharded_axes=(), tensor_plan=plan)
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
+        """Return the axes that cut tensors, with or without the sequence."""
         return tuple(a for a, role in self.roles.items() if role in (TENSOR, TENSOR_SEQUENCE))
 
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:
-    """`"megatron_sp+zero1"`: a tensor-parallel recipe, and what a data-parallel one says of the parameters on its data
-    axes."""
+    """Return the restriction of two strategies, as of `"megatron_sp+zero1"`: a tensor-parallel recipe, and what a
+    data-parallel one says of the parameters on its data axes. Raise StrategyError for any other two."""
     names = [ALIASES.get(name, name) for name in strategy.split("+")]
     first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
     if len(names) != 2 or not _has_tensor(first) or second is None or not second.data or second.replicates:
@@ -136,8 +138,8 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
 def allowed_strategies(
     problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None
 ) -> dict[int, np.ndarray]:
-    """A mask over the strategies of every class. Raises StrategyError for a pin that nothing can follow, or for a class
-    that what is forbidden leaves nothing."""
+    """Return a mask over the strategies of every class. Raise StrategyError for a pin that nothing can follow, or for a
+    class that what is forbidden leaves nothing."""
     mesh = problem.mesh
     batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
     plan = restriction.tensor_plan
@@ -189,8 +191,9 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
 
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
              fits: np.ndarray) -> np.ndarray:  # fmt: skip
-    """`must_cut`: a tensor axis shards a factor of the weight where it can, as Megatron cuts every linear and the
-    heads. `fits`: the strategies that can be at all."""
+    """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
+    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits` are the
+    strategies that can be at all."""
     mask = fits.copy()
     for i, axis in enumerate(mesh.names):
         role = roles[axis]
@@ -214,8 +217,8 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], wei
 
 
 def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.ndarray:
-    """`is_thin`: a factor of a LoRA adapter, which tensor parallelism cuts only where its base is cut along the same
-    dim."""
+    """Return a mask over the strategies of a parameter. `is_thin` marks a factor of a LoRA adapter, which tensor
+    parallelism cuts only where its base is cut along the same dim."""
     layouts = [s.outputs[0] for s in strategies]
     used = [set(layout.sharding_axes) for layout in layouts]
     mask = np.array([not (u & set(restriction.whole_axes)) for u in used])
@@ -227,7 +230,8 @@ def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.n
 
 
 def _planned_mask(strategies, restriction: Restriction, name: str) -> np.ndarray:
-    """The tensor axes cut the dim that the model's own plan says, and no other. Raises StrategyError if they cannot."""
+    """Return a mask over the strategies of a parameter: the tensor axes cut the dim that the model's own plan says, and
+    no other. Raise StrategyError if they cannot."""
     layouts = [s.outputs[0] for s in strategies]
     dim = restriction.tensor_plan.dim_of(name, len(layouts[0].dims))
     mask = np.array([all(layout.dim_of(a) == dim for a in restriction.tensor_axes) for layout in layouts])
@@ -237,7 +241,8 @@ def _planned_mask(strategies, restriction: Restriction, name: str) -> np.ndarray
 
 
 def _in_place_mask(problem: Problem, v: Vertex, strategies, restriction: Restriction) -> np.ndarray:
-    """A layer computes with the part of its weight that the device holds. Raises StrategyError if it cannot."""
+    """Return a mask over the strategies of an op: a layer computes with the part of its weight that the device holds.
+    Raise StrategyError if it cannot."""
     mask = np.ones(len(strategies), bool)
     for slot, (producer, _) in enumerate(v.inputs):
         parameter = problem.vertices[producer]
@@ -254,7 +259,8 @@ def _has_tensor(restriction: Restriction) -> bool:
 
 
 def _input_mask(strategies, restriction: Restriction, fits: np.ndarray) -> np.ndarray:
-    """Dim 0 is cut over data axes only, and over as many as it can be where the layout `fits`."""
+    """Return a mask over the strategies of an input: dim 0 is cut over data axes only, and over as many as it can be
+    where the layout `fits`."""
     data = {a for a, role in restriction.roles.items() if role == DATA}
     fixed = {a for a, role in restriction.roles.items() if role != FREE}
     layouts = [s.outputs[0] for s in strategies]
@@ -294,8 +300,8 @@ def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: 
 
 
 def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tuple[Vertex, np.ndarray]]:
-    """Leaves that a glob matches, each with a mask of the strategies that place it as the text says. Raises
-    StrategyError if it matches none, MeshError for an axis that the mesh does not have."""
+    """Iterate over the leaves that a glob matches, each with a mask of the strategies that place it as the text says.
+    Raise StrategyError if it matches none, MeshError for an axis that the mesh does not have."""
     found = False
     names = {}
     for v in problem.vertices:
@@ -320,7 +326,7 @@ def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tup
 
 
 def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
-    """Whether the named axes are placed as wanted; all axes if none is named ("R")."""
+    """Return whether the named axes are placed as wanted; all axes if none is named ("R")."""
     if axes is None:
         return layout == wanted
     for axis in axes:
@@ -330,8 +336,9 @@ def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
 
 
 def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-    """By class: the factors that come from the batch dim of an input, and those that come from a parameter's dim. Dims
-    of tensors that share a factor of some op are one group; a dim of several factors joins its outermost one only."""
+    """Return, by class, the factors that come from the batch dim of an input, and those that come from a parameter's
+    dim. Dims of tensors that share a factor of some op are one group; a dim of several factors joins its outermost one
+    only."""
     parent: dict = {}
 
     def find(x):

@@ -30,16 +30,19 @@ class Choices:
     copies: int = 0
 
     def layouts(self, slot: int) -> list[Layout]:
-        """Layout at an input slot (or the vertex's own layout: STATE) for every strategy."""
+        """Return the layout at an input slot (or the vertex's own layout: STATE) for every strategy."""
         return [s.outputs[0] if slot == STATE else s.inputs[slot] for s in self.strategies]
 
     def output_layouts(self, output: int) -> list[Layout]:
+        """Return the layout of an output for every strategy."""
         return [s.outputs[output] for s in self.strategies]
 
 
 def choices_of(
     v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, optimizer: str, pinned: Layout | None, offload: Offload
 ) -> Choices:
+    """Return what a vertex may choose: an op the strategies of its rule; an output, parameter, input or tangent all its
+    legal layouts; any other leaf to be replicated. A leaf may only have the layout `pinned` if there is one."""
     if v.kind == "op":
         return _op_choices(v.node, rule, part_sets, mesh, cost)
     value = v.node.meta["val"]
@@ -68,7 +71,7 @@ def choices_of(
 def _parameter_choices(
     v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload
 ) -> Choices:
-    """Every layout in every place that a parameter may be in. Of one on the host the device holds the copy that
+    """Return every layout in every place that a parameter may be in. Of one on the host the device holds the copy that
     computes."""
     state, trainable, places = v.state_bytes(optimizer), v.node.meta["role"].trainable, offload.places(v)
     choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in places for o in options])
@@ -82,12 +85,12 @@ def _parameter_choices(
 
 
 def _free(options: list[Strategy]) -> Choices:
-    """Choices that cost nothing."""
+    """Return choices that cost nothing."""
     return Choices(options, *(np.zeros(len(options)) for _ in range(3)))
 
 
 def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bool) -> list[Layout]:
-    """All legal layouts without Partial: per axis a dim or none; `orders` also permutes axes that share a dim (a
+    """Return all legal layouts without Partial: per axis a dim or none; `orders` also permutes axes that share a dim (a
     ZeRO-sharded column-parallel weight is cut by tp first); `parts` adds layouts inside the parts of a dim."""
     result: dict[Layout, None] = {}
     names = [axis for axis in mesh.names if mesh.size(axis) > 1] or list(mesh.names)

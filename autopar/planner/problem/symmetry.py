@@ -14,7 +14,7 @@ from .vertices import Use, Vertex
 
 
 def fold(vertices: list[Vertex], uses: list[Use], radius: int = 2) -> list[int]:
-    """Class of every vertex, as any number equal for members of one class."""
+    """Return the class of every vertex, as any number equal for members of one class."""
     colours = _compress([v.signature for v in vertices])
     incoming: dict[int, list[tuple]] = defaultdict(list)
     outgoing: dict[int, list[tuple]] = defaultdict(list)
@@ -36,11 +36,11 @@ def fold(vertices: list[Vertex], uses: list[Use], radius: int = 2) -> list[int]:
 
 
 def unfolded(vertices: list[Vertex], uses: list[Use]) -> list[int]:
-    """Every vertex its own class."""
+    """Return a class of its own for every vertex."""
     return [v.index for v in vertices]
 
 
 def _compress(keys: list) -> list[int]:
-    """Small numbers for keys, in order of first appearance, so that they do not depend on hashing."""
+    """Return small numbers for keys, in order of first appearance, so that they do not depend on hashing."""
     numbers: dict = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -51,15 +51,15 @@ class Vertex:
 
     @property
     def values(self) -> list[torch.Tensor]:
-        """What the vertex hands on, one tensor an output."""
+        """Return what the vertex hands on, one tensor an output."""
         return [self.casts[i].meta["val"] if i in self.casts else value for i, value in enumerate(values_of(self.node))]
 
     def tensor(self, output: int) -> tuple[fx.Node, int]:
-        """An output as the lowering knows it: its node, and which output of that node it is."""
+        """Return an output as the lowering knows it: its node, and which output of that node it is."""
         return (self.casts[output], 0) if output in self.casts else (self.node, output)
 
     def state_bytes(self, optimizer: str) -> StateBytes:
-        """Of a parameter: bytes of an element."""
+        """Return the bytes of an element of a parameter, for each kind of its state."""
         copy = self.casts[0].meta["val"].element_size() if 0 in self.casts else 0
         return StateBytes.of(optimizer, self.node.meta["val"].element_size(), copy)
 
@@ -76,8 +76,8 @@ class Use:
 
 
 def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
-    """The vertices of a joint graph, each without a class, and the uses of their tensors, those by the graph's outputs
-    last."""
+    """Return the vertices of a joint graph, each without a class, and the uses of their tensors, those by the graph's
+    outputs last."""
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
@@ -131,8 +131,8 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
 
 
 def _constants(node: fx.Node) -> list:
-    """Arguments that are not tensors, nested ones too, with node names left out, and stream numbers, which change no
-    price."""
+    """Return the arguments that are not tensors, nested ones too, without node names and without stream numbers, which
+    change no price."""
     stream = STREAM.get(node.target)
     args = [a for i, a in enumerate(node.args) if i != stream]
     return [a for a in flatten((args, node.kwargs)) if not isinstance(a, fx.Node)]

@@ -31,22 +31,22 @@ class Cuts:
         self._slopes: list[np.ndarray] = []
 
     def copy(self) -> Cuts:
-        """The same knowledge, to go on from."""
+        """Return a copy of what is known, to go on from."""
         other = Cuts(tuple(self.low), tuple(self.high))
         other.points, other.plans = list(self.points), list(self.plans)
         other._seconds, other._slopes = list(self._seconds), list(self._slopes)
         return other
 
     def add(self, point: np.ndarray, seconds: float, slope: np.ndarray, plan: Evaluation) -> None:
-        """A plan found at a point: its priced seconds there, and how fast they grow with each price."""
+        """Add a plan found at a point: its priced seconds there, and how fast they grow with each price."""
         self.points.append(point)
         self.plans.append(plan)
         self._seconds.append(seconds)
         self._slopes.append(slope)
 
     def highest(self, bound: float) -> tuple[np.ndarray, float, list[Evaluation]]:
-        """Where to search next, how much more than `bound` other prices may prove (as a share of it), and the plans
-        that meet at the highest point, those with the largest shares first."""
+        """Return where to search next, how much more than `bound` other prices may prove (as a share of it), and the
+        plans that meet at the highest point, those with the largest shares first."""
         model = mathopt.Model()
         prices = [model.add_variable(lb=low, ub=high) for low, high in zip(self.low.tolist(), self.high.tolist())]
         most = model.add_variable()
@@ -64,12 +64,13 @@ class Cuts:
         return point if self.is_known(near) else near, doubt, [self.plans[i] for i in met]
 
     def is_known(self, point: np.ndarray) -> bool:
-        """Whether a search was made so near that another would hardly find anything new."""
+        """Return whether a search was made so near that another would hardly find anything new."""
         return any(np.abs(point - other).max() < SAME for other in self.points)
 
     def _near(self, point: np.ndarray, doubt: float) -> np.ndarray:
-        """While little is known, half way there from the best point so far: far from the best prices plans are of no
-        use, and long to search for."""
+        """Return where to search on the way to `point`: at a price of memory that grows by no more than MOST_GROWTH,
+        and while little is known at weights half way there from the best point so far: far from the best prices plans
+        are of no use, and long to search for."""
         price = min(point[2], max(FIRST_PRICE, MOST_GROWTH * max(p[2] for p in self.points)))
         if doubt > LITTLE_KNOWN:
             point = (point + self.points[int(np.argmax(self._seconds))]) / 2

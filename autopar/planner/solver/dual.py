@@ -24,7 +24,7 @@ MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut i
 
 
 def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
-    """Of every strategy of a class: the priced seconds and bytes of all its copies."""
+    """Return, for every strategy of a class, the priced seconds and bytes of all its copies."""
     options, v = problem.classes[cls], problem.vertices[cls]
     weight = (
         prices.compute(v.phase) if v.kind == "op" else 1.0
@@ -34,8 +34,8 @@ def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
 
 
 def _order(problem: Problem) -> list[int]:
-    """Classes in graph order, a leaf just before its first consumer, so that neighbours in the order are neighbours in
-    the graph: rounding decides a class when most of what it touches is decided."""
+    """Return the classes in graph order, a leaf just before its first consumer, so that neighbours in the order are
+    neighbours in the graph: rounding decides a class when most of what it touches is decided."""
     place = {cls: float(cls) for cls in problem.classes}
     leaves = {cls for cls in problem.classes if not problem.vertices[cls].inputs}
     for cls in leaves:
@@ -53,8 +53,8 @@ class Dual:
 
     def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
                  keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
-        """`reruns`: classes whose ops may run again in the backward, so that what they make need not be saved; with
-        them the bound also holds for plans that recompute."""
+        """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
+        they make need not be saved; with them the bound also holds for plans that recompute."""
         self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
         self.reruns = frozenset(reruns)
         self.classes = _order(problem)
@@ -99,7 +99,7 @@ class Dual:
             self.ends[end.position].append((factor, end))
 
     def _end(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, End]:
-        """The layouts of a tensor that the allowed options of a class have, with the class's end of a factor."""
+        """Return the layouts of a tensor that the allowed options of a class have, with the class's end of a factor."""
         twice, position = cls in self.reruns, self.position[cls]
         once = self.index[position][: len(self.index[position]) // (1 + twice)]
         layouts, which = np.unique(layout_of[once], return_inverse=True)
@@ -127,19 +127,19 @@ class Dual:
             factor.price(priced[id(factor.hub)])
 
     def own(self, cls: int) -> np.ndarray:
-        """Of every option of a class: the priced seconds and bytes of all its copies."""
+        """Return, for every option of a class, the priced seconds and bytes of all its copies."""
         once, options = own_cost(self.problem, cls, self.prices), self.problem.classes[cls]
         if cls not in self.reruns:
             return once
         return np.concatenate([once, once + options.seconds * (self.prices.compute("backward") * options.copies)])
 
     def modes(self, hub: HubPrices) -> list[Mode]:
-        """The ways to serve one copy of a hub at the prices of the dual."""
+        """Return the ways to serve one copy of a hub at the prices of the dual."""
         is_read_again = any(cls in self.reruns for cls, _, _ in hub.hub.consumers)
         return hub.modes(self.prices, self.keep_parameters, is_read_again)
 
     def strategies(self, choice: dict[int, int]) -> dict[int, int]:
-        """The strategies of a choice, without what runs again."""
+        """Return the strategies of a choice, without what runs again."""
         return {cls: option % len(self.allowed[cls]) for cls, option in choice.items()}
 
     # ascent
@@ -154,7 +154,7 @@ class Dual:
         end.message = factor.to_tail() if end is factor.tail else factor.to_head(end)
 
     def sweep(self, forward: bool) -> None:
-        """One pass over the classes in order, or against it."""
+        """Make one pass over the classes in order, or against it."""
         known, told = (self.earlier, self.later) if forward else (self.later, self.earlier)
         for i in range(len(self.classes)) if forward else range(len(self.classes) - 1, -1, -1):
             for factor, end in known[i]:
@@ -167,13 +167,14 @@ class Dual:
                     end.message = end.message - end.side.smallest(theta)
 
     def bound(self) -> float:
-        """Sum of the minima of all classes and hubs: no plan costs less."""
+        """Return the sum of the minima of all classes and hubs: no plan costs less."""
         return sum(float(self._collected(i).min()) for i in range(len(self.classes))) + sum(
             f.smallest() for f in self.factors
         )
 
     def reduced_costs(self) -> tuple[float, list[np.ndarray]]:
-        """The bound, and for every strategy how far it lies above it at least if the strategy is taken."""
+        """Return the bound, and for every strategy by how much at least the cost lies above it if the strategy is
+        taken."""
         reduced = []
         for i in range(len(self.classes)):
             for factor, end in self.ends[i]:
@@ -186,7 +187,7 @@ class Dual:
         return self.bound(), reduced
 
     def round(self) -> dict[int, int]:
-        """A choice by class: in order, each the best given the classes before it and what the hubs know of those
+        """Return a choice by class: in order, each the best given the classes before it and what the hubs know of those
         after."""
         before = [[end.message for _, end in ends] for ends in self.ends]
         chosen: dict[int, int] = {}

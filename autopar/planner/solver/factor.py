@@ -30,11 +30,11 @@ class Side:
         self.is_identity = len(self.starts) == len(which) and bool((which == np.arange(len(which))).all())
 
     def smallest(self, values: np.ndarray) -> np.ndarray:
-        """Minimum of a class's values over the options of each layout."""
+        """Return the minimum of a class's values over the options of each layout."""
         return values if self.is_identity else np.minimum.reduceat(values.take(self.order), self.starts)
 
     def spread(self, message: np.ndarray) -> np.ndarray:
-        """A message by layout as one by option."""
+        """Return a message by layout as one by option."""
         return message if self.is_identity else message.take(self.which)
 
 
@@ -52,7 +52,7 @@ class End:
 
     @property
     def rows(self) -> np.ndarray:
-        """The message, one row or two."""
+        """Return the message in one row, or in two if the class may run again."""
         return self.message.reshape(1 + self.twice, -1)
 
 
@@ -64,13 +64,14 @@ class _Block:
         self.phases, self.once, self.least = phases, once, least
 
     def joined(self, other: _Block) -> _Block:
+        """Return the block of the consumers of both."""
         if self.least is None and other.least is None:
             return _Block(self.phases | other.phases, self.once + other.once)
         least = (self.once if self.least is None else self.least) + (other.once if other.least is None else other.least)
         return _Block(self.phases | other.phases, self.once + other.once, least)
 
     def seconds(self, mode: Mode, phases: int = 0) -> np.ndarray:
-        """What the block costs by producer layout and column, with a consumer more that reads in `phases`."""
+        """Return what the block costs by producer layout and column, with one more consumer that reads in `phases`."""
         if not self.phases:
             return mode.block[phases]
         phases |= self.phases
@@ -122,18 +123,19 @@ class Factor:
             self.modes = modes
 
     def _alone(self, mode: Mode, head: End) -> np.ndarray:
-        """What the only consumer costs, by the producer's layouts and its own, either twice if it may run again."""
+        """Return what the only consumer costs, by the producer's layouts and its own, either twice if it may run
+        again."""
         columns = np.hstack([mode.block[head.phase], mode.block[head.phase | BACKWARD]][: 1 + head.twice])
         return np.vstack([base[:, None] + columns for base in mode.base])
 
     def _block(self, head: End) -> _Block:
-        """A consumer alone in its block; impossible where it does not want the column."""
+        """Return the block of a consumer alone; it is impossible where the consumer does not want the column."""
         added = np.full((1 + head.twice, self.width), IMPOSSIBLE_SECONDS)
         added[:, head.columns] = -head.rows
         return _Block(head.phase, added[0], _least(added) if head.twice else None)
 
     def _blocks(self, heads: list[End]) -> list[_Block]:
-        """For every set of these consumers (a bit mask) the block that they form."""
+        """Return, for every set of these consumers (a bit mask), the block that they form."""
         blocks = [_Block()]
         for i, head in enumerate(heads):
             one = self._block(head)
@@ -141,7 +143,7 @@ class Factor:
         return blocks
 
     def _partitions(self, mode: Mode, blocks: list[_Block]) -> list[np.ndarray]:
-        """For every set of consumers, by p, the minimum over all ways in which they share payments."""
+        """Return, for every set of consumers, by p, the minimum over all ways in which they share payments."""
         best = [np.zeros(len(self.sources))]
         alone = [None, *(_least(block.seconds(mode), axis=1) for block in blocks[1:])]
         for mask in range(1, len(blocks)):
@@ -155,7 +157,7 @@ class Factor:
         return best
 
     def to_tail(self) -> np.ndarray:
-        """Minimum over the consumers, by the producer's layout."""
+        """Return the minimum over the consumers, by the producer's layout."""
         if len(self.heads) == 1:
             return _least(self.alone - self.heads[0].message, axis=1)
         blocks = self._blocks(self.heads)
@@ -163,7 +165,7 @@ class Factor:
         return (values[0] if len(values) == 1 else _least(values)).ravel()
 
     def to_head(self, head: End) -> np.ndarray:
-        """Minimum over the producer and the other consumers, by this consumer's layout."""
+        """Return the minimum over the producer and the other consumers, by this consumer's layout."""
         if len(self.heads) == 1:
             return _least(self.alone - self.tail.message[:, None], axis=0)
         blocks = self._blocks(self.others[id(head)])
@@ -178,4 +180,5 @@ class Factor:
         return np.concatenate([row[head.columns] for row in rows])
 
     def smallest(self) -> float:
+        """Return the minimum over all layouts, less the messages that the factor has sent."""
         return float((self.to_tail() - self.tail.message).min())

@@ -34,6 +34,7 @@ class Hub:
 
 
 def hubs_of(problem: Problem) -> list[Hub]:
+    """Return the hubs of a problem, those that are copies of each other as one."""
     members: dict[tuple, list[tuple[int, int]]] = {}
     consumers: dict[tuple[int, int], set] = defaultdict(set)
     for use in problem.uses:
@@ -91,13 +92,13 @@ class HubPrices:
 
     @property
     def _unmoved(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places where a column is the producer's own layout."""
+        """Return the places (rows, columns) where a column is the producer's own layout."""
         columns = np.flatnonzero(self.same_as >= 0)
         return self.same_as[columns], columns
 
     def modes(self, prices: Prices, keep_parameters: bool | None, is_read_again: bool = False) -> list[Mode]:
-        """The ways to serve one copy of the hub. `keep_parameters`: whether gathered parameters are kept for the
-        backward (None: as prices say). `is_read_again`: whether a forward consumer may run again."""
+        """Return the ways to serve one copy of the hub. `keep_parameters` says whether gathered parameters are kept for
+        the backward (None: as prices say), `is_read_again` whether a forward consumer may run again."""
         forward, backward = ((prices.hidden(p) if self.is_hidden else 1.0) for p in ("forward", "backward"))
         early, late = (np.where(self.is_possible, self.once * weight, np.inf) for weight in (forward, backward))
         nothing = np.zeros((2, len(self.sources)))
@@ -128,7 +129,8 @@ class HubPrices:
 def served(
     modes: list[Mode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0
 ) -> float | np.ndarray:
-    """Seconds of the cheapest mode when the consumers take these columns; `again`: 1 if the producer runs again."""
+    """Return the seconds of the cheapest mode when the consumers take these columns; `again` is 1 if the producer runs
+    again."""
     block: dict[int, int] = {}
     for q, phase in zip(columns, phases):
         block[q] = block.get(q, 0) | phase

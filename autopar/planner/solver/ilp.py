@@ -100,7 +100,8 @@ class Program:
             self._entries(self._new_rows(1, 1.0, 1.0), variables, 1.0)
 
     def _flow(self, producer: int, sources, source_of, consumer: int, targets, target_of, possible) -> np.ndarray:
-        """Flow variables for the possible pairs, as an array of variable numbers (-1: no variable)."""
+        """Add flow variables for the possible pairs, and return them as an array of variable numbers (-1: no
+        variable)."""
         p, q = np.nonzero(possible)
         variables = self._new_variables(np.zeros(len(p)))
         rows = self._new_rows(len(sources), 0.0, 0.0)
@@ -136,7 +137,7 @@ class Program:
             self._pay_once(hub, flows["forward"] + flows["backward"])
 
     def _grouped(self, flows) -> dict[tuple, tuple[float, list[int]]]:
-        """Flow variables by (source, target) where something must be moved."""
+        """Group flow variables by (source, target) where something must be moved, with the seconds of the move."""
         groups: dict[tuple, tuple[float, list[int]]] = {}
         for p, q, same, variable, seconds in flows:
             if not same:
@@ -144,7 +145,7 @@ class Program:
         return groups
 
     def _pay_once(self, hub: Hub, flows) -> dict[tuple, int]:
-        """A payment variable per (source, target), or the flow itself where it is the only one. Returns those
+        """Add a payment variable per (source, target), or charge the flow itself where it is the only one. Return those
         variables."""
         paid = {}
         groups = self._grouped(flows)
@@ -163,9 +164,9 @@ class Program:
         return paid
 
     def _keep_or_redo(self, priced: HubPrices, flows) -> None:
-        """A forward tensor that the backward reads: copies kept or made again, base saved or not, at the price of
-        memory. A copy that all passes share takes 1 / m of its seconds in each; where that spares more than keeping it
-        costs, it is kept for the forward alone already."""
+        """Add what decides about a forward tensor that the backward reads: copies kept or made again, base saved or
+        not, at the price of memory. A copy that all passes share takes 1 / m of its seconds in each; where that spares
+        more than keeping it costs, it is kept for the forward alone already."""
         hub, is_parameter = priced.hub, priced.is_parameter
         price = self.prices.byte_seconds * hub.copies if self.prices.saved else 0.0
         early = {pair: seconds for pair, (seconds, _) in self._grouped(flows["forward"]).items()}
@@ -224,8 +225,8 @@ class Program:
     # solving
 
     def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False) -> Solution | None:
-        """Optimal within `relative_gap`, or the best found in the time; None if nothing was found. Deterministic but
-        for the time limit: one thread, fixed seed."""
+        """Solve the program: return what is optimal within `relative_gap`, or the best found in the time; None if
+        nothing was found. The result is deterministic but for the time limit: one thread, fixed seed."""
         from ortools.math_opt import model_pb2
         from ortools.math_opt.python import mathopt
 
@@ -269,7 +270,7 @@ class Program:
 
 
 def _summed(rows, columns, values, width):
-    """Entries sorted by row then column, those of one place added up."""
+    """Sort entries by row, then column, and add up those of one place; what adds up to 0 is left out."""
     key = rows * width + columns
     order = np.argsort(key, kind="stable")
     key, values = key[order], values[order]

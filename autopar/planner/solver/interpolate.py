@@ -30,7 +30,7 @@ def mix(
     limit_bytes: float,
     judge: Callable[[dict[int, int]], Evaluation],
 ) -> Evaluation:
-    """`lean`, or a faster plan that also fits, made of `lean` and parts of `fast`. `judge` evaluates a choice by
+    """Return `lean`, or a faster plan that also fits, made of `lean` and parts of `fast`. `judge` evaluates a choice by
     vertex."""
     kinds: dict[tuple, list[list[int]]] = {}  # components by the classes of their vertices
     for component in _components(problem, lean.choice, fast.choice):
@@ -59,7 +59,7 @@ def mix(
 
 
 def _split(problem: Problem, best: Evaluation, fast: Evaluation, components, limit_bytes: float, judge) -> Evaluation:
-    """The best plan with components of the first blocks exchanged, as many blocks as fit."""
+    """Return the best plan with components of the first blocks exchanged, as many blocks as fit."""
     early = [c for c in components if all((problem.vertices[v].block or 0) <= FIRST + 1 for v in c)]
     choice = best.choice | {v: fast.choice[v] for c in early for v in c}
     low, high, found = 1, problem.compact.most - 1, best
@@ -77,9 +77,9 @@ def _split(problem: Problem, best: Evaluation, fast: Evaluation, components, lim
 
 def between(problem: Problem, one: Evaluation, other: Evaluation, judge: Callable[[dict[int, int]], Evaluation],
             limit_bytes: float = math.inf) -> Evaluation:  # fmt: skip
-    """The fastest plan found that decides in the first blocks as one plan does and in the last as another; one of the
-    two if the graph is not compact. What either leaves of compute, of links or of memory the blocks of the other can
-    use. Plans that do not fit come last."""
+    """Return the fastest plan found that decides in the first blocks as one plan does and in the last as another; one
+    of the two if the graph is not compact. What either leaves of compute, of links or of memory the blocks of the other
+    can use. Plans that do not fit come last."""
 
     def rank(e: Evaluation) -> tuple[float, float]:
         return max(0.0, e.bytes_ - limit_bytes), e.seconds
@@ -103,8 +103,8 @@ def between(problem: Problem, one: Evaluation, other: Evaluation, judge: Callabl
 
 
 def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pricer) -> Evaluation:
-    """The plan with copies of the forward kept for the backward as far as they fit, those that save most seconds per
-    byte first. A block that is computed again keeps none."""
+    """Return the plan with copies of the forward kept for the backward as far as they fit, those that save most seconds
+    per byte first. A block that is computed again in full keeps none."""
     full = {block for block, levels in e.recomputed.items() if FULL in levels}
     homes = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
     made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(homes[c] for c in t.consumers)}
@@ -128,7 +128,8 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
 
 
 def _components(problem: Problem, lean: dict[int, int], fast: dict[int, int]) -> list[list[int]]:
-    """Vertices whose choices differ, in groups that share no tensor with each other, in order of the graph."""
+    """Return the vertices whose choices differ, in groups that share no tensor with each other, in order of the
+    graph."""
     differing = {v for v in lean if lean[v] != fast[v]}
     together = networkx.Graph()
     together.add_nodes_from(differing)

@@ -29,12 +29,13 @@ class Tied:
                 self.hubs_of_class[cls].append(number)
 
     def objective(self, choice: dict[int, int]) -> float:
+        """Return the priced cost of a choice of options by class."""
         total = sum(float(self.own[cls][k]) for cls, k in choice.items())
         return total + sum(self._hub(number, choice) for number in range(len(self.dual.hubs)))
 
     def _places(self, hub: HubPrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
-        """The row of the producer and whether it runs again; the columns of the consumers and the phases in which they
-        read."""
+        """Return the row of the producer and whether it runs again, the columns of the consumers and the phases in
+        which they read."""
         again, k = divmod(choice[hub.hub.producer], len(hub.source_of))
         columns, phases = [], []
         for (cls, _, _), target_of, phase in zip(hub.hub.consumers, hub.target_of, hub.phases):
@@ -49,7 +50,7 @@ class Tied:
         return hub.hub.copies * float(served(self.modes[number], source, columns, phases, again))
 
     def _hub_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
-        """Cost of a hub for every option of one of its classes, the others as they are chosen."""
+        """Return the cost of a hub for every option of one of its classes, the others as they are chosen."""
         hub, modes, runs = self.dual.hubs[number], self.modes[number], 2 if cls in self.dual.reruns else 1
         mine = [i for i, (c, _, _) in enumerate(hub.hub.consumers) if c == cls]
         source, again, columns, phases = self._places(hub, choice)
@@ -72,7 +73,7 @@ class Tied:
         return np.array(values)
 
     def improve(self, choice: dict[int, int], passes: int = 8) -> dict[int, int]:
-        """Change one class at a time for the better until nothing improves."""
+        """Change one class at a time for the better until nothing improves, in at most `passes` passes."""
         choice = dict(choice)
         for _ in range(passes):
             changed = False
@@ -94,7 +95,8 @@ class Tied:
 def _by_column(
     modes: Sequence[Mode], source: int, again: int, columns: list[int], phases: list[int], mine: int
 ) -> np.ndarray:
-    """Cost of one copy by the column that one consumer takes: a payment of its own, or what joining another's adds."""
+    """Return the cost of one copy by the column that one consumer takes: a payment of its own, or what joining
+    another's adds."""
     others: dict[int, int] = {}
     for i, (q, phase) in enumerate(zip(columns, phases)):
         if i != mine:

@@ -57,7 +57,7 @@ class WithinLimit:
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
     def outcome(self) -> Outcome:
-        """The fastest plan found. Raises MemoryInfeasibleError if none fits."""
+        """Return the fastest plan found. Raise MemoryInfeasibleError if none fits."""
         first = self.run.accumulates or self.fast.peaks_early
         for early, is_sure in ((first, False), (not first, True)):
             if self._search(early, is_sure) and self.best is not None:
@@ -71,8 +71,8 @@ class WithinLimit:
         return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True)
 
     def _search(self, early: bool, is_sure: bool) -> bool:
-        """Plans at changing prices of what is held at one of the two peaks. False if that is not the peak, unless it is
-        sure."""
+        """Search for plans at changing prices of what is held at one of the two peaks. Return False if memory does not
+        peak there, unless `is_sure`."""
         free = replace(self.solver.free, saved=early, gradients=float(self.run.accumulates or not early))
         found = self._highest_bound(free, is_sure)
         if found is None:
@@ -86,8 +86,8 @@ class WithinLimit:
         return True
 
     def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:
-        """Where the bound is highest, from the point of view of plans that may recompute, and the plans that meet
-        there. None if memory peaks elsewhere."""
+        """Return where the bound is highest, from the point of view of plans that may recompute, and the plans that
+        meet there; None if memory peaks elsewhere. Raise BeyondCutoff if the bound reaches the cutoff."""
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[2] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
@@ -132,13 +132,13 @@ class WithinLimit:
             self.best = e
 
     def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
-        """An evaluated plan as a choice of options."""
+        """Return an evaluated plan as a choice of options."""
         again = {self.problem.vertices[v].cls for v in recomputed_vertices(e)} & dual.reruns
         choice = {v.cls: e.choice[v.index] for v in self.problem.vertices}
         return {cls: k + len(dual.allowed[cls]) if cls in again else k for cls, k in choice.items()}
 
     def _bisect(self, free: Prices, point: np.ndarray) -> None:
-        """Plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the
+        """Try plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the
         price: then neither more sharding nor more recomputation would be cheaper."""
         host = break_even(self.problem, free.gradients)
         low, high, seen = 0.0, None, []
@@ -167,8 +167,8 @@ class WithinLimit:
         )
 
     def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
-        """What a choice costs at a point, less what the limit is worth there, and its slopes. Around the point the cost
-        is linear, so that a difference is the slope."""
+        """Return what a choice costs at a point, less what the limit is worth there, and its slopes. Around the point
+        the cost is linear, so that a difference is the slope."""
 
         def seconds(at: np.ndarray) -> float:
             dual.price(self._prices(free, at))
@@ -178,9 +178,9 @@ class WithinLimit:
         return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
 
     def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
-        """The plan of a choice by class, by default of the one that costs least at these prices without recomputation,
-        and what a byte costs that is recomputed to make it fit, infinite if it does not. The fastest one that fits is
-        kept."""
+        """Return the plan of a choice by class, by default of the one that costs least at these prices without
+        recomputation, and what a byte costs that is recomputed to make it fit, infinite if it does not. Keep the
+        fastest one that fits."""
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
         self.tries += 1
         if choice is None:
@@ -195,8 +195,9 @@ class WithinLimit:
         return tried, dearest
 
     def _fitted(self, tried: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
-        """`tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is of a faster plan
-        and of copies kept for the backward; and the price in seconds a byte of what it recomputes."""
+        """Return `tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is room for of
+        a faster plan and of copies kept for the backward; and the price in seconds a byte of what it recomputes. Return
+        None and infinity if it does not fit."""
         limit, judge = self.limit_bytes, partial(self.run.judge, prices)
         for _ in range(MOST_TRIES):
             self.run.passing_bytes = tried.passing_bytes
@@ -215,8 +216,8 @@ class WithinLimit:
         return None, math.inf
 
     def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
-        """The plan with as much recomputed as it takes to fit, after copies were given up that cost less to make again;
-        and the price of the dearest step."""
+        """Return the plan with as much recomputed as it takes to fit, after copies were given up that cost less to make
+        again, and the price of the dearest step. The plan is None if nothing makes it fit."""
         fit = self.solver.blocks.fit
         best, dearest = fit(tried, limit_bytes, prices)
         if dearest <= prices.byte_seconds or self.run.restriction.keep is not None:
@@ -232,8 +233,8 @@ class WithinLimit:
         return best, dearest
 
     def _filled(self, fitted: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
-        """A plan that has parameters on the host, with as many of them on the device as there is room for, or as what
-        is cheaper to compute again makes room for."""
+        """Return a plan that has parameters on the host, with as many of them on the device as there is room for, or as
+        what is cheaper to compute again makes room for."""
         price = break_even(self.problem, self.run.prices.gradients)
         if price is None or not fitted.offload_seconds:
             return fitted

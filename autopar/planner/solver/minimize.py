@@ -44,8 +44,8 @@ class BeyondCutoff(Exception):
 
 
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
-    """The best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on it.
-    `starts` are choices to do at least as well as; those that are not allowed are left out."""
+    """Return the best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on
+    it. `starts` are choices to do at least as well as; those that are not allowed are left out."""
     tied = Tied(dual)
     pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in dual.strategies(s).items())]
     best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
@@ -71,14 +71,14 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
 
 
 def _is_near(best: Solution, bound: float, gap: float) -> bool:
-    """Whether the objective is finite and within the relative `gap` of the bound; infinite is a choice with an
-    impossible move."""
+    """Return whether the objective is finite and within the relative `gap` of the bound; a choice with an impossible
+    move has an infinite one."""
     return best.objective < math.inf and best.objective - bound <= gap * abs(best.objective)
 
 
 def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
-    """The best of what is promising, by an integer program; and of all that can still be better, if those are few. The
-    program knows no recomputation."""
+    """Return the best of what is promising, by an integer program, and of all that can still be better, if those are
+    few. The program knows no recomputation."""
     if dual.reruns or not search.largest_program:
         return best
     base, reduced = dual.reduced_costs()
@@ -103,7 +103,8 @@ def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int
 
 
 def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.ndarray], search: Search) -> Solution:
-    """The best choice among strategies of the pool and those of least reduced cost, as many as a program can take."""
+    """Return the best choice among strategies of the pool and those of least reduced cost, as many as a program can
+    take."""
     found = [sorted({choice[cls] for choice in pool}) for cls in dual.classes]
     met = [np.searchsorted(index, ks) for index, ks in zip(dual.index, found)]
     for count in (8, 4, 2, 1, 0):
@@ -124,7 +125,7 @@ def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.nd
 
 
 def _program(dual: Dual, best: Solution, keep: list[np.ndarray]) -> Program:
-    """The integer program over these of the allowed strategies, and those of `best`."""
+    """Return the integer program over these of the allowed strategies, and those of `best`."""
     remaining = {}
     for cls, index, chosen in zip(dual.classes, dual.index, keep):
         mask = np.zeros(len(dual.problem.classes[cls].strategies), bool)

@@ -43,6 +43,7 @@ class Outcome:
 
     @property
     def gap(self) -> float:
+        """Return the relative gap between the plan's seconds and the bound."""
         seconds = self.evaluation.seconds
         return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
 
@@ -61,7 +62,8 @@ class Run:
         self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
 
     def fastest(self, is_limited: bool = False) -> Outcome:
-        """The fastest plan, whether it fits or not; if only plans that fit are of use, less exactly where none do."""
+        """Return the fastest plan, whether it fits or not. With `is_limited` only plans that fit are of use: search
+        less exactly where none do."""
         best, bound, doubt = None, -math.inf, 0.0
         for _ in range(MOST_WEIGHTS):
             tried = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
@@ -80,7 +82,7 @@ class Run:
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
 
     def _far_from_limit(self, doubt: float) -> bool:
-        """Whether fast plans are so much too large that prices of memory will change everything."""
+        """Return whether fast plans are so much too large that prices of memory will change everything."""
         least = min(plan.bytes_ for plan in self.cuts.plans)
         return (
             least > self.limit_bytes
@@ -90,7 +92,7 @@ class Run:
         )
 
     def _cut(self, e: Evaluation) -> None:
-        """What the plan that was found last says of the bound for all prices."""
+        """Add what the plan that was found last says of the bound for all prices."""
         point = np.array([self.prices.hidden_forward, self.prices.hidden_backward, 0.0])
         held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
         slope = [e.exposed("forward"), e.exposed("backward"), (held - self.solver.room_bytes) * self.solver.unit_price]
@@ -98,10 +100,11 @@ class Run:
         self.cuts.add(point, seconds, np.array(slope), e)
 
     def is_near(self, e: Evaluation, bound: float) -> bool:
+        """Return whether a plan's seconds are within the search's gap of a bound."""
         return e.seconds - bound <= self.search.gap * e.seconds
 
     def _mixed(self, best: Outcome, plans: list[Evaluation]) -> Outcome:
-        """The best of all mixtures of two of the plans, or what there is."""
+        """Return the best of all mixtures of two of the plans, or what there is."""
         for one, other in itertools.combinations(plans, 2):
             mixed = self.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
             if mixed.seconds < best.evaluation.seconds:
@@ -109,7 +112,7 @@ class Run:
         return best
 
     def at(self, prices: Prices, search: Search | None = None) -> Outcome:
-        """The plan that costs least at these prices, as exactly as a search goes, by default the run's own."""
+        """Return the plan that costs least at these prices, as exactly as a search goes, by default the run's own."""
         self.dual.price(prices)
         solution = minimize(self.dual, self.solver.found, search or self.search)
         self.solver.found.append(solution.choice)
@@ -120,8 +123,8 @@ class Run:
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
 
     def smallest(self, *found: Evaluation) -> Evaluation:
-        """The smallest plan that recomputes all: of those found so far, and of two at a price above all seconds, where
-        the one prices what cannot be made again, the other everything."""
+        """Return the smallest plan that recomputes all: of those found so far, and of two at a price above all seconds,
+        where the one prices what cannot be made again, the other everything."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
         dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, blocks.reruns)
@@ -131,18 +134,18 @@ class Run:
         return self.settled(blocks.at_level(least, FULL))
 
     def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
-        """Cost of a choice by vertex, with what passes by as in the last plan."""
+        """Return the cost of a choice by vertex, with what passes by as in the last plan."""
         e = evaluate(self.problem, choice, self.solver.pricer, prices, self.restriction.keep)
         return replace(e, passing_bytes=self.passing_bytes)
 
     def settled(self, e: Evaluation) -> Evaluation:
-        """`Solver.settled`, remembered for the plans that are judged next."""
+        """Return what `Solver.settled` does, and remember what passes by for the plans that are judged next."""
         e = self.solver.settled(e)
         self.passing_bytes = e.passing_bytes
         return e
 
     def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
-        """The objective of the folded problem must be the cost of the unfolded plan."""
+        """Raise AssertionError unless the objective of the folded problem is the cost of the unfolded plan."""
         priced = evaluation.priced(prices)
         if abs(priced - objective) > 1e-6 * abs(priced) + 1e-12:
             raise AssertionError(f"the folded objective {objective} is not the unfolded cost {priced}")

@@ -49,7 +49,8 @@ class Solver:
         )
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
-        """The fastest plan that fits. Raises MemoryInfeasibleError with what is missing, and BeyondCutoff."""
+        """Return the fastest plan that fits. Raise MemoryInfeasibleError with what is missing if none does, and
+        BeyondCutoff if none takes less than the cutoff."""
         run = Run(self, restriction, self.allowed(restriction, pins), self.search)
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:
@@ -57,8 +58,8 @@ class Solver:
         return fastest if fastest.fits else WithinLimit(run, fastest).outcome()
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
-        """A mask over the strategies of every class. What may be on the device stays there if gradients wait for one
-        reduction: on the host they would wait unreduced."""
+        """Return a mask over the strategies of every class. What may be on the device stays there if gradients wait for
+        one reduction: on the host they would wait unreduced."""
         masks = allowed_strategies(self.problem, restriction, pins)
         for cls, options in self.problem.classes.items() if self.pricer.reduces_once else ():
             on_device = np.array([not s.on_host for s in options.strategies])
@@ -66,7 +67,7 @@ class Solver:
         return masks
 
     def settled(self, e: Evaluation) -> Evaluation:
-        """The evaluation with all that is alive at its peak."""
+        """Return the evaluation with all that is alive at its peak."""
         live = self._live(e)
         return replace(e, passing_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)
 
@@ -75,15 +76,17 @@ class Solver:
         return live_bytes(self.problem, e, self.pricer)
 
     def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
-        """The fastest plan, whether it fits or not."""
+        """Return the fastest plan, whether it fits or not."""
         return Run(self, restriction, self.allowed(restriction, pins), self.search).fastest()
 
     def smallest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Evaluation:
-        """A plan that holds few bytes, whatever time it takes: what does not fit so is not likely to fit otherwise."""
+        """Return a plan that holds few bytes, whatever time it takes: what does not fit so is not likely to fit
+        otherwise."""
         return Run(self, restriction, self.allowed(restriction, pins), self.search).smallest()
 
     def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
-        """The error of a message that ends before the bytes that are needed; `smallest`: a plan that needs fewest."""
+        """Return the error of a message that ends before the bytes that are needed; `smallest` is a plan that needs
+        fewest."""
         need, missing = smallest.bytes_, smallest.bytes_ - self.limit_bytes
         reserve, enough = self.problem.reserve_bytes, size(1.01 * need).replace(" ", "")
         times = math.ceil((need - reserve) / max(self.room_bytes, 1.0))  # what is reserved no device shares
@@ -95,8 +98,8 @@ class Solver:
         )  # fmt: skip
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
-        """An expert strategy as experts use it, or with `styles` the model's own: the fastest plan, whether it fits or
-        not, or why there is none."""
+        """Return the plan of an expert strategy as experts use it, or with `styles` of the model's own: the fastest
+        plan, whether it fits or not, or why there is none."""
         try:
             mesh = self.problem.mesh
             restriction = (
@@ -110,8 +113,8 @@ class Solver:
 
 
 def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:
-    """A solver of the same problem that goes so far, under another limit if one is given, and knows the choices found
-    so far."""
+    """Return a solver of the same problem that goes as far as `search` says, under another limit if one is given, and
+    knows the choices found so far."""
     limit = old.limit_bytes if limit_bytes is None else limit_bytes
     new = Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
     new.found = old.found
