@@ -45,8 +45,8 @@ def formula_bytes(strategy: str, n: int) -> float:
     """Sent by one device.
 
     Data parallel: 2 or 3 times the parameters (ZeRO, arXiv 1910.02054, section 7); fully sharded gathers the embedding
-    only once, as no gradient reads it. Tensor parallel: four all-reduces of an activation a layer (Megatron-LM, arXiv
-    1909.08053, section 3), here as gathers and scatters of the same bytes (arXiv 2205.05198, section 4.2.2), one
+    only once, as no gradient reads it. Tensor parallel: four all-reduces of an activation a layer (Megatron-LM,
+    arXiv 1909.08053, section 3), here as gathers and scatters of the same bytes (arXiv 2205.05198, section 4.2.2), one
     scatter for the gradient that the head returns, the small embedding gathered (and with sequence parallelism its
     gradient scattered), and rows of scalars: the vocabulary-parallel loss sums three, a norm over a sharded hidden dim
     one forward and one backward, and norms over a sharded sequence all-reduce their weights' gradients."""

@@ -47,8 +47,8 @@ BUILDERS = {
 # Llama 3, arXiv 2407.21783, table 3, with the longest sequence of the 3.0 release (8B, 70B) and of 3.1 (405B).
 # GPT of 1.7 to 1008 billion parameters: Megatron-LM on GPUs, arXiv 2104.04473, table 1, with a vocabulary of 51,200.
 # Mixtral, arXiv 2401.04088, table 1, and the released config.json of 8x22B; ViT, arXiv 2010.11929, table 1; ResNet,
-# arXiv
-# 1512.03385, table 1.
+#
+# arXiv 1512.03385, table 1.
 # The sizes named tiny are for tests and demonstrations on a CPU.
 PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
     "gpt2": ("gpt", dict(hidden=768, layers=12, heads=12, vocab=50257, seq=1024)),

@@ -3,8 +3,8 @@ the block up.
 
 The shape is that of Ho et al., arXiv 2006.11239, appendix B (two residual blocks a resolution, group norms, SiLU), with
 channels that double, and without its attention and its embedding of time. Up by transposed convolutions, as in
-Ronneberger et al., arXiv
-1505.04597. Shapes: B batch, C channels, and pixels.
+Ronneberger et al.,
+arXiv 1505.04597. Shapes: B batch, C channels, and pixels.
 """
 
 from __future__ import annotations

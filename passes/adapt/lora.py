@@ -124,8 +124,8 @@ def _whole(exported: Exported, path: str, site: LoraSite, source: fx.Node) -> No
 
 
 def _length(edit: Editor, weight: fx.Node, a: fx.Node, b: fx.Node, site: LoraSite) -> fx.Node:
-    """Return the lengths (o) of the rows of W + scaling * B A, constants to the gradient (section 4.3 of arXiv
-    2402.09353)."""
+    """Return the lengths (o) of the rows of W + scaling * B A, constants to the gradient (section 4.3 of
+    arXiv 2402.09353)."""
     product = edit.call(aten.mul.Tensor, edit.call(aten.mm.default, b, a), site.scaling)
     changed = edit.call(aten.detach.default, edit.call(aten.add.Tensor, weight, product))
     return edit.call(

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..._torch import schema_names, storage_key
 from ..._torch.regions import written
-from ...ir.graph import values_of
+from ...ir.graph import RANDOM_STATE, values_of
 from .attention_formula import attention_formula
 from .random import Draws
 
@@ -100,9 +100,11 @@ def _repeats_inner(kv: fx.Node, source: fx.Node) -> bool:
 def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool) -> tuple[fx.Node | None, bool]:
     """Return (mask or None, causal) that mean the same as the given mask."""
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
-    if mask not in known:
-        known[mask] = _constant_value(graph_module, mask, node)
-    value = known[mask]
+    writes = [(n, storage_key(into.meta["val"])) for n in _before(node) for into in written(n)]
+    key = mask, len(writes)  # what is written in between may change it for the next attention
+    if key not in known:
+        known[key] = _constant_value(graph_module, mask, writes)
+    value = known[key]
     if value is None:
         return mask, causal
     keep = value if value.dtype == torch.bool else None
@@ -119,24 +121,27 @@ def _simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal
         return None, True
     small = value[:1] if value.dim() == 4 and bool((value == value[:1]).all()) else value
     constants = graph_module.__dict__.setdefault("_autopar_mask_constants", {})
-    if mask not in constants:  # the first attention that reads it comes first
+    if key not in constants:  # the first attention that reads it comes first
         name = f"constant_mask_{len(constants)}"
         setattr(graph_module, name, small.contiguous())  # not as a buffer: those are the model's
-        constants[mask] = graph_module.graph.create_node("get_attr", name)
-        constants[mask].meta["val"] = small
-    return constants[mask], causal
+        constants[key] = graph_module.graph.create_node("get_attr", name)
+        constants[key].meta["val"] = small
+    return constants[key], causal
 
 
-def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, reader: fx.Node) -> torch.Tensor | None:
-    """Return the mask's value when `reader` reads it, if it depends on no input of the call and on no buffer that the
-    call writes to, else None."""
+def _constant_value(
+    graph_module: fx.GraphModule, mask: fx.Node, writes: list[tuple[fx.Node, int]]
+) -> torch.Tensor | None:
+    """Return the mask's value after `writes`, nodes with the memory that each writes to, if it depends on no input of
+    the call, on no random number and on no buffer that the call writes to, else None."""
     if mask.meta["val"].numel() > LARGEST_MASK_NUMEL:
         return None
-    writes = [(n, storage_key(into.meta["val"])) for n in _before(reader) for into in written(n)]
     needed, stack, memory = set(), [mask], set()
     while stack:
         node = stack.pop()
         if node.op == "placeholder" or (node.op == "get_attr" and not _is_real_buffer(graph_module, node)):
+            return None
+        if _is_drawn(node):
             return None
         if node not in needed:
             needed.add(node)
@@ -163,6 +168,13 @@ def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, reader: fx.Node
 def _before(node: fx.Node) -> list[fx.Node]:
     nodes = list(node.graph.nodes)
     return nodes[: nodes.index(node)]
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Return whether a node is a random number, or the state that it is drawn from."""
+    if node.op == "get_attr":
+        return node.target == RANDOM_STATE
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_real_buffer(graph_module: fx.GraphModule, node: fx.Node) -> bool:

@@ -122,8 +122,8 @@ def _feature_dropout(draws: Draws, p, train, **_) -> fx.Proxy:
 
 
 def _alpha_dropout(draws: Draws, p, train, shape=None, **_) -> fx.Proxy:
-    """Set dropped elements to ALPHA, then scale and shift all to keep mean and variance: section 3 of arXiv
-    1706.02515."""
+    """Set dropped elements to ALPHA, then scale and shift all to keep mean and variance: section 3 of
+    arXiv 1706.02515."""
     if not (train and p):
         return draws.input
     if p == 1:

@@ -319,3 +319,25 @@ def printing_values():
             return y
 
     return Talking(), one(5, 6)
+
+
+@randomness()
+def attention_mask_drawn():
+    """The mask of attention is drawn in every call: two calls on one input differ, and every query sees itself."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            mask = (torch.rand(x.shape[1], x.shape[1]) < 0.5) | torch.eye(x.shape[1], dtype=torch.bool)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def script(run):
+        x = randn(1, 2, 9, 8)
+        first, second = run.model(x), run.model(x)
+        run.record(differ=not torch.equal(first, second), finite=bool(torch.isfinite(first).all()))
+
+    return Masked(), one(2, 9, 8), script

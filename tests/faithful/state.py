@@ -263,3 +263,23 @@ def buffer_returned():
         run(3)
 
     return Returning(), one(4, 6), script
+
+
+@state()
+def mask_written_between_attentions():
+    """Two attentions read one mask, which the forward writes to in between."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            first = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            mask[:, 0] = False
+            mask[0, 0] = True
+            return first, F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return Masked(), one(2, 5, 8)

@@ -102,8 +102,8 @@ def test_simulated_ranks_send_what_was_predicted(strategy, mesh):
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(("strategy", "times"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp", 3)])
 def test_data_parallel_bytes_by_formula(strategy, times, n):
-    """(n - 1) / n of the parameters' bytes, twice, or three times where they are gathered again (ZeRO, arXiv
-    1910.02054, 7)."""
+    """(n - 1) / n of the parameters' bytes, twice, or three times where they are gathered again (ZeRO,
+    arXiv 1910.02054, 7)."""
     plan = make(LLAMA, f"dp={n}", toy(flops=1e9, memory=1e10), strategy=strategy)
     model, _ = registry.build(LLAMA, batch=8, seq=16, device="meta")
     bytes_ = {name: 4 * p.numel() for name, p in model.named_parameters()}
