@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._torch import tree_flatten, tree_map
+from ..errors import InputError
 from .call_signature import CallSignature, LossOutput, Returns
 from .eager_meaning import EagerMeaning
 from .effects import TensorTables, effects_of
@@ -121,9 +122,14 @@ def _keeps_cache(model: nn.Module) -> bool:
 
 
 def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:
-    """Split the keyword arguments of the call: they go to the model if it takes them and to the loss function if that
-    takes them."""
-    model_takes, loss_takes = inspect.signature(forward).parameters, list(inspect.signature(loss_fn).parameters)[1:]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in model_takes.values())
-    to_loss = {k: v for k, v in kwargs.items() if k in loss_takes}
-    return {k: v for k, v in kwargs.items() if k in model_takes or (open_ended and k not in to_loss)}, to_loss
+    """Split the keyword arguments of the call: they go to the loss function if it takes them and to the model if that
+    takes them. Raises InputError for one that neither takes."""
+    model_takes, loss_takes = inspect.signature(forward).parameters, dict(inspect.signature(loss_fn).parameters)
+    loss_takes.pop(next(iter(loss_takes), None), None)  # the output
+    is_open, loss_is_open = (any(p.kind is p.VAR_KEYWORD for p in t.values()) for t in (model_takes, loss_takes))
+    to_loss = {k: v for k, v in kwargs.items() if k in loss_takes or (loss_is_open and k not in model_takes)}
+    to_model = {k: v for k, v in kwargs.items() if k in model_takes or (is_open and k not in to_loss)}
+    if unknown := next((k for k in kwargs if k not in to_loss and k not in to_model), None):
+        taken = ", ".join(dict.fromkeys((*model_takes, *loss_takes)))
+        raise InputError(f"neither the model nor loss_fn takes {unknown}", fix=f"pass some of {taken}")
+    return to_model, to_loss

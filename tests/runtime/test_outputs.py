@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, InputError
 from autopar.models.output import Output
 from tests.helpers import gloo
 
@@ -150,6 +150,16 @@ def test_loss_fn(alone):
     result.loss.backward()
     F.mse_loss(reference(x), y).backward()
     assert_same_gradients(parallel, reference)
+
+
+def test_loss_fn_gets_what_it_takes(alone):
+    x, y = tiny.Regressor.batch()
+    takes_any = autopar.compile(
+        tiny.Regressor(), alone, dict(x=x, t=y), loss_fn=lambda out, **rest: F.mse_loss(out, rest["t"])
+    )
+    assert torch.isfinite(takes_any(x=x, t=y).loss)
+    with pytest.raises(InputError, match="neither the model nor loss_fn takes target"):
+        autopar.compile(tiny.Regressor(), alone, dict(x=x, target=y), loss_fn=lambda out: out.sum())
 
 
 def test_hugging_face_outputs(alone):
