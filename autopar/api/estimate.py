@@ -29,6 +29,7 @@ from ..planner.objective.evaluate import Evaluation
 from ..planner.pipeline.plan import PipelinePlanned
 from ..planner.plan import Planned
 from ..planner.problem.problem import Problem
+from ..plans.pipeline import sizes_of
 from ..plans.plan import Plan
 from . import entry as api
 
@@ -119,8 +120,12 @@ def of_search(planned: Planned) -> Estimate:
 
 
 def of_pipeline(found: PipelinePlanned) -> Estimate:
-    """Return the estimate of a finished search for a pipeline."""
-    return replace(of_search(found.inner), plan=found.plan)
+    """Return the estimate of a finished search for a pipeline. Its FLOPs are those of the whole batch, also where
+    micro-batches differ by a sample and the search counted the larger ones."""
+    one, plan = of_search(found.inner), found.plan
+    count = plan.pipeline.micro_batches
+    share = plan.samples / (count * sizes_of(plan.samples, count)[0]) if plan.samples else 1.0
+    return replace(one, plan=plan, model_flops=share * one.model_flops, hardware_flops=share * one.hardware_flops)
 
 
 def model_flops(node: fx.Node) -> float:

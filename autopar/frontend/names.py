@@ -85,6 +85,13 @@ class Place:
                 return default
         return self.table.get(self.key, default)
 
+    def clear(self) -> None:
+        """Leave nothing there."""
+        if isinstance(self.table, types.CellType):
+            del self.table.cell_contents
+        else:
+            self.table.pop(self.key, None)
+
     def set(self, value: object) -> None:
         """Put another value there."""
         if isinstance(self.table, types.CellType):

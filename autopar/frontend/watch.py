@@ -52,7 +52,7 @@ class Read:
     def put(self, value: object) -> None:
         """Set the attribute or global to a value, or delete the attribute (MISSING)."""
         if isinstance(self.owner, Place):
-            self.owner.set(value)
+            self.owner.clear() if value is MISSING else self.owner.set(value)
         elif value is MISSING:
             delattr(self.owner, self.name)
         else:

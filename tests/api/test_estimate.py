@@ -126,3 +126,10 @@ def test_the_command(capsys):
     assert "2 passes of 8 samples a step" in capsys.readouterr().out
     assert main([*words, "--micro-batch", "3"]) == 2
     assert "a micro-batch of 2 or 4" in capsys.readouterr().err
+
+
+def test_flops_of_uneven_micro_batches_are_those_of_the_batch():
+    model, inputs = models.build("gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16", batch=10, seq=16)
+    flat = autopar.estimate(model, "dp=2", inputs, hardware="h100", baselines=False)
+    staged = autopar.estimate(model, "pp=2", inputs, hardware="h100", micro_batches=4, baselines=False)
+    assert staged.model_flops == pytest.approx(flat.model_flops, rel=1e-6)
