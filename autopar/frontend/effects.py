@@ -11,6 +11,7 @@ import collections
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError
@@ -133,6 +134,11 @@ def _template(
         return type(value)(_template(item, write, outputs, names, before) for item in value)
     if type(value) is dict:
         return {key: _template(item, write, outputs, names, before) for key, item in value.items()}
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise CaptureError(
+            f"the forward sets {write.path} to a Python number that it reads from a tensor (item(), float(...))",
+            fix=f"keep the tensor: {write.path} = value.detach(), and call item() on it outside of the forward",
+        )
     raise CaptureError(f"the forward sets {write.path} to {text(value)}, a {type(value).__name__}", fix=FIX)
 
 
