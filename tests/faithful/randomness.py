@@ -220,7 +220,7 @@ def layer_drop_by_python():
     return Dropping(), one(5, 6), script
 
 
-@randomness(refused="value")
+@randomness(refused="as a random number says")
 def layer_drop_by_torch():
     """LayerDrop as transformers has it, by the value of torch.rand([])."""
 
