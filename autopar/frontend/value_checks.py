@@ -4,7 +4,8 @@ Tracing knows no values, so a line that asks for one cannot be traced, unless on
 `assert`, or an `if` one of whose branches always raises, as in torch.distributions' `validate_args` and
 `gaussian_nll_loss`. Inside of `checks_pass` such a question gets the answer that does not raise. For input that passes
 the checks the program computes what the module does; input that does not pass them is not refused in a compiled module:
-it computes on, to whatever its operations give (for a negative variance, say, the logarithm's NaN).
+it computes on, to whatever its operations give (for a negative variance, say, the logarithm's NaN). So it is with checks
+of libraries, and with asserts, which `python -O` leaves out as well; an `if ...: raise` of the user's own is refused.
 
 Whether a branch always raises is read in the source of the line that asks. A question is left alone, and tracing
 refuses it, if the source cannot be found, if both branches go on, or if something in the module would catch what is
@@ -27,6 +28,8 @@ import torch
 from torch.distributions import constraints
 
 from .. import _torch
+from ..errors import CaptureError
+from .names import is_library
 
 ASKS = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")  # instructions that take the truth of a value by themselves
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -78,8 +81,8 @@ def _answering(kind: type, asked: Callable[[object], None]) -> Iterator[None]:
 
 
 def valid_answer(frame: FrameType) -> bool | None:
-    """Return the answer to the truth that a frame asks for now with which it does not raise; None if neither answer,
-    or both, may go on."""
+    """Return the answer to the truth that a frame asks for now which does not raise; None if neither answer, or both,
+    may go on. Raises CaptureError for an `if ...: raise` of the user's own, which would be dropped in silence."""
     tree, place = _parsed(frame.f_code.co_filename), _asked(frame)
     if tree is None or place is None:
         return None
@@ -88,7 +91,15 @@ def valid_answer(frame: FrameType) -> bool | None:
         wanted = _wanted(node)
         if wanted is not None and _contains(_range(node.test), place):
             answer = _answer(node.test, wanted, place, asks_itself)
-            return None if answer is None or _is_caught(frame) else answer
+            if answer is None or _is_caught(frame):
+                return None
+            if isinstance(node, ast.If) and not is_library(frame.f_globals.get("__name__")):
+                raise CaptureError(
+                    "this line raises an error if a value of a tensor says so, and a graph does not know it",
+                    source=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",
+                    fix="check values before the call, or write an assert, which is left out of a compiled model",
+                )
+            return answer
     return None
 
 

@@ -8,13 +8,16 @@ from torch import nn
 
 from autopar.api import entry as api
 from autopar.errors import CaptureError
+from autopar.frontend import value_checks
 from autopar.simulate.compare import verify_model
 
 from ..helpers import checking
 
 
 @pytest.mark.parametrize("check", checking.CHECKS)
-def test_answered(check):
+def test_answered(check, monkeypatch):
+    monkeypatch.setattr(value_checks, "is_library", lambda module: True)
+
     class Checked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -41,6 +44,31 @@ def test_refused(question):
     with pytest.raises(CaptureError, match="could not be traced") as caught:
         api.trace(Asking(), (torch.randn(6, 4),))
     assert "values of a tensor" in str(caught.value)
+
+
+def _raising(h):
+    if (h.detach() > 1e6).any():
+        raise ValueError("too large")
+    return h
+
+
+def _asserting(h):
+    assert not torch.isnan(h).any()
+    return h
+
+
+def test_checks_of_the_users_own_are_not_dropped():
+    class Checked(nn.Linear):
+        def forward(self, x):
+            return self.check(super().forward(x))
+
+    model = Checked(4, 4)
+    model.check = _raising
+    with pytest.raises(CaptureError, match="raises an error if a value") as caught:
+        api.trace(model, (torch.randn(6, 4),))
+    assert "test_value_checks.py" in caught.value.source and "assert" in caught.value.fix
+    model.check = _asserting
+    api.trace(model, (torch.randn(6, 4),))
 
 
 def test_the_truth_of_tensors_is_torchs_own_afterwards():
