@@ -98,11 +98,11 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
         dims = [len(x.dims) for x in (*decision.inputs, *decision.outputs)]
         return (len(decision.inputs), dims) == (len(inputs), [len(shape) for shape in (*inputs, *outputs)])
     rule = rules.rule_of(node)
-    if (
-        node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs
-    ):  # as what it casts, in any order of axes
+    # As what it casts, in any order of axes; the one term of a sum over an axis of one device is the sum.
+    if node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs:
         (layout,) = decision.inputs
-        sums = not layout.partial or (frozenset({0}) in rule.linear and {op for _, op in layout.partial} == {"sum"})
+        terms = {op for axis, op in layout.partial if mesh.size(axis) > 1}
+        sums = not terms or (frozenset({0}) in rule.linear and terms == {"sum"})
         return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
     found = rule and rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
     return found is not None and (found.inputs, found.outputs) == (decision.inputs, decision.outputs)

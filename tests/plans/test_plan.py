@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from autopar import Plan
 from autopar.errors import PlanFormatError, PlanIncompatible, PlanTampered
@@ -202,3 +204,11 @@ def test_another_model_or_input_shape(plan, model, batch):
 def test_fingerprint_is_stable():
     """Two captures of one model agree, whatever order of names Python hashed."""
     assert fingerprint(captured(GPT).graph) == fingerprint(captured.__wrapped__(GPT).graph)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1,tp=1", "tp=1"])
+def test_a_plan_for_one_device_fits_its_model(mesh):
+    """Sums over an axis of one device go through casts as they are."""
+    model, inputs = nn.Sequential(nn.BatchNorm1d(7), nn.BatchNorm1d(7), nn.Linear(7, 3)), (torch.randn(4, 7),)
+    plan, captured = plan_and_capture(model, mesh, inputs, hardware="cpu-gloo", strategy="ddp", baselines=False)
+    plan.check_fits(captured.graph, plan.mesh)
