@@ -187,7 +187,8 @@ def _with_rounding(
         return result
     loss, gradients, others = _errors(captured, exact, reference, result.precision)
     rounding = {"loss": loss, **gradients, **others}
-    seen = _capture_errors(captured, model, values, loss_fn, narrow, exact)
+    is_asked = result.precision == plan.precision  # else it is the model's autocast, which stays on in any type
+    seen = _capture_errors(captured, model, values, loss_fn, narrow, exact) if is_asked else {}
     return replace(result, wide=check, rounding=rounding, capture_errors=seen)
 
 
