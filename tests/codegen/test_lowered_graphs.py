@@ -68,7 +68,7 @@ def test_graphs(name, golden):
 def test_plans(golden):
     """Layouts of parameters and inputs as a hash, with what the step costs to three digits."""
     lines = []
-    for model in (GPT, LLAMA, MOE, VIT, RESNET):
+    for model in (GPT, LLAMA, MOE, VIT, MLP):
         for mesh, options in (
             ("dp=2,tp=2", {}),
             ("dp=4", {"strategy": "fsdp"}),

@@ -294,6 +294,7 @@ def _fused(rank, name, mesh, plan):
         assert_close(p, wanted[n], n, 1e-5)  # the loss of GPT-2 is in single precision
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name, mesh, pins", [("gpt2", "tp=2", {"*.c_attn.weight": "tp:S(1/3)",
                                                                 "*.c_attn.bias": "tp:S(0/3)"}),

@@ -105,6 +105,7 @@ def test_strategies(name, samples, count, mesh, strategy):
     case.check(step, f"{name} {samples} in {count}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", [None, *(name for name, recipe in RECIPES.items() if name != "hsdp")])
 def test_what_is_planned_fits_both_sizes(strategy):
     """Every strategy of an op that is left is offered by the op's rule for the smaller graph too."""
@@ -147,6 +148,7 @@ def test_the_plan_counts_them(tmp_path):
     assert abs(step.outputs["0"] - model(**batch).loss) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_planned_by_few_blocks():
     model, batch = tiny.own("gpt:hidden=16,layers=9,heads=2,vocab=32", batch=7, seq=8)
     planned = api.search(model, "pp=2,dp=2", batch, hardware="cpu-gloo", baselines=False, micro_batches=2)
