@@ -2,8 +2,8 @@
 stages.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC'21,
-arXiv 2104.04473: table 1 (April 2021) and that of its first version (January 2021): no interleaving, 291 B in the place of
-310 B. Layers per virtual stage and micro-batches as in github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh.
+arXiv 2104.04473: table 1 (April 2021) and that of its first version (January 2021): no interleaving, 291 B in the place
+of 310 B. Layers per virtual stage and micro-batches as in github.com/NVIDIA/Megatron-LM, examples/sc21/run_table_1.sh.
 Rates are by the paper's F = 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)). All blocks are recomputed;
 benchmarks/megatron_gpt.py has the ops of those runs.
 

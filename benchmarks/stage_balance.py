@@ -149,7 +149,8 @@ def main(words: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     began = time.time()
     print(
-        f"{'model':26}{'profile':10}{'stages':>7}{'pieces':>8}{'chosen':>9}{'pieces':>9}{'any op':>9}{'worse':>8}{'sends':>8}"
+        f"{'model':26}{'profile':10}{'stages':>7}{'pieces':>8}{'chosen':>9}{'pieces':>9}"
+        f"{'any op':>9}{'worse':>8}{'sends':>8}"
     )
     misses = count = 0
     for name, model in MODELS.items():

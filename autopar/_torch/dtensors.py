@@ -1,4 +1,4 @@
-"""What scripts do with DTensors as if they were plain tensors, and torch does in another way or not at all.
+"""Let scripts use DTensors as if they were plain tensors, where torch raises or does something else in silence.
 
     loss + weight.norm()            a plain tensor beside a DTensor is an error
     weight.grad.norm().item()       the value of this rank's part, in silence; formats, tolist and numpy: errors

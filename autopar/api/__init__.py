@@ -1,1 +1,1 @@
-"""What users call: arguments are read and checked here, and handed to the compiler."""
+"""Read and check the arguments of what users call, and hand them to the compiler."""

@@ -1,5 +1,4 @@
-"""What a configuration that somebody else chose would cost: seconds, FLOPs per second and memory, whether it fits or
-not.
+"""Estimate what a configuration that somebody else chose costs: seconds, FLOPs per second and memory, fitting or not.
 
 Model FLOPs are those of the model's mathematics, whatever is computed again: three times the forward's products,
 attention counted without its causal mask and without the scores that its backward makes again. For a GPT of L layers,

@@ -1,5 +1,4 @@
-"""What one process measures of its device, all processes at the same time, so that what they share is shared in the
-numbers too.
+"""Measure one process's device, all processes at the same time, so that what they share is shared in the numbers.
 
 Times are lower quartiles over rounds, as other work on the machine disturbs them little; of a collective the slowest
 process of each round counts. Collectives are measured by the bytes that a device holds before them, in groups of every

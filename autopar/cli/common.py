@@ -1,5 +1,4 @@
-"""What the commands share: arguments that name a model and how to plan it, checks before the long work, and
-progress."""
+"""Declare and read what the commands share: models and how to plan them, checks before the long work, progress."""
 
 from __future__ import annotations
 
@@ -220,7 +219,9 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
 
 def add_adapting(parser) -> None:
     """Add --lora, --qlora and --qat."""
-    lora = "adapters on linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj+v_proj, ... (see autopar.LoRA)"
+    lora = (
+        "adapters on linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj, ... (see autopar.LoRA)"
+    )
     parser.add_argument("--lora", nargs="?", const="", metavar="KEY=VALUE,...", help=lora)
     qlora = "the same on a base in 4 bits: r=16,quant_type=nf4,double_quant=true, ... (see autopar.QLoRA)"
     parser.add_argument("--qlora", nargs="?", const="", metavar="KEY=VALUE,...", help=qlora)

@@ -20,7 +20,9 @@ def add(subparsers) -> None:
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_adapting(parser)
     common.add_pipeline(parser)
-    trace = "how a pipeline's last step ran beside the prediction: picture (.svg, .html), Chrome trace (.json) or text (.txt)"
+    trace = (
+        "how a pipeline's last step ran beside the prediction: picture (.svg, .html), Chrome trace (.json), text (.txt)"
+    )
     many = "parts of the batch in a pipeline (default: as many as are best)"
     parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
     parser.add_argument("--trace", metavar="FILE", help=trace)

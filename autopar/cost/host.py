@@ -1,5 +1,4 @@
-"""What it costs to keep a parameter on the host, with its gradient and its optimizer's state: copies, and a step by the
-host.
+"""Price a parameter on the host, with its gradient and its optimizer's state: copies, and a step by the host.
 
 ZeRO-Offload's exchange (Ren et al., arXiv 2101.06840, section 4): a pass copies the shard to the device in the type
 that it computes in, and the reduced gradient back; the optimizer steps on the host, where it reads and writes memory.

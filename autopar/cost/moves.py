@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 
 class Core(NamedTuple):
-    """What moves from one state to another. The target's partial axes are those that the source lacks: then nothing
+    """Say what moves from one state to another. The target's partial axes are those that the source lacks: then nothing
     leads there."""
 
     source: State

@@ -98,8 +98,9 @@ def export(
     draws, entered = no_random_branches(), {}
     try:
         with (
-            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(), checks_pass(draws.refuse),
-            traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
+            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(),
+            checks_pass(draws.refuse), traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(),
+            refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
             program = _program(wrapper, inputs)
             ties = tie_map(model)

@@ -27,8 +27,8 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class Names:
-    """What a function's code, that of functions inside of it included, mentions: global names that it reads and writes,
-    and the names of attributes that it reads."""
+    """List what a function's code mentions, with functions inside of it: global names that it reads and writes, and
+    the names of attributes that it reads."""
 
     read: frozenset[str]
     written: frozenset[str]

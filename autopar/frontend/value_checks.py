@@ -4,8 +4,9 @@ Tracing knows no values, so a line that asks for one cannot be traced, unless on
 `assert`, or an `if` one of whose branches always raises, as in torch.distributions' `validate_args` and
 `gaussian_nll_loss`. Inside of `checks_pass` such a question gets the answer that does not raise. For input that passes
 the checks the program computes what the module does; input that does not pass them is not refused in a compiled module:
-it computes on, to whatever its operations give (for a negative variance, say, the logarithm's NaN). So it is with checks
-of libraries, and with asserts, which `python -O` leaves out as well; an `if ...: raise` of the user's own is refused.
+it computes on, to whatever its operations give (for a negative variance, say, the logarithm's NaN). So it is with
+checks of libraries, and with asserts, which `python -O` leaves out as well; an `if ...: raise` of the user's own is
+refused.
 
 Whether a branch always raises is read in the source of the line that asks. A question is left alone, and tracing
 refuses it, if the source cannot be found, if both branches go on, or if something in the module would catch what is

@@ -131,16 +131,9 @@ def dropout(
 
 @custom_op("autopar::uniform", mutates_args=())
 def uniform(
-    state: Tensor,
-    size: Sequence[int],
-    stream: int,
-    start: int,
-    strides: Sequence[int],
-    micro_batch_step: int = 0,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
+    dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
     """Draw numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
@@ -151,16 +144,9 @@ def uniform(
 
 @custom_op("autopar::normal", mutates_args=())
 def normal(
-    state: Tensor,
-    size: Sequence[int],
-    stream: int,
-    start: int,
-    strides: Sequence[int],
-    micro_batch_step: int = 0,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
+    dtype: torch.dtype, device: torch.device,
+) -> Tensor:  # fmt: skip
     """Draw standard normal numbers of shape `size` by the method of Box and Muller, Annals of Mathematical Statistics
     29, 1958, each from 64 bits."""
 

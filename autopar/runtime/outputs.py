@@ -17,8 +17,9 @@ from .._torch import tree_flatten, tree_map
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
 _AS_IT_IS = frozenset(
     """shape size dim ndim numel nelement dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex
-    is_cuda is_meta is_sparse is_quantized element_size itemsize nbytes output_nr _version __len__ __hash__ names is_inference
-    type stride placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__ is_contiguous ndimension
+    is_cuda is_meta is_sparse is_quantized element_size itemsize nbytes output_nr _version __len__ __hash__ names
+    is_inference type stride placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__
+    is_contiguous ndimension
     __dict__""".split()
 )
 
@@ -57,7 +58,8 @@ def plain(value: object) -> object:
 
 
 class _PlainGradient(torch.autograd.Function):
-    """The identity, whose gradient is a plain tensor: beside a parameter (`loss + p.square().sum()`) it is a DTensor."""
+    """The identity, whose gradient is a plain tensor: beside a parameter (`loss + p.square().sum()`) it is a
+    DTensor."""
 
     @staticmethod
     def forward(ctx, whole: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ never more than v m.
 
 Sources: GPipe arXiv 1811.06965, section 2.3; 1F1B and interleaved arXiv 2104.04473, section 2.2; ZB-H1, ZB-H2 and ZB-V
 
-arXiv 2401.10241, sections 2 and 6; V-Half and V-Min arXiv 2405.15362; DualPipeV arXiv 2412.19437, section 3.2.1, whose F and
-B overlap: here they do not, so that the idle time is another one than the paper's.
+arXiv 2401.10241, sections 2 and 6; V-Half and V-Min arXiv 2405.15362; DualPipeV arXiv 2412.19437, section 3.2.1, whose
+F and B overlap: here they do not, so that the idle time is another one than the paper's.
 """
 
 from __future__ import annotations

@@ -53,3 +53,14 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
         x = x + self.dropout(self.proj(mixed))
         return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Heads(nn.Module):
+    """(B, S, 8) -> queries, keys and values of two heads, (B, 2, S, 4) each."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def heads(self, x):
+        return (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .nets import Net
+from .nets import Heads, Net
 from .program import Topic, one, randn
 
 randomness = Topic(__name__)
@@ -325,13 +325,9 @@ def printing_values():
 def attention_mask_drawn():
     """The mask of attention is drawn in every call: two calls on one input differ, and every query sees itself."""
 
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(8, 24)
-
+    class Masked(Heads):
         def forward(self, x):
-            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            q, k, v = self.heads(x)
             mask = (torch.rand(x.shape[1], x.shape[1]) < 0.5) | torch.eye(x.shape[1], dtype=torch.bool)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

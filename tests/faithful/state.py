@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .nets import Net
+from .nets import Heads, Net
 from .program import Topic, one
 
 state = Topic(__name__)
@@ -269,13 +269,9 @@ def buffer_returned():
 def mask_written_between_attentions():
     """Two attentions read one mask, which the forward writes to in between."""
 
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(8, 24)
-
+    class Masked(Heads):
         def forward(self, x):
-            q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            q, k, v = self.heads(x)
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
             first = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             mask[:, 0] = False
