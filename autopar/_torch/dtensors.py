@@ -25,6 +25,14 @@ def mix_with_plain_tensors() -> None:
     DTensor._op_dispatcher._allow_implicit_replication = True
 
 
+def forget_meshes() -> None:
+    """Empty DTensor's caches of placements: they keep meshes, and so process groups with their threads, to the end of
+    the process."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
 def items_of_whole_tensors() -> None:
     """Let `item()`, `float(...)`, `bool(...)`, formats, `tolist()` and `numpy()` read the whole value of a DTensor: a
     collective unless every rank has it."""

@@ -27,7 +27,7 @@ from ..ir.mesh import Mesh
 from ..models.corpus import batches
 from ..plans.plan import Plan
 from ..plans.text import summary
-from ..processes import agree, watch
+from ..processes import agree, process_groups, watch
 from ..storage import checkpoint
 from ..utils.allocation_tracker import Allocations
 from ..utils.format import ms, size
@@ -67,7 +67,7 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
             say=print if rank == 0 else _silent,
         )
     finally:
-        dist.destroy_process_group()
+        process_groups.end()
 
 
 def _run(device_mesh, settings: dict, say) -> None:

@@ -7,6 +7,7 @@ DeviceMesh serve.
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .. import _torch
+from .._torch import dtensors
 from ..errors import MeshError
 from ..ir.mesh import Mesh
 
@@ -100,6 +102,14 @@ def release() -> None:
     for group in _living():
         dist.destroy_process_group(group)
     _own.clear()
+
+
+def end() -> None:
+    """End all process groups with the threads that serve them, when the model is no longer needed: a thread of gloo
+    that lets go of a tensor while the interpreter ends takes the process down."""
+    dist.destroy_process_group()
+    dtensors.forget_meshes()
+    gc.collect()
 
 
 def _living() -> list:

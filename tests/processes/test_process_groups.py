@@ -1,0 +1,47 @@
+"""The process groups of a run, and that none of their threads outlives it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.helpers import gloo
+
+
+def _threads_of_gloo() -> int:
+    names = [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith(("gloo", "pt_gloo")) for name in names)
+
+
+def _trained(rank: int, names: tuple[str, ...]) -> tuple[int, int]:
+    """Return how many threads serve process groups after a step, and after the end of them all."""
+    from autopar.api import entry
+    from autopar.processes import process_groups
+
+    def step() -> None:
+        x = torch.ones(4, 8)
+        source = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+        model = entry.compile(source, mesh, {"input": x}, loss_fn=lambda y: y.square().mean())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x).loss.backward()
+        optimizer.step()
+        next(model.parameters()).full_tensor()
+
+    step()
+    busy = _threads_of_gloo()
+    process_groups.end()
+    return busy, _threads_of_gloo()
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("names", [("dp",), ("pp",)])
+def test_no_thread_outlives_the_groups(names):
+    """A thread that lets go of a tensor while the interpreter ends takes the process down with SIGABRT."""
+    for busy, left in gloo.run(2, _trained, names):
+        assert busy > 0 and left == 0
