@@ -1,25 +1,38 @@
-"""The front end's passes in the order they run: export -> casts -> regions -> canonicalize -> adapt -> differentiate ->
-clean."""
+"""The compiler: one list names every pass, in the order they run, and a few functions run parts of it.
+
+    a model's call -> joint graph     `trace`: MODEL
+    joint graph -> a plan             autopar/planner
+    plan -> one rank's graphs         `lower`, `lower_pipeline`: MICRO_BATCHES and STAGES of a pipeline, then RANK
+
+A pass that a user adds (`passes=[autopar.Pass(...)]`) belongs to the capture and runs wherever its list does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .codegen import pass_manager
-from .errors import CaptureError
+from .codegen.rank_program import SPLIT_BACKWARD, DeferredProgram, PipelineProgram, RankProgram, StageProgram
+from .codegen.verify_graph import check_global, check_local, check_sharding
+from .errors import CaptureError, VerifyError
 from .frontend import autocast, export
 from .frontend.dtypes import check_types
-from .frontend.export import Captured
+from .frontend.export import Captured, Exported
 from .frontend.fake_parameters import Form
 from .frontend.output_gradients import differentiable_outputs
 from .frontend.precision import compute_dtype
 from .frontend.unroll import tower_of, unroll
+from .ir.compiler_pass import CAPTURE, Pass
+from .ir.graph import annotate, output_node
 from .passes.adapt.fake_quant import fake_quant
 from .passes.adapt.lora import check_gradients, lora
 from .passes.adapt.quantize import quantize
@@ -28,67 +41,256 @@ from .passes.canonicalize.clean import clean
 from .passes.canonicalize.explicit_casts import explicit_casts
 from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
-from .passes.canonicalize.upcast import widen
+from .passes.canonicalize.upcast import upcast
+from .passes.distribute import defer
+from .passes.distribute.bucket import bucket
+from .passes.distribute.in_place import in_place
+from .passes.distribute.localize import localize
+from .passes.distribute.lower_ops import lower_ops
+from .passes.distribute.overlap import overlap
+from .passes.distribute.partition import partition
+from .passes.distribute.recompute import recompute
+from .passes.pipeline.compute_once import compute_once
+from .passes.pipeline.micro_batch import MicroBatched, micro_batch
+from .passes.pipeline.stages import Stage, cut
+from .plans.check import check_decisions
+from .plans.pipeline import rank_inside
+from .plans.plan import Plan
 from .utils.gc_pause import paused_collector
 
-ADAPT_PASSES = {"lora": lora, "quantize": quantize, "fake_quant": fake_quant}  # by the name of an adaptation
+
+@dataclass(frozen=True)
+class Call:
+    """What the passes of MODEL know: the call that is captured, and how it computes (see `trace`). `around`: what
+    autocast says outside of the model, on `device`."""
+
+    model: nn.Module
+    example_inputs: object
+    loss_fn: Callable | None
+    forms: Mapping[str, Form] | None
+    precision: str
+    adapt: Sequence[Adaptation]
+    loss_alone: bool
+    with_gradients: bool
+    around: autocast.State
+    device: str
+
+
+@dataclass(frozen=True)
+class Local:
+    """What the passes of RANK know: the plan, and whose graph it is to be."""
+
+    plan: Plan
+    rank: int
+
+
+def _export(model: nn.Module, call: Call) -> Exported:
+    dtype = compute_dtype(call.precision)
+    with traced_as(call.device, call.around):
+        return export.export(
+            model, call.example_inputs, call.loss_fn, call.forms, dtype, call.loss_alone, call.with_gradients
+        )
+
+
+def _explicit_casts(graph_module: fx.GraphModule, call: Call) -> None:
+    explicit_casts(graph_module, call.around, call.device)
+    check_types(graph_module.graph, export.source_line)
+
+
+def _differentiate(exported: Exported, call: Call) -> Captured:
+    if call.adapt:
+        returns = exported.returns
+        loss = returns.loss if returns.loss_alone else None
+        found = differentiable_outputs(exported.graph_module, exported.inputs, loss)
+        returns.differentiable = found[: returns.count]
+    captured = export.differentiate(exported)
+    if any(isinstance(a, LoRA) for a in call.adapt):
+        check_gradients(captured)
+    return captured
+
+
+def _adapts(name: str, call: Call) -> bool:
+    return any(adaptation.name == name for adaptation in call.adapt)
+
+
+def _itself(call: Call) -> tuple[Call]:
+    return (call,)
+
+
+def _model(call: Call) -> tuple[nn.Module]:
+    return (call.model,)
+
+
+MODEL = (
+    Pass("export", _export, _itself, takes=CAPTURE),
+    Pass("explicit_casts", _explicit_casts, _itself),
+    Pass("grad_regions", grad_regions),
+    Pass("canonicalize", canonicalize),
+    Pass("lora", lora, _model, partial(_adapts, "lora"), CAPTURE),
+    Pass("quantize", quantize, _model, partial(_adapts, "quantize"), CAPTURE),
+    Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE),
+    Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
+    Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
+    Pass("clean", clean),
+)
+UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks
+MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
+STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
+RANK = (
+    Pass("localize", localize, lambda here: (here.plan.sharding, here.rank, here.plan.reduce_scatter)),
+    Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
+    Pass("lower_ops", lower_ops),
+    Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
+    Pass("in_place", in_place),
+    Pass("overlap", overlap, when=lambda here: here.plan.overlaps),
+)
+PARTITION = Pass("partition", partition, takes=CAPTURE)
+COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE)  # of a stage that several micro-batches run through
+PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONCE, SPLIT_BACKWARD)
 
 
 @paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
     precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
+    passes: Sequence[Pass] = (),
 ) -> Captured:  # fmt: skip
     """Return the annotated joint graph of a model's call, in canonical ops. `forms`: shapes and dtypes of the
     parameters, if not their own; `precision`: as in autopar/frontend/precision.py; `adapt`: what is attached to the
     model (see autopar/adapt/order.py); `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not
-    all that are differentiable; `with_gradients`: whether the call is made where gradients are recorded. Raises
-    CaptureError, InputError, UnsupportedOpError, AdaptError."""
+    all that are differentiable; `with_gradients`: whether the call is made where gradients are recorded; `passes`: a
+    user's own. Raises CaptureError, InputError, UnsupportedOpError, AdaptError, PassError."""
     around = autocast.ambient()
     device = autocast.device_of(model, around)
+    call = Call(model, example_inputs, loss_fn, forms, precision, adapt, loss_alone, with_gradients, around, device)
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        with traced_as(device, around):
-            exported = pass_manager.run_pass(
-                "export",
-                export.export,
-                model,
-                example_inputs,
-                loss_fn,
-                forms,
-                compute_dtype(precision),
-                loss_alone,
-                with_gradients,
-            )
-        pass_manager.run_pass("explicit_casts", explicit_casts, exported.graph_module, around, device)
-        check_types(exported.graph_module.graph, export.source_line)
-        pass_manager.run_pass("grad_regions", grad_regions, exported.graph_module)
-        pass_manager.run_pass("canonicalize", canonicalize, exported.graph_module)
-        for adaptation in adapt:
-            pass_manager.run_pass(adaptation.name, ADAPT_PASSES[adaptation.name], exported, model)
-        if adapt:
-            returns = exported.returns
-            loss = returns.loss if returns.loss_alone else None
-            returns.differentiable = differentiable_outputs(exported.graph_module, exported.inputs, loss)[
-                : returns.count
-            ]
-        captured = pass_manager.run_pass("differentiate", export.differentiate, exported)
-        if any(isinstance(a, LoRA) for a in adapt):
-            check_gradients(captured)
-        if compute_dtype(precision) is not None:
-            pass_manager.run_pass("widen", widen, captured.graph_module)
-        pass_manager.run_pass("clean", clean, captured.graph_module)
+        captured = pass_manager.run_all(pass_manager.with_added(MODEL, passes), model, call, _check_added)
+    captured.passes = tuple(passes)
     return captured
+
+
+def _check_added(subject: Exported | Captured) -> None:
+    """Check and annotate the graph that a user's pass left before there is a plan."""
+    if isinstance(subject, Captured):
+        annotate(subject.graph)
+        check_global(subject.graph_module)
+    else:
+        subject.graph_module.graph.lint()
+        subject.graph_module.recompile()
 
 
 def trace_to_plan(
     model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32",
-    adapt: Sequence[Adaptation] = (),
+    adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
 ) -> Captured:  # fmt: skip
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
     autopar/frontend/unroll.py)."""
-    if tower := tower_of(model):
+    whole = partial(trace, model, example_inputs, loss_fn, forms, precision, adapt, passes=passes)
+    if not passes and (tower := tower_of(model)):  # a user's pass sees all blocks
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
             with tower.shortened():
-                short = trace(model, example_inputs, loss_fn, forms, precision, adapt)
-            return pass_manager.run_pass("unroll", unroll, short, tower, export.tie_map(model))
-    return trace(model, example_inputs, loss_fn, forms, precision, adapt)
+                short = whole()
+            return pass_manager.run(UNROLL, short, tower, export.tie_map(model))
+    return whole()
+
+
+def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:
+    """Run the passes of RANK for one rank; with `check` (default: AUTOPAR_CHECK=1) the verifier runs after each."""
+    check = os.environ.get("AUTOPAR_CHECK") == "1" if check is None else check
+    if check:
+        check_global(captured.graph_module)
+        check_sharding(captured.graph_module, plan.sharding)
+    local = _local(captured, captured.graph_module, plan, rank, check)
+    return RankProgram(rank, local, pass_manager.run(PARTITION, local))
+
+
+def _local(captured: Captured, graph_module: fx.GraphModule, plan: Plan, rank: int, check: bool = False,
+           prefix: str = "") -> fx.GraphModule:  # fmt: skip
+    """Return the local joint graph of a rank, of the capture's graph or one that is made of it."""
+    passes = pass_manager.with_added(RANK, captured.passes)
+    checked = partial(check_local, mesh=plan.mesh)
+    return pass_manager.run_all(passes, graph_module, Local(plan, rank), checked, check, prefix)
+
+
+def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, ...]) -> DeferredProgram:
+    """Return a rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises
+    VerifyError if they need others."""
+    graph = captured.graph
+    unreduced = replace(plan, sharding=defer.without_reductions(graph, plan.sharding))
+    parts = partition(_local(captured, captured.graph_module, unreduced, rank, prefix="deferred "))
+    if parts.saved != saved:
+        raise VerifyError(
+            "a backward without reductions needs other saved values than the one with them", mesh=plan.mesh
+        )
+    reduce, sharding = defer.reductions(graph, plan.sharding)
+    reduce = _local(captured, reduce, replace(plan, sharding=sharding), rank, prefix="reductions ")
+    return DeferredProgram(parts.backward, reduce, defer.unreduced_layouts(graph, plan.sharding))
+
+
+def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]]:
+    """Cut the graph of the whole batch into the stages of a plan. Raises MicroBatchError, StageError."""
+    micro = pass_manager.run_all(MICRO_BATCHES, captured, plan.pipeline)
+    check_decisions(micro.captured.graph, plan.sharding)
+    return micro, pass_manager.run_all(STAGES, micro.captured.graph_module, plan.pipeline)
+
+
+def smaller_stages_of(micro: MicroBatched, plan: Plan) -> list[Stage] | list[None]:
+    """Cut the graph of the micro-batches with one sample less into the same stages; return Nones if there are none."""
+    if micro.smaller is None:
+        return [None] * (len(plan.pipeline.cuts) + 1)
+    check_decisions(micro.smaller.graph, plan.sharding)
+    return pass_manager.run_all(STAGES, micro.smaller.graph_module, plan.pipeline)
+
+
+def lower_pipeline(
+    captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False
+) -> PipelineProgram:
+    """Return what a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction
+    too. Raises as `stages_of` and `lower` do."""
+    micro, stages = stages_of(captured, plan)
+    smaller = smaller_stages_of(micro, plan)
+    pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
+    here = rank_inside(plan.sharding.mesh, coordinate)
+    leaves = [
+        frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)
+    ]
+    mine = pipeline.stages_of(coordinate[pipeline.axis])
+    programs = {i: lower_stage(stages[i], micro, plan, here, check, waits, smaller[i]) for i in mine}
+    return PipelineProgram(rank, micro, programs, tuple(leaves))
+
+
+def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None = None,
+                waits: bool = False, smaller: Stage | None = None) -> StageProgram:  # fmt: skip
+    """Return one rank's graphs for one stage, with those for micro-batches of one sample less if it has `smaller`.
+    `rank`: in the stage's mesh. Raises VerifyError if the two share less than copies and gradients."""
+    program = _lowered(stage, micro, plan, rank, check, waits)
+    if smaller is None:
+        return program
+    less = _lowered(smaller, micro, plan, rank, check, waits)
+    if _shared(program) != _shared(less):
+        raise VerifyError(
+            f"stage {stage.index} makes other copies or gradients of smaller micro-batches", mesh=plan.mesh
+        )
+    return replace(program, smaller=replace(less, copies=None))
+
+
+def _shared(program: StageProgram) -> tuple:
+    """Return what micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape
+    and layout."""
+    made = output_node(program.copies.graph) if program.copies is not None else None
+    copies = (
+        [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]
+    )
+    return copies, None if program.deferred is None else program.deferred.layouts
+
+
+def _lowered(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None, waits: bool) -> StageProgram:
+    captured = replace(micro.captured, graph_module=stage.joint)
+    plan = replace(plan, mesh=plan.sharding.mesh, sharding=stage.sharding(plan.sharding))
+    whole = lower(captured, plan, rank, check)
+    waits = (waits or micro.micro_batches > 1) and whole.parts.backward is not None
+    deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None
+    forward, copies = whole.parts.forward, None
+    if micro.micro_batches > 1:
+        forward, copies = pass_manager.run(COMPUTE_ONCE, forward)
+    return StageProgram(stage, captured, plan, whole, forward, copies, deferred)

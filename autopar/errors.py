@@ -75,6 +75,10 @@ class OptimizerError(AutoparError):
     """An optimizer that cannot update the parameters of a compiled model as it would those of a plain one."""
 
 
+class PassError(AutoparError):
+    """A pass of the user's own that cannot run where it wants to, or left a graph that cannot be run."""
+
+
 class AdaptError(AutoparError):
     """An adaptation (LoRA, fake-quantization, QLoRA) that this model cannot have, or a file of an adapter that is not
     its own."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from autopar import models
 from autopar.api import entry as api
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from tests.helpers import gloo
 
 HIDDEN, LAYERS, VOCAB, BATCH, SEQ = 256, 4, 512, 16, 128

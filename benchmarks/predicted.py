@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from autopar import calibrate, models
 from autopar.api import entry as api
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.cost.collectives import CollectiveCost
 from autopar.cost.measured import SENT
 from autopar.hardware import profile as hardware

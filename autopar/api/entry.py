@@ -1,6 +1,6 @@
 """`autopar.compile` and `autopar.plan`: the compiler's steps in the order they run.
 
-    export -> canonicalize -> adapt -> differentiate -> clean -> plan -> lower (see autopar/codegen/lower.py) -> run
+    export -> canonicalize -> adapt -> differentiate -> clean -> plan -> lower (see autopar/compiler.py) -> run
 
 Everything up to the plan is the same for both; `plan` stops there and needs no process group, no device and no weights.
 """

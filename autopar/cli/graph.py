@@ -9,18 +9,12 @@ from ..errors import AutoparError
 from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
-GLOBAL = (
-    "export",
-    "explicit_casts",
-    "grad_regions",
-    "canonicalize",
-    "differentiate",
-    "clean",
-)  # before there is a plan
-ADAPT = ("lora", "quantize", "fake_quant")  # between canonicalize and differentiate, if the command line asks for them
-LOCAL = ("localize", "recompute", "lower_ops", "bucket", "in_place", "overlap", "partition")
-PIPELINE = ("micro_batch", "cut")  # on a mesh with pp, before the steps of each of a rank's stages
-STAGES = (*GLOBAL[:4], *ADAPT, *GLOBAL[4:], "plan", *PIPELINE, *LOCAL)
+NEEDS = {  # what makes the passes run that not every compilation has
+    "lora": "--lora or --qlora", "quantize": "--qlora", "fake_quant": "--qat", "upcast": "--precision bf16",
+    "overlap": "a GPU, such as --hardware h100", "unroll": "a model of many equal blocks",
+    "micro_batch": "an axis pp: --mesh pp=2,dp=2", "cut": "an axis pp: --mesh pp=2,dp=2",
+    "compute_once": "an axis pp and --micro-batches 2", "split_backward": "an axis pp: --mesh pp=2,dp=2",
+}  # fmt: skip
 
 
 def add(subparsers) -> None:
@@ -29,55 +23,54 @@ def add(subparsers) -> None:
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_adapting(parser)
-    after = "print the graph after this step: " + ", ".join(STAGES) + " (plan: the joint graph with the plan's layouts)"
-    parser.add_argument("--after", choices=STAGES, metavar="STEP", help=after)
+    after = "print the graph after this pass, or after plan: the joint graph with the plan's layouts"
+    parser.add_argument("--after", metavar="PASS", help=after)
     parser.add_argument("--rank", type=int, default=0, help="whose graph, from localize on (default 0)")
-    parser.add_argument("--diff", action="store_true", help="with --after: what the step changed, a line a node")
+    parser.add_argument("--diff", action="store_true", help="with --after: what the pass changed, a line a node")
 
 
 class _Reached(Exception):
-    """The step that was asked for has run, and nothing after it is needed."""
+    """The pass that was asked for has run, and nothing after it is needed."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile up to the step that is asked for, and print the passes, the graph or what the step changed."""
+    """Compile up to the pass that is asked for, and print the passes, the graph or what the pass changed."""
     if args.diff and not args.after:
-        raise AutoparError("--diff shows what one step changes", fix="name it, such as --after localize")
+        raise AutoparError("--diff shows what one pass changes", fix="name it, such as --after localize")
     common.check(args)
-    from ..adapt import order
-
-    adapt = common.adaptations(args)
-    if args.after in ADAPT and args.after not in {a.name for a in order.checked(adapt)}:
-        raise AutoparError(f"the model is compiled without {args.after}", fix="add --lora, --qlora or --qat")
-    from .. import models
+    from .. import compiler, models
     from ..api import entry as api
     from ..codegen import pass_manager
     from ..codegen.graph_text import graph_text
-    from ..codegen.lower import lower
     from ..ir.mesh import Mesh
     from ..plans.pipeline import axis_of
 
+    names = [step.name for step in compiler.PASSES]
+    if args.after not in (None, "plan", *names):
+        raise AutoparError(f"no pass is called {args.after!r}", fix=f"one of {', '.join(names)}, or plan")
     mesh = Mesh.parse(args.mesh)
     mesh.coordinate(args.rank)  # raises if there is no such rank
-    has_pipeline = axis_of(mesh) is not None
-    if args.after in PIPELINE and not has_pipeline:
-        raise AutoparError(f"the step {args.after} is one of pipelines", fix="name an axis pp: --mesh pp=2,dp=2")
+    adapt, staged = common.adaptations(args), axis_of(mesh) is not None
+    of_stages = {
+        step.name for step in compiler.PASSES[names.index("cut") + 1 :]
+    }  # they run for each of a rank's stages
     common.quiet()
     lines: list[str] = []
-    texts: dict[str, str] = {}  # of the steps up to the one that was asked for
-    kept = {}
+    texts: dict[str, str] = {}  # of the passes up to the one that was asked for
+    captured = None
 
-    def watch(stage: pass_manager.Stage) -> None:
-        if " " in stage.name:  # the same steps for gradients that add up before they are reduced
+    def watch(result: pass_manager.PassResult) -> None:
+        nonlocal captured
+        if " " in result.name:  # the same passes for gradients that add up before they are reduced
             return
-        lines.append(stage.line())
-        again = stage.name in kept and has_pipeline  # of another stage of this rank
-        kept[stage.name] = stage.result
+        lines.append(result.line())
+        captured = result.subject if result.name == "differentiate" else captured
         if args.after:
-            graphs = pass_manager.graphs_of(stage.result).values()
-            text = "\n".join(map(graph_text, graphs)) if args.diff else pass_manager.stage_text(stage.result)
-            texts[stage.name] = f"{texts[stage.name]}\n{text}" if again else text
-        if stage.name == args.after and not (has_pipeline and stage.name in LOCAL):
+            graphs = pass_manager.graphs_of(result.subject).values()
+            text = "\n".join(map(graph_text, graphs)) if args.diff else pass_manager.text_of(result.subject)
+            again = staged and result.name in of_stages and result.name in texts
+            texts[result.name] = f"{texts[result.name]}\n{text}" if again else text
+        if result.name == args.after and not (staged and result.name in of_stages):
             raise _Reached
 
     try:
@@ -87,20 +80,17 @@ def run(args: argparse.Namespace) -> int:
             plan = api.plan(
                 model, args.mesh, inputs, baselines=False, report=report, adapt=adapt, **common.planning(args)
             )
-            captured = kept["differentiate"]
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
-            if args.after == "overlap" and not plan.overlaps:
-                raise AutoparError(
-                    f"graphs for {plan.hardware} wait at once", fix="name a GPU, such as --hardware h100"
-                )
-            if args.after != "plan" and has_pipeline:
-                _lower_stages(captured, plan, args.rank, lines, texts)
+            if args.after != "plan" and staged:
+                _lower_stages(captured, plan, args, lines, texts)
             elif args.after != "plan":
-                lower(captured, plan, args.rank)
+                compiler.lower(captured, plan, args.rank)
     except _Reached:
         pass
     if not args.after:
         print(f"{args.model} on mesh {args.mesh}, rank {args.rank}", *lines, sep="\n")
+    elif args.after not in texts:
+        raise AutoparError(f"the pass {args.after} has nothing to do here", fix=f"it needs {NEEDS[args.after]}")
     elif args.diff:
         print(_difference(texts, args.after), end="")
     else:
@@ -108,23 +98,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lower_stages(captured, plan, rank: int, lines: list[str], texts: dict[str, str]) -> None:
-    """Run the steps of a pipeline, then those of each stage of a rank."""
+def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], texts: dict[str, str]) -> None:
+    """Run the passes of a pipeline, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
-    from ..codegen.lower_pipeline import lower_stage, stages_of
+    from ..compiler import lower_stage, stages_of
     from ..plans.pipeline import rank_inside
 
     micro, stages = stages_of(captured, plan)
-    coordinate, pipeline = plan.mesh.coordinate(rank), plan.pipeline
+    coordinate, pipeline = plan.mesh.coordinate(args.rank), plan.pipeline
     mine = pipeline.stages_of(coordinate[pipeline.axis])
-    texts["cut"] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next step begins with
+    texts["cut"] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next pass begins with
     for i in mine:
         lines.append(f"stage {i} of {len(stages)}: {pipeline.costs[i].name}")
-        lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
+        program = lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
+        if args.after == "split_backward" and program.backward is not None:
+            program.split  # noqa: B018  parts of the backward are made when a schedule asks for them
 
 
 def _difference(texts: dict[str, str], after: str) -> str:
-    """Return a unified diff of the graph before and after a step."""
+    """Return a unified diff of the graph before and after a pass."""
     names = list(texts)
     before = names[names.index(after) - 1] if names[0] != after else None
     old = texts[before].splitlines(keepends=True) if before else []

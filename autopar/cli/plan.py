@@ -43,12 +43,9 @@ def run(args: argparse.Namespace) -> int:
 def rank_code(captured, plan, rank: int = 0) -> str:
     """Return the forward and backward of one rank as Python, stage by stage."""
     from ..codegen import pass_manager
-    from ..codegen.lower import lower
-    from ..codegen.lower_pipeline import lower_pipeline
+    from ..compiler import lower, lower_pipeline
 
     if plan.pipeline:
         stages = lower_pipeline(captured, plan, rank).stages
-        return "\n".join(
-            f"# stage {i}\n\n{pass_manager.stage_text(program.whole.parts)}" for i, program in stages.items()
-        )
-    return pass_manager.stage_text(lower(captured, plan, rank).parts)
+        return "\n".join(f"# stage {i}\n\n{pass_manager.text_of(program.whole.parts)}" for i, program in stages.items())
+    return pass_manager.text_of(lower(captured, plan, rank).parts)

@@ -1,7 +1,7 @@
-"""What the compiler does, pass by pass, for whoever watches.
+"""Runs the compiler's passes, with those that a user adds, for whoever watches.
 
 AUTOPAR_DEBUG=1 prints the plan that `compile` made, 2 also one line a pass, 3 also the graph after every pass; all of
-it goes to stderr, of the first rank only. `observe` gives the same stages to a function.
+it goes to stderr, of the first rank only. `observe` gives the same results to a function.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import fx
 
+from ..errors import PassError, VerifyError
+from ..ir.compiler_pass import CAPTURE, GRAPH, Pass
 from .python_code import emit_text, is_collective
 
 
 @dataclass(frozen=True)
-class Stage:
+class PassResult:
     """A pass that has run. `before` and `after` count nodes ("nodes") and collectives by kind; `before` is None at the
-    start. `result` is what the pass returned and may be changed in place by the next one: read it at once."""
+    start. `subject` is what the pass returned and may be changed in place by the next one: read it at once."""
 
     name: str
-    result: object
+    subject: object
     before: Counter | None
     after: Counter
 
@@ -41,7 +43,7 @@ class Stage:
         return line
 
 
-_observers: list[Callable[[Stage], None]] = []
+_observers: list[Callable[[PassResult], None]] = []
 
 
 def level() -> int:
@@ -51,7 +53,7 @@ def level() -> int:
 
 
 @contextmanager
-def observe(observer: Callable[[Stage], None]) -> Iterator[None]:
+def observe(observer: Callable[[PassResult], None]) -> Iterator[None]:
     """Let `observer` see every pass as it ends, inside of the context."""
     _observers.append(observer)
     try:
@@ -60,20 +62,89 @@ def observe(observer: Callable[[Stage], None]) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def run_pass(name: str, run: Callable, subject, *rest):
-    """Run `run(subject, *rest)` and show the result to whoever watches."""
-    if not _observers and level() < 2:
-        return run(subject, *rest)
-    before = count(subject)  # now: most passes rewrite in place
-    result = run(subject, *rest)
-    stage = Stage(name, result, before, count(result))
+def with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Return passes of the compiler with those that a user added to them, each after the one that it names."""
+    found = list(passes)
+    for step in added:
+        names = [known.name for known in found]
+        if step.after in names:
+            found.insert(names.index(step.after) + 1, step)
+    return tuple(found)
+
+
+def check_added(added: object, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Return the value of `passes=` as a tuple. Raises PassError for what cannot be added to the compiler's `passes`."""
+    if isinstance(added, Pass) or not isinstance(added, Sequence) or not all(isinstance(p, Pass) for p in added):
+        raise PassError(f"passes is {added!r:.80}", fix='a list such as [autopar.Pass("name", run, after="clean")]')
+    places = [p.name for p in passes if p.takes == GRAPH]
+    for step in added:
+        if step.name in {p.name for p in passes} or " " in step.name:
+            raise PassError(f"a pass cannot have the name {step.name!r}", fix="a word that no pass has yet")
+        if step.after not in (*places, *(p.name for p in added if p is not step)):
+            raise PassError(
+                f"the pass {step.name!r} runs after {step.after!r}, where no graph is",
+                fix=f"one of {', '.join(places)}",
+            )
+    return tuple(added)
+
+
+def run_all(
+    passes: Sequence[Pass], subject, context, check: Callable | None = None, every: bool = False, prefix: str = ""
+):
+    """Return what passes make of a subject, one after the other; those whose `when(context)` is false are left out.
+    `check` is called with what a user's pass returned, or with `every` with what each did. `prefix`: of their names,
+    where they run a second time for another purpose. Raises PassError for what a user's pass left, if it cannot be
+    run."""
+    for step in passes:
+        if not step.when(context):
+            continue
+        subject = run(step, subject, *step.options(context), prefix=prefix)
+        if step.after is not None:
+            _check_of_user(step, subject, check)
+        elif every:
+            check(subject)
+    return subject
+
+
+def _check_of_user(step: Pass, subject, check: Callable) -> None:
+    try:
+        check(subject)
+    except (VerifyError, RuntimeError) as error:
+        what = getattr(error, "message", str(error)).splitlines()[0]
+        raise PassError(
+            f"the pass {step.name!r} left a graph that cannot be run: {what}", node=getattr(error, "node", None),
+            fix="see autopar/ir/graph.py for what nodes say about themselves; add ops before differentiate, where "
+            "they need nothing but their arguments",
+        ) from error  # fmt: skip
+
+
+def run(step: Pass, subject, *options, prefix: str = ""):
+    """Return what a pass makes of a subject, and show it to whoever watches."""
+    watched = _observers or level() >= 2
+    before = count(subject) if watched else None  # now: most passes rewrite in place
+    subject = _applied(step, subject, options)
+    if watched:
+        _show(PassResult(prefix + step.name, subject, before, count(subject)))
+    return subject
+
+
+def _applied(step: Pass, subject, options: tuple):
+    if step.takes == CAPTURE or not hasattr(subject, "graph_module"):
+        result = step.run(subject, *options)
+        return subject if result is None else result
+    result = step.run(subject.graph_module, *options)
+    if result is not None:
+        subject.graph_module = result
+    return subject
+
+
+def _show(result: PassResult) -> None:
     for observer in list(_observers):
-        observer(stage)
-    if level() >= 2 and _is_first_rank(result):
-        print(stage.line(), file=sys.stderr)
+        observer(result)
+    if level() >= 2 and _is_first_rank(result.subject):
+        print(result.line(), file=sys.stderr)
         if level() >= 3:
-            print(stage_text(result), file=sys.stderr)
-    return result
+            print(text_of(result.subject), file=sys.stderr)
 
 
 def planned(plan) -> None:
@@ -98,10 +169,14 @@ def kind_of(op: str) -> str:
 
 
 def graphs_of(subject) -> dict[str, fx.GraphModule]:
-    """Return graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, or
-    the stages of a pipeline."""
+    """Return graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, a
+    forward and the copies that it takes, the parts of a backward, or the stages of a pipeline."""
     if isinstance(subject, list):
         return {f"stage_{stage.index}": stage.joint for stage in subject}
+    if isinstance(subject, tuple):
+        return {name: part for name, part in zip(("forward", "copies"), subject) if part is not None}
+    if hasattr(subject, "weight") and hasattr(subject, "stash"):
+        return {"backward_input": subject.input, "backward_weight": subject.weight}
     subject = getattr(subject, "captured", subject)
     if hasattr(subject, "forward") and hasattr(subject, "backward"):
         parts = {"forward": subject.forward, "backward": subject.backward}
@@ -110,11 +185,11 @@ def graphs_of(subject) -> dict[str, fx.GraphModule]:
     return {"joint": module} if isinstance(module, fx.GraphModule) else {}
 
 
-def stage_text(result) -> str:
-    """Return the graphs of a stage as text: code if they are one rank's, else a line a node."""
+def text_of(subject) -> str:
+    """Return the graphs that a pass returned as text: code if they are one rank's, else a line a node."""
     from .graph_text import graph_text
 
-    texts = [emit_text(m, name) if "rank" in m.meta else graph_text(m) for name, m in graphs_of(result).items()]
+    texts = [emit_text(m, name) if "rank" in m.meta else graph_text(m) for name, m in graphs_of(subject).items()]
     return "\n".join(texts)
 
 

@@ -20,6 +20,7 @@ from torch import fx, nn
 from .. import _torch
 from .._torch.regions import plain_regions
 from ..errors import AutoparError, CaptureError, InputError
+from ..ir.compiler_pass import Pass
 from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from . import refusals
 from .autograd_functions import inline, kept_backwards
@@ -56,7 +57,8 @@ class Exported:
 @dataclass
 class Captured:
     """The joint graph of a call, annotated (see autopar/ir/graph.py), and how to call it. `guards`: the Python state
-    that it holds for; `compact`: the same with few of many equal blocks, if it was captured so."""
+    that it holds for; `compact`: the same with few of many equal blocks, if it was captured so; `passes`: the user's own
+    that run where this graph is compiled."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -64,6 +66,7 @@ class Captured:
     ties: dict[str, str]
     guards: Guards = field(default_factory=Guards)
     compact: Compact | None = None
+    passes: tuple[Pass, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

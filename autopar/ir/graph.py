@@ -130,6 +130,17 @@ def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 
 
+def annotate(graph: fx.Graph) -> None:
+    """Give nodes that have been added to a joint graph the metadata that they lack: values, places and phases."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+        node.meta.setdefault("module", "")
+        node.meta.setdefault("source", "")
+    mark_phases(graph)
+
+
 def mark_phases(graph: fx.Graph) -> None:
     """Set meta["phase"] of every node: "forward" for the ancestors of the forward outputs, "backward" for the rest."""
     output = output_node(graph)

@@ -222,9 +222,7 @@ class Plan:
                 else f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or "
                 f"plan again",
             )
-        if (
-            self.pipeline is None
-        ):  # else they are about the graph of a micro-batch (see autopar/codegen/lower_pipeline.py)
+        if self.pipeline is None:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
             check_decisions(graph, self.sharding)
 
 

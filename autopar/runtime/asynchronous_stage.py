@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..codegen.lower_pipeline import StageProgram
+from ..codegen.rank_program import StageProgram
 from ..errors import StageError
 from ..ir.graph import output_node
 from ..ir.layout import local_part

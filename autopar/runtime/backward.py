@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..codegen.lower import DeferredProgram
+from ..codegen.rank_program import DeferredProgram
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import output_node

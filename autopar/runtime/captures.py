@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from ..codegen.lower import RankProgram, lower, lower_deferred
-from ..codegen.lower_pipeline import PipelineProgram, lower_pipeline
+from ..codegen.rank_program import PipelineProgram, RankProgram
+from ..compiler import lower, lower_deferred, lower_pipeline
 from ..errors import InputError
 from ..frontend.call_signature import Returns, describe_call
 from ..frontend.export import Captured
@@ -348,10 +348,14 @@ class Captures:
         """Return for each parameter whether it trains now."""
         return [p.requires_grad for p in self.parameters.values()]
 
-    def _by_name(self, trainable: list[bool]) -> dict[str, bool] | None:
-        """Return whether each parameter trains, by name; None under a pipeline, where a rank knows only some of
-        them."""
-        return dict(zip(self.parameters, trainable)) if self.stage.line is None else None
+    def _by_name(self, trainable: list[bool]) -> dict[str, bool]:
+        """Return whether each parameter trains, by name. All ranks call this together: under a pipeline each knows of
+        those of its stages."""
+        mine = dict(zip(self.parameters, trainable))
+        if self.stage.line is None:
+            return mine
+        everyone = agree.from_all(lambda: mine)
+        return {name: any(theirs.get(name) for theirs in everyone) for theirs in everyone for name in theirs}
 
     def _trains(self, trainable: list[bool]) -> bool:
         """Return whether anything trains, on whatever rank, with the adapters on or off as they are."""

@@ -16,7 +16,7 @@ from .._torch.dtensors import mix_with_plain_tensors
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
-from ..codegen.lower_pipeline import PipelineProgram
+from ..codegen.rank_program import PipelineProgram
 from ..errors import AdaptError, StageError, StrategyError
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..codegen.lower_pipeline import StageProgram
+from ..codegen.rank_program import StageProgram
 from ..errors import DesyncError
 from ..ir.graph import output_node
 from ..schedule.actions import Schedule

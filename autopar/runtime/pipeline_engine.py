@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ..codegen.lower_pipeline import StageProgram
+from ..codegen.rank_program import StageProgram
 from ..ir.graph import output_node
 from ..processes.process_groups import ProcessGroups
 from ..schedule.actions import Action, Schedule

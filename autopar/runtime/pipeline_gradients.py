@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ..codegen.lower_pipeline import StageProgram
+from ..codegen.rank_program import StageProgram
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_part, local_shape
 from ..processes import watch
@@ -43,15 +43,12 @@ class StageGradients:
         self.reduce = {
             i: LoadedGraph(d.reduce, groups, stage.device, f"reduction of stage {i}") for i, d in deferred.items()
         }
-        mine = {i: _trained(p) for i, p in programs.items()}
-        everyone = stage.from_all_places(mine, "which stages share parameters")
-        times = Counter(name for theirs in everyone for trained in theirs.values() for name in trained)
-        self.shared = frozenset(name for name, count in times.items() if count > 1)
-        places = {
-            n: [p for p, theirs in enumerate(everyone) if any(n in t for t in theirs.values())]
-            for n in sorted(self.shared)
-        }
+        made = [name for p in programs.values() for name in _trained(p)]
+        everyone = stage.from_all_places((made, names), "which stages share parameters")
+        times = Counter(name for theirs, _ in everyone for name in theirs)
+        places = {n: [p for p, (_, held) in enumerate(everyone) if n in held] for n in sorted(times)}
         self.tied = {name: ranks for name, ranks in places.items() if len(ranks) > 1}
+        self.shared = frozenset(self.tied) | {name for name, count in times.items() if count > 1}
         self.unreduced = {
             name: spec_of(layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh,
                           stage.device_mesh)
@@ -137,12 +134,20 @@ class StageGradients:
         return local_part(whole, parameter, stage.mesh, stage.coordinate)
 
     def _shared(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up what several ranks along the pipeline have a part of."""
+        """Add up what several ranks along the pipeline have a part of, or need without having one."""
         for name, places in self.tied.items():
             if self.stage.place in places:
+                if name not in total:
+                    total[name] = self._nothing(name)
                 with watch.meeting(f"the gradient of {name}, which stages share"):
                     total[name] = self._exchange(total[name].contiguous(), places)
         return total
+
+    def _nothing(self, name: str) -> Tensor:
+        """Return the local gradient of a parameter that another rank's stage alone reads."""
+        spec, stage = self.specs[name], self.stage
+        shape = local_shape(spec.shape, self.accumulation.layouts[name], stage.mesh, stage.coordinate)
+        return torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=stage.device_mesh.device_type)
 
     def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:
         """Return the sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""

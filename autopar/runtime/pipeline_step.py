@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _torch
-from ..codegen.lower_pipeline import PipelineProgram, lower_pipeline
+from ..codegen.rank_program import PipelineProgram
 from ..codegen.split_batch import join, parts_of
+from ..compiler import lower_pipeline
 from ..errors import InputError, StageError
 from ..frontend.effects import has_tensor
 from ..frontend.export import Captured
@@ -121,7 +122,6 @@ class PipelineStep:
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
         """Look up the parameters and buffers of this rank's stages, and what outputs become."""
         leaves: dict[str, tuple[str, object]] = {}
-        trained: set[str] = set()
         self.buffers = {}
         for mine in program.stages.values():
             for node in mine.stage.joint.graph.nodes:
@@ -131,10 +131,11 @@ class PipelineStep:
                         leaves[role.name] = table_of(module, role.name, "_parameters")
                     elif role.kind == "buffer":
                         self.buffers[role.name] = table_of(module, role.name, "_buffers")
-            trained |= {r.name for r in output_node(mine.stage.joint.graph).meta["roles"] if r.kind == "gradient"}
         self.tables = leaves
-        self.names = [name for name in leaves if name in trained]
-        self.parameters = [leaves[name][0][leaves[name][1]] for name in self.names]
+        trained = [r.name for r in output_node(self.captured.graph).meta["roles"] if r.kind == "gradient"]
+        here = dict(module.named_parameters())  # also those of which another rank's stage alone makes the gradient
+        self.names = [name for name in trained if name in here]
+        self.parameters = [here[name] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
         inputs = [
             n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"

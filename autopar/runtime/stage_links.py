@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from .. import _torch
-from ..codegen.lower_pipeline import StageProgram
+from ..codegen.rank_program import StageProgram
 from ..plans.plan import Plan
 from ..processes import watch
 from ..processes.process_groups import FIRST_STEP, ProcessGroups, timeout_seconds

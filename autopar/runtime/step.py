@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..codegen.lower import RankProgram
+from ..codegen.rank_program import RankProgram
 from ..errors import CaptureError, InputError
 from ..frontend.export import Captured
 from ..ir.graph import output_node

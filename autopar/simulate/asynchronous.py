@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..codegen.lower_pipeline import StageProgram
+from ..codegen.rank_program import StageProgram
 from ..codegen.split_batch import join, parts_of
 from ..errors import StageError, VerifyError
 from ..frontend.export import Captured

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from ..codegen.lower_pipeline import StageProgram, lower_stage, smaller_stages_of, stages_of
 from ..codegen.pass_manager import kind_of
+from ..codegen.rank_program import StageProgram
 from ..codegen.split_batch import join, parts_of
+from ..compiler import lower_stage, smaller_stages_of, stages_of
 from ..errors import VerifyError
 from ..frontend.export import Captured
 from ..ir.graph import output_node
@@ -72,7 +73,7 @@ class Lowered:
 
     @classmethod
     def of(cls, captured: Captured, plan: Plan, check: bool = True) -> Lowered:
-        """Lower every stage of a plan for all of its ranks; `check` as in autopar/codegen/lower.py."""
+        """Lower every stage of a plan for all of its ranks; `check` as in autopar/compiler.py."""
         micro, stages = stages_of(captured, plan)
         ranks, pairs = range(plan.sharding.mesh.devices), zip(stages, smaller_stages_of(micro, plan), strict=True)
         return cls(

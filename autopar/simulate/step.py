@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..api import entry as api
 from ..codegen import pass_manager
-from ..codegen.lower import RankProgram, lower
+from ..codegen.rank_program import RankProgram
 from ..codegen.verify_graph import check_ranks
+from ..compiler import lower
 from ..frontend.export import Captured
 from ..ir.graph import output_node
 from ..plans.plan import Plan

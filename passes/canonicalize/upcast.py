@@ -21,8 +21,8 @@ LINEAR = {
 }  # fmt: skip
 
 
-def widen(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Widen the gradients of a joint graph in place and return its module."""
+def upcast(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Upcast the gradients of a joint graph in place and return its module."""
     graph, output = graph_module.graph, output_node(graph_module.graph)
     waiting = [n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient" and is_widening(n)]
     while waiting:

@@ -11,7 +11,7 @@ from autopar import AdaptError, LoRA, QLoRA
 from autopar.adapt import order
 from autopar.adapt.parse import parse
 from autopar.api import entry as api
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.graph import bytes_of
 from autopar.models import build

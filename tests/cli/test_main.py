@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from autopar import Plan
+from autopar import Plan, compiler
 from autopar.api import entry as api
-from autopar.cli.graph import GLOBAL, LOCAL
+from autopar.cli.graph import NEEDS
 from autopar.cli.main import main
 from autopar.codegen import pass_manager
 from autopar.models import build
@@ -87,7 +87,7 @@ def test_version(capsys):
         (plan("--json", "/there/is/no/such/folder/plan.json"), "No such file", ""),
         (["graph", *MLP, "--diff"], "--diff", "--after"),
         (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
-        (["graph", *MLP, "--after", "lunch"], "'lunch'", "autopar graph --help"),
+        (["graph", *MLP, "--after", "lunch"], "'lunch'", "canonicalize, "),
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
         (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
         (["train", *MLP, "--resume"], "--every, --keep and --resume", "--checkpoint FOLDER"),
@@ -99,7 +99,7 @@ def test_version(capsys):
         (plan("--lora", "r=2,target_modules=upp"), "'upp'", "up"),
         (plan("--lora", "--qlora"), "both lora and qlora", "give it alone"),
         (plan("--qat", "int9"), "'int9'", "int8"),
-        (["graph", *MLP, "--after", "lora"], "without lora", "--lora"),
+        (["graph", *MLP, "--after", "lora"], "the pass lora", "--lora"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message, fix, capsys):
@@ -157,8 +157,8 @@ def test_graph_lists_the_passes(capsys, golden):
     out = capsys.readouterr().out
     golden(out)
     lines = out.splitlines()
-    waiting = [step for step in LOCAL if step != "overlap"]  # on gloo a collective is waited for where it starts
-    assert [line.partition(":")[0] for line in lines[1:]] == [*GLOBAL, *waiting]
+    here = [step.name for step in (*compiler.MODEL, *compiler.RANK, compiler.PARTITION) if step.name not in NEEDS]
+    assert [line.partition(":")[0] for line in lines[1:]] == here
     localize = next(line for line in lines if line.startswith("localize:"))
     assert " -> " in localize and "all_reduce +" in localize
 
@@ -167,6 +167,24 @@ def test_graph_lists_the_passes(capsys, golden):
 def test_graph_text(step, capsys, golden):
     assert main(["graph", *MLP, "--strategy", "megatron", "--after", step, "--rank", "3"]) == 0
     golden(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([step.name] for step in compiler.PASSES if step.name not in NEEDS),
+        ["lora", "--lora", "r=2"],
+        ["quantize", "--qlora", "r=2"],
+        ["fake_quant", "--qat", "int8"],
+        ["upcast", "--precision", "bf16"],
+        ["overlap", "--hardware", "h100"],
+        *([name, "--mesh", "pp=2,dp=2"] for name in ("micro_batch", "cut", "compute_once", "split_backward")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_graph_after_every_pass(words, capsys):
+    assert main(["graph", *MLP, "--after", *words]) == 0
+    assert capsys.readouterr().out.count("\n") > 5
 
 
 def test_graph_after_partition_is_code(capsys):

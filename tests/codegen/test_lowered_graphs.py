@@ -12,8 +12,7 @@ import pytest
 
 from autopar import FakeQuant, LoRA, QLoRA, models
 from autopar.codegen import pass_manager
-from autopar.codegen.lower import lower
-from autopar.codegen.lower_pipeline import lower_stage, stages_of
+from autopar.compiler import lower, lower_stage, stages_of
 from autopar.plans.pipeline import rank_inside
 from autopar.simulate.step import plan_and_capture
 
@@ -49,9 +48,9 @@ def test_graphs(name, golden):
     plan, captured = plan_and_capture(made, mesh, inputs, **{"hardware": "cpu-gloo", "baselines": False} | options)
     texts = []
 
-    def watch(stage: pass_manager.Stage) -> None:
-        if stage.name.startswith("partition"):
-            texts.append(pass_manager.stage_text(stage.result))
+    def watch(result: pass_manager.PassResult) -> None:
+        if result.name.startswith("partition"):
+            texts.append(pass_manager.text_of(result.subject))
 
     micro, stages = stages_of(captured, plan) if plan.pipeline else (None, [])
     with pass_manager.observe(watch):

@@ -10,14 +10,17 @@ from torch import Tensor
 
 MISSING = object()
 COARSE = 0.1  # the tolerance of what is computed in bf16, whose outputs are in bf16 too
+NOISES = 3  # times that the eager run changes with its rounding: so much may the compiled one differ
 SHARE = 0.1  # of the largest gradient: a gradient whose terms cancel is no more exact than its terms
 
 
 def difference(
-    eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset()
-) -> str | None:
+    eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset(),
+    rounded: Sequence[Mapping] = (),
+) -> str | None:  # fmt: skip
     """Of the records that both have, in the order in which they were made: the first difference in words, None if there
-    is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline."""
+    is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline; `rounded`: records of the eager
+    run with other rounding."""
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
         when = "after compile" if i == 0 else f"record {i}"
@@ -28,10 +31,18 @@ def difference(
             value, got = wanted.get(path, MISSING), found.get(path, MISSING)
             if got is MISSING and path.startswith("attribute") and _same(value, birth.get(path, MISSING), 0.0) is None:
                 continue  # the compiled module need not repeat what never changes
-            reason = _same(value, got, tolerance, least if path.startswith("gradient of ") else 0.0)
+            noise = _distance(value, rounded[i].get(path)) if i < len(rounded) else 0.0
+            reason = _same(value, got, tolerance, least if path.startswith("gradient of ") else 0.0, noise)
             if reason is not None:
                 return f"{when}: {path}: {reason}"
     return None
+
+
+def _distance(one, other) -> float:
+    """Of two tensors, the largest difference that is finite; 0.0 of anything else."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        return 0.0
+    return _scale(one.double() - other.double()) if one.is_floating_point() and other.is_floating_point() else 0.0
 
 
 def _scale(value) -> float:
@@ -40,13 +51,13 @@ def _scale(value) -> float:
     return value.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
 
 
-def _same(wanted, got, tolerance: float, least: float = 0.0) -> str | None:
+def _same(wanted, got, tolerance: float, least: float = 0.0, noise: float = 0.0) -> str | None:
     """None, or how `got` differs; tensors by more than `tolerance` of their largest element, or of `least` if that is
-    more."""
+    more, and NOISES times the `noise` of rounding."""
     if wanted is MISSING or got is MISSING:
         return None if wanted is got else f"{_text(got)} instead of {_text(wanted)}"
     if isinstance(wanted, Tensor) or isinstance(got, Tensor):
-        return _same_tensors(wanted, got, tolerance, least)
+        return _same_tensors(wanted, got, tolerance, least, noise)
     if isinstance(wanted, float) and isinstance(got, float):
         close = math.isclose(wanted, got, rel_tol=10 * tolerance, abs_tol=tolerance * 1e-2)
         return None if close or (math.isnan(wanted) and math.isnan(got)) else f"{got} instead of {wanted}"
@@ -55,7 +66,7 @@ def _same(wanted, got, tolerance: float, least: float = 0.0) -> str | None:
     return None if wanted == got else f"{_text(got)} instead of {_text(wanted)}"
 
 
-def _same_tensors(wanted, got, tolerance: float, least: float) -> str | None:
+def _same_tensors(wanted, got, tolerance: float, least: float, noise: float) -> str | None:
     if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
         return f"{_text(got)} instead of {_text(wanted)}"
     narrowed = tolerance >= COARSE and got.dtype == torch.bfloat16
@@ -74,7 +85,7 @@ def _same_tensors(wanted, got, tolerance: float, least: float) -> str | None:
         return None
     narrow = 1e-3 if tolerance >= COARSE else 1e-7 if tolerance else 0.0  # what cancels is no more exact than its terms
     error, scale = (wanted - got).abs().max().item(), wanted.abs().max().item()
-    if error <= tolerance * max(scale, least) + narrow:
+    if error <= tolerance * max(scale, least) + narrow + NOISES * noise:
         return None
     return f"off by {error:.3g} of {scale:.3g}: {_text(got)} instead of {_text(wanted)}"
 

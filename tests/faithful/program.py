@@ -28,18 +28,20 @@ import torch
 @dataclass(frozen=True)
 class Program:
     """`name` is `topic/function`. `refused`: a word of the AutoparError that is wanted instead of an equal run; "" for
-    any. `raises`: whether the script ends with an exception in eager mode, as it then must when compiled. `tolerance`:
-    of tensors, relative to their largest element. `options`: arguments of autopar.compile. `alone`: runs on one process
-    only. `source`: file:line, for reports."""
+    any. `raises`: whether the script ends with an exception in eager mode, as it then must when compiled; None if that
+    is not known. `tolerance`: of tensors, relative to their largest element. `options`: arguments of autopar.compile.
+    `alone`: runs on one process only. `source`: file:line, for reports. `rounded(precision)`: the same computed with
+    other rounding, which tells how exact the eager run itself is."""
 
     name: str
     build: Callable
     refused: str | None = None
-    raises: bool = False
+    raises: bool | None = False
     tolerance: float = 3e-5
     options: dict = field(default_factory=dict)
     alone: bool = False
     source: str = ""
+    rounded: Callable[[str], Program] | None = None
 
 
 class Topic:

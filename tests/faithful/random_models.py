@@ -97,7 +97,7 @@ def _batch_norm(m, layer, h):
 def _average(m, layer, h):
     if m.training:
         with torch.no_grad():
-            layer.mean.lerp_(h.mean((0, 1)), 0.2)
+            layer.mean.lerp_(h.mean((0, 1)).to(layer.mean.dtype), 0.2)  # as autocast asks
     return h - layer.mean
 
 

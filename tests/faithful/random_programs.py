@@ -8,7 +8,8 @@ Everything follows from the seed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
@@ -87,12 +88,26 @@ def drawn(seed: int, world: int) -> tuple[Program, str, dict]:
     if bf16:
         options["precision"] = "bf16"
 
-    def build():
-        model_rng = Random(seed + 1)
-        model = RandomModel(model_rng, d.width, d.takes_ids, staged="pp" in mesh, smooth=bf16)
-        return model, lambda n: _batch(d, n, d.batch), lambda run: _act(run, d)
+    def built(wide: bool = False):
+        def batch(n: int, size: int = d.batch) -> dict:
+            given = _batch(d, n, size).items()
+            return {
+                k: v.detach().double().requires_grad_(v.requires_grad) if wide and k == "x" else v for k, v in given
+            }
 
-    return Program(f"random/{seed}", build, tolerance=2e-4, source=f"seed {seed}"), mesh, options
+        model = RandomModel(Random(seed + 1), d.width, d.takes_ids, staged="pp" in mesh, smooth=bf16)
+        return model.double() if wide else model, batch, lambda run: _act(run, d, batch)
+
+    def under_autocast():
+        model, *rest = built()
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model, *rest
+
+    def rounded(precision: str) -> Program:
+        return replace(program, build=under_autocast if precision == "bf16" else lambda: built(wide=True))
+
+    program = Program(f"random/{seed}", built, raises=None, tolerance=2e-4, source=f"seed {seed}", rounded=rounded)
+    return program, mesh, options
 
 
 def _strategy(rng: Random, mesh: str) -> str | None:
@@ -120,11 +135,11 @@ ACTIONS = (
 )
 
 
-def _act(run, d: Drawn) -> None:
+def _act(run, d: Drawn, batch: Callable) -> None:
     """The script: every action but a setting is a recorded call."""
     for n, (action, number) in enumerate(d.actions, 1):
         if action in ("call", "other_size"):
-            run.call(**_batch(d, n, d.batch if action == "call" else 1 + int(number * 9)))
+            run.call(**batch(n, d.batch if action == "call" else 1 + int(number * 9)))
         elif action in ("eval", "train"):
             run.model.train(action == "train")
         elif action == "no_grad":
@@ -143,14 +158,16 @@ def _act(run, d: Drawn) -> None:
         elif action == "factor":
             run.model.factor = round(0.5 + number, 2)
         elif action == "twice":
-            outputs = [run.model(**_batch(d, n + k, d.batch)) for k in (0, 50)]
+            outputs = [run.model(**batch(n + k)) for k in (0, 50)]
             losses = [loss for y in outputs if (loss := run.loss(y)) is not None]
             if losses:
                 sum(losses).backward()
             run.record()
         elif action == "write":
             with torch.no_grad():
-                run.model.head.weight.mul_(0.5 + number)
+                for p in run.model.parameters():
+                    if p is getattr(run.model.head, "weight", None):  # under a pipeline each rank has others
+                        p.mul_(0.5 + number)
 
 
 def kind_of(seed: int) -> str:

@@ -101,7 +101,13 @@ def judge(program: Program, mesh: str, seconds: float = SECONDS, **options) -> O
             eager = play(program, lambda model, example: model)
             mesh_of = device_mesh(mesh)
             mine = play(program, lambda m, example: autopar.compile(m, mesh_of, example, **program.options | options))
-            outcome = compared(program, eager, mine, _tolerance(program, options))
+            tolerance = _tolerance(program, options)
+            outcome = compared(program, eager, mine, tolerance)
+            if outcome.kind == DIFFERENT and program.rounded is not None:
+                other = play(
+                    program.rounded((program.options | options).get("precision", "fp32")), lambda m, example: m
+                )
+                outcome = compared(program, eager, mine, tolerance, other)
     except TooLate:
         outcome = Outcome(HANG, f"not done after {seconds:.0f} s")
     return replace(outcome, seconds=time.monotonic() - start)
@@ -132,13 +138,17 @@ def two_calls(run: Run) -> None:
     run(2)
 
 
-def compared(program: Program, eager: Played, mine: Played, tolerance: float) -> Outcome:
-    if (eager.error is not None) != program.raises or (eager.error is not None and eager.stage != "call"):
+def compared(program: Program, eager: Played, mine: Played, tolerance: float, rounded: Played | None = None) -> Outcome:
+    """What came of a program. `rounded`: the eager run with other rounding; what differs by little more than that is as
+    exact as the eager run."""
+    unwanted = program.raises is not None and (eager.error is not None) != program.raises
+    if unwanted or (eager.error is not None and eager.stage != "call"):
         raise RuntimeError(f"{program.name} has a mistake of its own: {eager.error!r}") from eager.error
     error, kind = mine.error, type(mine.error).__name__
     if mine.run is not None:
         elsewhere = frozenset(getattr(mine.run.model, "elsewhere", ()))
-        found = difference(eager.run.records, mine.run.records, tolerance, elsewhere)
+        again = () if rounded is None else rounded.run.records
+        found = difference(eager.run.records, mine.run.records, tolerance, elsewhere, again)
         if found is not None:
             return Outcome(DIFFERENT, found + (f" (then {kind}: {error})" if error is not None else ""))
     if isinstance(error, AutoparError) and kind not in FAULTS:

@@ -48,7 +48,7 @@ def test_step_against_the_policy_and_against_fp32(name, mesh, strategy):
 
 def moved(plan, captured, rank: int = 0):
     """(phase, kind, dtype) of the collectives of parameters and of gradients."""
-    from autopar.codegen.lower import lower
+    from autopar.compiler import lower
 
     local = lower(captured, plan, rank).local
     found = [n for n in local.graph.nodes if n.meta.get("collective")]

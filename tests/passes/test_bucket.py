@@ -11,7 +11,8 @@ import torch
 
 from autopar import Mesh
 from autopar.api import entry as api
-from autopar.codegen.lower import lower
+from autopar.codegen import pass_manager
+from autopar.compiler import lower
 from autopar.errors import StrategyError
 from autopar.hardware.profile import load
 from autopar.ir.graph import bytes_of
@@ -92,10 +93,11 @@ def test_every_rank_packs_alike():
 
 
 def test_passes_run_in_order():
-    from autopar.codegen.lower import passes_of
-
-    _, _, plan, _ = planned("mlp-tiny", "dp=2", "ddp")
-    assert [name for name, _ in passes_of(plan, 0)] == ["localize", "recompute", "lower_ops", "bucket", "in_place"]
+    _, _, plan, captured = planned("mlp-tiny", "dp=2", "ddp")
+    seen = []
+    with pass_manager.observe(lambda result: seen.append(result.name)):
+        lower(captured, plan, 0)
+    assert seen == ["localize", "recompute", "lower_ops", "bucket", "in_place", "partition"]
 
 
 def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from autopar.codegen.lower import lower, lower_deferred
+from autopar.compiler import lower, lower_deferred
 from autopar.ir.graph import output_node
 from autopar.passes.distribute.defer import unreduced_layouts
 from autopar.simulate.collectives import Simulator, local_inputs

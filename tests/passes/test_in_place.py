@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar._torch import c10d
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.passes.distribute.in_place import in_place
 from autopar.passes.distribute.localize import localize
 from autopar.simulate.compare import verify_model

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar._torch import c10d
-from autopar.codegen.lower import lower, passes_of
+from autopar.compiler import RANK, Local, lower
 from autopar.hardware.profile import load
 from autopar.ir.graph import bytes_of
 from autopar.models import build
@@ -98,7 +98,7 @@ def test_only_where_something_is_gained():
     for hardware, is_last in (("cpu-gloo", False), ("h100", True)):
         plan, _ = step.plan_and_capture(module, "dp=2", inputs, hardware=hardware, baselines=False)
         assert plan.overlaps == is_last == (load(hardware).overlap_gain > 0)
-        assert ([name for name, _ in passes_of(plan, 0)][-1] == "overlap") == is_last
+        assert [p.name for p in RANK if p.when(Local(plan, 0))].count("overlap") == is_last
 
 
 def steps(rank: int, folder: str) -> list[tuple[float, list[torch.Tensor], int]]:

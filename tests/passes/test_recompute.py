@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.models import build
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.codegen.lower_pipeline import lower_pipeline
 from autopar.codegen.python_code import is_collective
 from autopar.codegen.split_batch import parts_of
+from autopar.compiler import lower_pipeline
 from autopar.ir.graph import output_node
 from autopar.passes.distribute.partition import partition
 from autopar.passes.pipeline.micro_batch import micro_batch

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.models import registry
 from autopar.planner.problem.recipes import RECIPES
 from autopar.plans.plan import Plan

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autopar.api import entry as api
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.planner.objective.checkpoint_blocks import block_of
 
 from .planning import captured, counts, make, toy

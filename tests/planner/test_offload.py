@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.api import entry as api
-from autopar.codegen.lower import lower, lower_deferred
+from autopar.compiler import lower, lower_deferred
 from autopar.errors import MemoryInfeasibleError, StrategyError
 from autopar.frontend import export
 from autopar.hardware.profile import Host

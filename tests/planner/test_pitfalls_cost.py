@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.cost.compute import ComputeCost, flops_of
 from autopar.cost.redistribute import Redistributor
 from autopar.hardware.profile import Link

@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.api import entry as api
-from autopar.codegen.lower_pipeline import lower_pipeline
+from autopar.compiler import lower_pipeline
 from autopar.ir.graph import output_node
 from autopar.runtime.pipeline_backward import adding
 from autopar.runtime.pipeline_engine import sent_before

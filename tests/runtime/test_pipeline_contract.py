@@ -131,3 +131,43 @@ def test_which_axes_have_parts():
         "x=2,y=2": ("x",),
     }
     assert {text: data_axes(Mesh.parse(text)) for text in wanted} == wanted
+
+
+class _Tied(torch.nn.Module):
+    """Both stages have the table, and a call with another `factor` reads it in the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head, self.factor = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11), 1.0
+        self.body = torch.nn.Linear(4, 4)
+        self.head.weight = self.embed.weight
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, ids):
+        logits = self.head(self.body(self.embed(ids))) * self.factor
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())}
+
+
+def _captured_again(rank: int) -> list[tuple[str, ...]]:
+    ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
+    parallel, reference = pair(_Tied(), device_mesh("pp=2"), {"ids": ids}, micro_batches=2, schedule="gpipe")
+    for factor in (1.0, 0.5):
+        for model in (parallel, reference):
+            model.get_submodule("").factor = factor
+            for parameter in model.parameters():
+                parameter.grad = None
+                parameter.requires_grad_(parameter.requires_grad or factor < 1)  # the bias trains in the second call
+            model(ids=ids)["loss"].backward()
+        for name, parameter in parallel.named_parameters():
+            wanted = reference.get_parameter(name).grad
+            assert (parameter.grad is None) == (wanted is None), (rank, factor, name)
+            if wanted is not None:
+                assert_close(parameter.grad, full(wanted), f"{name}, factor {factor}", 2e-5)
+    return list(parallel.plan.pipeline.owners)
+
+
+@pytest.mark.gloo
+def test_a_second_capture_gives_every_gradient_to_all_that_hold_the_parameter():
+    owners = gloo.run(2, _captured_again)[0]
+    assert all("embed.weight" in names for names in owners), owners

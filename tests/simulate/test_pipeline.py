@@ -13,7 +13,7 @@ import torch
 
 from autopar import FakeQuant, LoRA
 from autopar.adapt import order
-from autopar.codegen.lower_pipeline import lower_pipeline, stages_of
+from autopar.compiler import lower_pipeline, stages_of
 from autopar.errors import MicroBatchError, StageError, VerifyError
 from autopar.hardware.profile import load
 from autopar.ir.graph import bytes_of

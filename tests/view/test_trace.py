@@ -7,7 +7,7 @@ import json
 import pytest
 
 from autopar.api import entry as api
-from autopar.codegen.lower import lower
+from autopar.compiler import lower
 from autopar.models import build
 from autopar.view.trace import MOVES, profiler_name, trace_of
 

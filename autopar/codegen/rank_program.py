@@ -1,0 +1,137 @@
+"""What one rank runs: the graphs of a plan without stages, and those of its stages in a pipeline.
+
+autopar/compiler.py makes them, for the runtime its own rank's and for the simulator those of all ranks, so that both
+run the same graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from ..frontend.export import Captured
+from ..ir.compiler_pass import CAPTURE, Pass
+from ..ir.layout import Layout
+from ..passes.distribute.partition import Parts
+from ..passes.pipeline.micro_batch import MicroBatched
+from ..passes.pipeline.split_backward import SplitBackward, split_backward
+from ..passes.pipeline.stages import Stage
+from ..plans.plan import Plan
+from . import pass_manager
+from .python_code import is_collective
+from .verify_graph import collective_call
+
+SPLIT_BACKWARD = Pass("split_backward", split_backward, takes=CAPTURE)  # for schedules that run the parts apart
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's graphs: the local joint graph, and its forward and backward parts."""
+
+    rank: int
+    local: fx.GraphModule
+    parts: Parts
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return (group, what, shape) of each collective in the order of the calls: "dp", "forward all_reduce(sum)
+        float32 over dp: mm_1", (8, 4). All ranks have the same groups and texts, and the ranks of one group the same
+        shapes too."""
+        return collectives_of(("forward", self.parts.forward), ("backward", self.parts.backward))
+
+
+def collectives_of(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """List the collectives of graphs with their names, as `RankProgram.collectives` does."""
+    found = []
+    for phase, part in graphs:
+        for node in filter(is_collective, part.graph.nodes if part is not None else ()):
+            group, op, reduction, dtype, shape = collective_call(node)
+            op = f"{op}({reduction})" if reduction else op
+            tensor = node.meta["collective"].tensor if "collective" in node.meta else node.name
+            found.append((group, f"{phase} {op} {dtype} over {group}: {tensor}", shape))
+    return found
+
+
+@dataclass(frozen=True)
+class DeferredProgram:
+    """One rank's graphs for gradients that are added up before they are reduced: `backward` takes what the backward of
+    the RankProgram takes and leaves the gradients of the parameters `layouts` in these layouts; `reduce` takes those,
+    in this order, and gives them as the RankProgram would."""
+
+    backward: fx.GraphModule
+    reduce: fx.GraphModule
+    layouts: dict[str, Layout]
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """List the collectives as `RankProgram.collectives` does."""
+        return collectives_of(("backward", self.backward), ("backward", self.reduce))
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One rank's graphs for one stage. `copies` makes what all micro-batches compute alike (see
+    passes/pipeline/compute_once.py). `deferred` has the backward that leaves gradients unreduced, and their reduction.
+    `smaller`: the graphs for micro-batches of one sample less, where a batch has some, which read the same copies and
+    add to the same gradients."""
+
+    stage: Stage
+    captured: Captured
+    plan: Plan  # the decisions for this stage's graph
+    whole: RankProgram
+    forward: fx.GraphModule
+    copies: fx.GraphModule | None
+    deferred: DeferredProgram | None
+    smaller: StageProgram | None = None
+
+    @property
+    def sizes(self) -> tuple[StageProgram, ...]:
+        """Return the graphs for every size of a micro-batch."""
+        return (self,) if self.smaller is None else (self, self.smaller)
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """Return the backward of one micro-batch, if there is one; it leaves gradients unreduced where they wait."""
+        return self.deferred.backward if self.deferred else self.whole.parts.backward
+
+    @property
+    def forward_alone(self) -> fx.GraphModule:
+        """Return the forward that makes all copies of parameters itself, for micro-batches that do not read the same
+        versions of them."""
+        return self.whole.parts.forward
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Return the names of the values that the forward saves for the backward."""
+        return self.whole.parts.saved
+
+    @cached_property
+    def split(self) -> SplitBackward:
+        """Return the backward in two: gradients that the stage before reads, and gradients of parameters."""
+        return pass_manager.run(SPLIT_BACKWARD, self.backward)
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """List the collectives as `RankProgram.collectives` does, stage by stage."""
+        found = collectives_of(("copies", self.copies), ("forward", self.forward))
+        found += self.deferred.collectives() if self.deferred else collectives_of(("backward", self.backward))
+        found = [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found]
+        return found + (self.smaller.collectives() if self.smaller else [])
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """One rank's part of a pipeline: the stages that it runs, by their number, and what cuts a batch into
+    micro-batches."""
+
+    rank: int
+    micro: MicroBatched
+    stages: dict[int, StageProgram]
+    leaves: tuple[frozenset[str], ...]  # by place along the axis: parameters and buffers that its stages read
+
+    def elsewhere(self, place: int) -> frozenset[str]:
+        """Return parameters and buffers that only stages of other places read. All have what no stage reads."""
+        return frozenset().union(*self.leaves) - self.leaves[place]
+
+    def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """List the collectives of all stages as `RankProgram.collectives` does."""
+        return [c for program in self.stages.values() for c in program.collectives()]
