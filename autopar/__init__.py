@@ -11,6 +11,7 @@ from .api.estimate import Estimate, estimate
 from .api.export_quantized import convert
 from .errors import AdaptError, AutoparError
 from .hardware.profile import Hardware
+from .ir.compiler_pass import Pass
 from .ir.mesh import Mesh
 from .ops import canonical  # noqa: F401  registers the canonical ops
 from .plans.plan import Plan
@@ -19,7 +20,7 @@ from .storage.quantized_folder import load_quantized
 
 __all__ = [
     "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA",
-    "Mesh", "Plan", "QLoRA", "compile", "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint",
+    "Mesh", "Pass", "Plan", "QLoRA", "compile", "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint",
     "load_quantized", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"

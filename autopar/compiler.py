@@ -171,12 +171,11 @@ def trace(
 
 def _check_added(subject: Exported | Captured) -> None:
     """Check and annotate the graph that a user's pass left before there is a plan."""
+    subject.graph_module.graph.lint()
     if isinstance(subject, Captured):
         annotate(subject.graph)
         check_global(subject.graph_module)
-    else:
-        subject.graph_module.graph.lint()
-        subject.graph_module.recompile()
+    subject.graph_module.recompile()
 
 
 def trace_to_plan(

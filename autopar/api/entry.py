@@ -1,6 +1,6 @@
 """`autopar.compile` and `autopar.plan`: the compiler's steps in the order they run.
 
-    export -> canonicalize -> adapt -> differentiate -> clean -> plan -> lower (see autopar/compiler.py) -> run
+    trace (the passes of autopar/compiler.py) -> plan -> lower (more of them) -> run
 
 Everything up to the plan is the same for both; `plan` stops there and needs no process group, no device and no weights.
 """
@@ -19,7 +19,7 @@ from ..adapt import order
 from ..adapt.lora import LoRA
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
-from ..compiler import trace, trace_to_plan
+from ..compiler import PASSES, trace, trace_to_plan
 from ..errors import InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
 from ..frontend import export
 from ..frontend.constants import text_of
@@ -27,9 +27,10 @@ from ..frontend.export import Captured
 from ..frontend.fake_parameters import Form, forms_of
 from ..frontend.precision import compute_dtype
 from ..hardware.profile import Hardware
+from ..ir.compiler_pass import Pass
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..planner import accumulation as passes
+from ..planner import accumulation
 from ..planner.batch import of_samples, samples_of
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
@@ -68,6 +69,7 @@ def plan(
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
+    passes: Sequence[Pass] = (),
     loss_fn: Callable | None = None,
     strict: bool = False,
     baselines: bool = True,
@@ -88,6 +90,7 @@ def plan(
     `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16", mixed precision as
     autopar/frontend/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
+    `passes`: autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
     one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a
     mesh with an axis pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a
@@ -99,15 +102,15 @@ def plan(
     leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, loss_fn=loss_fn, strict=strict, baselines=baselines,
-        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
-        offload=offload, fixes=fixes, name=name, report=report,
+        strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict,
+        baselines=baselines, micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank,
+        recompute=recompute, offload=offload, fixes=fixes, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32",
-    strategy=None, pin=None, forbid=None, adapt=(), loss_fn=None, strict=False, baselines=True, micro_batches=None,
+    strategy=None, pin=None, forbid=None, adapt=(), passes=(), loss_fn=None, strict=False, baselines=True, micro_batches=None,
     schedule="auto", stages_per_rank=None, recompute="auto", refuses=True, offload="none", fixes=True, name=None,
     report=lambda text: None,
 ) -> Planned | PipelinePlanned:  # fmt: skip
@@ -124,12 +127,13 @@ def search(
     options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model))
     if devices is None:
         options.check(inside(checked) if has_stages else checked)
-    adaptations, name = order.checked(adapt), name or type(model).__name__
+    adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
+    name = name or type(model).__name__
 
     def traced(example, more: Sequence[Adaptation] = ()) -> Captured:
         report("tracing the model")
         with order.attached(model, (*adaptations, *more)):
-            return trace_to_plan(model, example, loss_fn, forms_of(model), precision, (*adaptations, *more))
+            return trace_to_plan(model, example, loss_fn, forms_of(model), precision, (*adaptations, *more), added)
 
     captured = traced(example_inputs)
     try:
@@ -196,6 +200,7 @@ def compile(
     strategy: str | None = None,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
+    passes: Sequence[Pass] = (),
     loss_fn: Callable | None = None,
     weights=None,
     strict: bool = False,
@@ -228,7 +233,7 @@ def compile(
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
     if outputs not in ("stage", "everywhere"):
         raise InputError(f"outputs is {outputs!r}", fix='use "stage" or "everywhere"')
-    adaptations = order.checked(adapt)
+    adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
     compute_dtype(precision)
     if not hasattr(mesh, "get_group"):
         raise MeshError(
@@ -238,10 +243,10 @@ def compile(
     arguments = dict(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
         precision=precision, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
-        adapt=adaptations, micro_batches=micro_batches, offload=offload, schedule=schedule,
+        adapt=adaptations, passes=added, micro_batches=micro_batches, offload=offload, schedule=schedule,
         stages_per_rank=stages_per_rank,
     )  # fmt: skip
-    passes.check(1 if micro_batches is None else micro_batches)
+    accumulation.check(1 if micro_batches is None else micro_batches)
 
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)
@@ -249,7 +254,7 @@ def compile(
     return CompiledAtFirstCall(model, compile_for) if example_inputs is None else compile_for(example_inputs)
 
 
-def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, **options):
+def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, **options):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
 
@@ -262,7 +267,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     seed = agree.from_rank_zero(torch.initial_seed)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
-        compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt)
+        compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
         module = ParallelModule(
             model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere"
         )
@@ -281,8 +286,8 @@ class _Compiler:
     """Traces and plans calls of one model, on all ranks together (see runtime/captures.py)."""
 
     def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn,
-                 options: dict, adapt: Sequence[Adaptation] = ()):  # fmt: skip
-        self.adapt = adapt
+                 options: dict, adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = ()):  # fmt: skip
+        self.adapt, self.passes = adapt, passes
         self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
         self.axis = axis_of(self.mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
@@ -314,7 +319,7 @@ class _Compiler:
         def traced():
             whole, given = example()
             options = self.options["precision"], adapt, loss_alone, with_gradients
-            return trace(self.model, whole, self.loss_fn, forms, *options), given
+            return trace(self.model, whole, self.loss_fn, forms, *options, self.passes), given
 
         captured, given = agree.everywhere(traced)
         signature = captured.signature
@@ -328,7 +333,7 @@ class _Compiler:
         adapt = (*self.adapt, *more)
         with order.attached(self.model, more):
             return trace_to_plan(
-                self.model, example, self.loss_fn, forms_of(self.model), self.options["precision"], adapt
+                self.model, example, self.loss_fn, forms_of(self.model), self.options["precision"], adapt, self.passes
             )
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
