@@ -7,20 +7,25 @@ layout it decides on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import fx
 
 from .graph import output_node, tensor_of
 
-CAST = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+CAST = aten._to_copy.default
+# Partial values pass only through these: more pass-through ops never improved a plan and grow the problem.
+PASS_PARTIAL = {
+    aten.add.Tensor, aten.sub.Tensor, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._to_copy.default, aten.cat.default,
+    aten.neg.default,
+}  # fmt: skip
 
 
-def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
-    """Map what is cast to its cast: parameters that nothing else reads, and values that end as gradients through
-    `linear` ops alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened, it
-    is the last one: the sum over devices is then of what was there before the rounding."""
+def own_casts(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map what is cast to its cast: parameters that nothing else reads, and values that end as gradients through ops
+    of PASS_PARTIAL alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened,
+    it is the last one: the sum over devices is then of what was there before the rounding."""
     output, result = output_node(graph), {}
     gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
     for node in graph.nodes:
@@ -30,16 +35,16 @@ def own_casts(graph: fx.Graph, linear: Collection) -> dict[fx.Node, fx.Node]:
         is_parameter = source.op == "placeholder" and source.meta["role"].kind == "parameter"
         is_made_here = source.op == "call_function" and node.meta["phase"] == "backward"
         is_last = not any(user.target is CAST for user in node.users)
-        if is_parameter or (is_made_here and is_last and _leads_to(node, gradients, linear)):
+        if is_parameter or (is_made_here and is_last and _leads_to(node, gradients)):
             result[source] = node
     return result
 
 
-def _leads_to(node: fx.Node, gradients: set[fx.Node], linear: Collection) -> bool:
+def _leads_to(node: fx.Node, gradients: set[fx.Node]) -> bool:
     """Return whether a value ends as a gradient through ops that are each read by one alone."""
     while node not in gradients:
         users = list(node.users)
-        if len(users) != 1 or users[0].target not in linear:
+        if len(users) != 1 or users[0].target not in PASS_PARTIAL:
             return False
         (node,) = users
     return True

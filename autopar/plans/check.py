@@ -11,7 +11,7 @@ from torch import fx
 
 from .. import rules
 from ..errors import PlanIncompatible
-from ..ir.casts import CAST
+from ..ir.casts import CAST, own_casts
 from ..ir.graph import PARTNERS, describe, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ..ir.layout import Layout, is_even, is_legal
 from ..ir.mesh import Mesh
@@ -34,8 +34,9 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     ):  # fmt: skip
         if unknown := sorted(set(names) - known):
             raise PlanIncompatible(f"the plan decides about {unknown[0]:.80}, an unknown {what}", fix="plan again")
+    reduced_after = set(own_casts(graph).values())
     for name, decision in sharding.nodes.items():
-        if not _is_offered(nodes[name], decision, mesh):
+        if not _is_offered(nodes[name], decision, mesh, nodes[name] in reduced_after):
             raise _wrong(nodes[name], f"the plan shards {name} in a way that its rule does not offer")
     _check_partial(graph, sharding)
     for name, layout in sharding.leaves.items():
@@ -91,7 +92,9 @@ def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
                 raise _wrong(value, f"the plan returns the {role.kind} of {role.name} as {layout}, not as {wanted}")
 
 
-def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
+def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh, reduced_after: bool) -> bool:
+    """Return whether the op's rule offers a decision. `reduced_after`: it casts a gradient to its parameter's type, in
+    which the gradient is reduced."""
     inputs = [a.meta["val"].shape for a in tensor_arguments(node)]
     outputs = [v.shape for v in values_of(node)]
     if all(x.is_replicated for x in (*decision.inputs, *decision.outputs)):
@@ -102,7 +105,7 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh) -> bool:
     if node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs:
         (layout,) = decision.inputs
         terms = {op for axis, op in layout.partial if mesh.size(axis) > 1}
-        sums = not terms or (frozenset({0}) in rule.linear and terms == {"sum"})
+        sums = not terms or ((reduced_after or frozenset({0}) in rule.linear) and terms == {"sum"})
         return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
     found = rule and rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
     return found is not None and (found.inputs, found.outputs) == (decision.inputs, decision.outputs)

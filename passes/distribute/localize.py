@@ -93,7 +93,7 @@ class _Localizer:
             if isinstance(value, fx.Node) and role is not None and role.kind == "gradient":
                 self.gradients[value].append(at)
         self.given: dict[int, fx.Node] = {}  # outputs that are there already
-        self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph, ()).items() if n.name in self.on_host}
+        self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph).items() if n.name in self.on_host}
 
     def placeholder(self, node: fx.Node) -> None:
         """Add a placeholder with its local shape."""

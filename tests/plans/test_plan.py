@@ -206,9 +206,9 @@ def test_fingerprint_is_stable():
     assert fingerprint(captured(GPT).graph) == fingerprint(captured.__wrapped__(GPT).graph)
 
 
-@pytest.mark.parametrize("mesh", ["dp=1,tp=1", "tp=1"])
-def test_a_plan_for_one_device_fits_its_model(mesh):
-    """Sums over an axis of one device go through casts as they are."""
+@pytest.mark.parametrize("mesh", ["dp=1,tp=1", "tp=1", "dp=2", "a=2,b=2"])
+def test_a_plan_of_batch_norms_fits_its_model(mesh):
+    """Their sums are in fp64, and are cast to the parameter's type before they are reduced."""
     model, inputs = nn.Sequential(nn.BatchNorm1d(7), nn.BatchNorm1d(7), nn.Linear(7, 3)), (torch.randn(4, 7),)
     plan, captured = plan_and_capture(model, mesh, inputs, hardware="cpu-gloo", strategy="ddp", baselines=False)
     plan.check_fits(captured.graph, plan.mesh)

@@ -10,12 +10,13 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...ir.casts import PASS_PARTIAL
 from ...ir.graph import bytes_of, tensor_arguments, values_of
 from ...ir.layout import Layout, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
 from ...rules import Rule, Strategy
 from .offload import Offload
-from .vertices import PASS_PARTIAL, STATE, Vertex
+from .vertices import STATE, Vertex
 
 
 @dataclass

@@ -18,15 +18,7 @@ from ...ir.casts import output_of, own_casts
 from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ...ops.counter_rng import STREAM
 
-aten = torch.ops.aten
 STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
-
-# Partial values pass only through these: more pass-through ops never improved a plan and grow the problem.
-PASS_PARTIAL = {
-    aten.add.Tensor, aten.sub.Tensor, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.t.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._to_copy.default, aten.cat.default,
-    aten.neg.default,
-}  # fmt: skip
 
 
 @dataclass
@@ -81,7 +73,7 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     vertices: list[Vertex] = []
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
-    casts = own_casts(graph, PASS_PARTIAL)
+    casts = own_casts(graph)
     source_of = {cast: source for source, cast in casts.items()}
 
     def add(name, kind, node, phase, signature) -> Vertex:
