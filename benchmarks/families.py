@@ -4,7 +4,7 @@ against the unsharded model, which ops are replicated for want of a rule, and wh
 usage: python benchmarks/families.py [NAME ...] [--meshes dp=2,tp=2 ...] [--strategies auto,fsdp,...] [--write]
 Prints a line a family; without names, all of them. What was found is kept in benchmarks/families.json, a family at a
 time, so that a long sweep may be run in slices, and `--write` puts the table of all that is kept between the families
-markers of README.md (`--write --no-run` does nothing else). Exit code 1 for a wrong number.
+markers of docs/families.md (`--write --no-run` does nothing else). Exit code 1 for a wrong number.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ def remarks(result: dict) -> str:
 
 
 def write_readme(kept: dict[str, dict]) -> None:
-    path = ROOT / "README.md"
+    path = ROOT / "docs" / "families.md"
     before, _, rest = path.read_text().partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        sys.exit(f"README.md has no {BEGIN} ... {END}")
+        sys.exit(f"docs/families.md has no {BEGIN} ... {END}")
     path.write_text(f"{before}{BEGIN}\n{table(kept)}\n{END}{after}")
 
 
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {len(FAMILIES)}: {', '.join(FAMILIES)}")
     parser.add_argument("--meshes", nargs="*", default=MESHES)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    parser.add_argument("--write", action="store_true", help="the table of all kept results into README.md")
+    parser.add_argument("--write", action="store_true", help="the table of all kept results into docs/families.md")
     parser.add_argument("--no-run", action="store_true", help="check nothing")
     a = parser.parse_args()
     warnings.filterwarnings("ignore")

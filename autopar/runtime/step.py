@@ -143,7 +143,7 @@ class Step:
                         "place",
                     )
             self.known = parameters
-        for i in self.frozen:
+        for i in self.frozen if self.backward is not None else ():  # a graph without backward serves whatever trains
             if parameters[i].requires_grad:
                 raise InputError(
                     f"{self.names[i]} was frozen when the model was compiled and requires a gradient now",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -128,6 +129,26 @@ class Dropped(nn.Module):
 
     def forward(self, x):
         return self.dropout(self.net(x))
+
+
+@modes()
+def thawed_between_evaluations():
+    """A bias is thawed between two calls without gradients, which one graph serves, and then trains."""
+
+    def build():
+        model = Normed()
+        model.last.bias.requires_grad_(False)
+        return model
+
+    def script(run):
+        run(1)
+        for n in (2, 3):
+            with torch.no_grad():
+                run(n)
+            run.model.last.bias.requires_grad_(True)
+        run(4)
+
+    return build(), one(7, 6), script
 
 
 @modes()

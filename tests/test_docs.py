@@ -1,0 +1,82 @@
+"""What README.md and docs/ say is true: commands print what stands below them, and the list of passes is the compiler's.
+
+A block of a document that begins with `$ autopar ...` is run; the lines below it are what it prints, with `...` for lines
+that are left out. `--update-golden` writes the blocks without `...` anew.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from autopar import compiler
+from autopar.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```\n\$ autopar (?P<command>[^\n]*)\n(?P<printed>.*?)^```$", re.MULTILINE | re.DOTALL)
+LONG = "--memory 40GiB"  # a refused plan is planned again with each change that might let it fit
+
+
+def commands() -> list:
+    found = [(path, match["command"]) for path in DOCUMENTS for match in BLOCK.finditer(path.read_text())]
+    marks = {True: [pytest.mark.slow], False: []}
+    names = [f"{path.name} {command}" for path, command in found]
+    return [pytest.param(*case, id=name, marks=marks[LONG in case[1]]) for case, name in zip(found, names)]
+
+
+@cache
+def printed(command: str) -> tuple[str, ...]:
+    """What a command prints, on stdout or, if it is refused, on stderr."""
+    import contextlib
+    import io
+
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(shlex.split(command))
+    return tuple(line.rstrip() for line in (out if code == 0 else error).getvalue().splitlines())
+
+
+@pytest.mark.parametrize("path, command", commands())
+def test_commands_print_what_the_documents_say(path, command, request):
+    text = path.read_text()
+    match = next(m for m in BLOCK.finditer(text) if m["command"] == command)
+    lines, said = printed(command), match["printed"].splitlines()
+    if request.config.getoption("--update-golden") and "..." not in said:
+        start, end = match.span("printed")
+        path.write_text(text[:start] + "\n".join(lines).strip() + "\n" + text[end:])
+        return
+    at = 0
+    for line in said:
+        if line == "...":
+            at = None
+        elif at is None:
+            assert line in lines, f"{command} does not print {line!r}"
+            at = lines.index(line) + 1
+        else:
+            assert at < len(lines) and lines[at] == line, f"{command} prints {lines[at : at + 1]}, not {line!r}"
+            at += 1
+    assert at is None or at == len(lines), f"{command} prints more: {lines[at]!r}"
+
+
+def test_readme_has_the_list_of_passes():
+    block = re.search(r"^```\n(export -> .*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    names = [step.name for step in compiler.PASSES]
+    after = names.index("unroll") + 1
+    assert re.split(r"\s*->\s*", block[1].strip()) == [*names[:after], "plan", *names[after:], "run"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_are_there(path):
+    text = path.read_text()
+    linked = [path.parent / link for link in re.findall(r"\]\(([\w./-]+)\)", text)]
+    named = [ROOT / name for name in re.findall(r"`((?:autopar|passes|models|tests|benchmarks|docs)/[\w./-]+)`", text)]
+    assert [str(p) for p in (*linked, *named) if not p.exists()] == []
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
