@@ -10,10 +10,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of the collectives
 from torch import fx
+from torch.fx.node import Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -205,12 +207,17 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def schema_names(target) -> list[str]:
+def schema_of(target: Target) -> torch.FunctionSchema:
+    """Return the schema of the op that a node calls."""
+    return cast(torch._ops.OpOverload, target)._schema
+
+
+def schema_names(target: Target) -> list[str]:
     """Return the names of an op's arguments."""
-    return [argument.name for argument in target._schema.arguments]
+    return [argument.name for argument in schema_of(target).arguments]
 
 
-def op_name(target) -> str:
+def op_name(target: Target) -> str:
     """Return an ATen op's name without namespace and overload, "" for anything else."""
     return getattr(target, "_opname", "")
 

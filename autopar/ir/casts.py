@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .graph import output_node, tensor_of
+from .graph import outputs_of, tensor_of
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
@@ -26,8 +26,8 @@ def own_casts(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map what is cast to its cast: parameters that nothing else reads, and values that end as gradients through ops
     of PASS_PARTIAL alone. Of casts in a row, as autograd rounds the gradient of a norm's weight before it is widened,
     it is the last one: the sum over devices is then of what was there before the rounding."""
-    output, result = output_node(graph), {}
-    gradients = {n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient"}
+    result: dict[fx.Node, fx.Node] = {}
+    gradients = {n for n, role in outputs_of(graph) if role.kind == "gradient"}
     for node in graph.nodes:
         if node.op != "call_function" or node.target is not CAST or len(node.args[0].users) > 1:
             continue

@@ -8,17 +8,20 @@ and tangents. Its metadata, set by the capture and read by everything after it:
     node.meta["module"]   dotted path of the module that the node comes from ("model.layers.0.mlp"), "" if unknown
     node.meta["source"]   the user's "file.py:line", "" if unknown
     node.meta["phase"]    "forward" if some output of the forward needs the node, else "backward"
-    output.meta["roles"]  one OutputRole (or None) an output
+    output.meta["roles"]  one OutputRole an output
 """
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard, cast
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .._torch import op_name
 
@@ -76,7 +79,7 @@ def values_of(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else []
 
 
-def is_tensor(argument: object) -> bool:
+def is_tensor(argument: object) -> TypeGuard[fx.Node]:
     """Return whether an argument is a node whose value is one tensor."""
     return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor)
 
@@ -118,7 +121,7 @@ def is_op(node: fx.Node) -> bool:
 def tensor_of(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the producer of a tensor and which of its outputs it is: getitem nodes are looked through."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return node.args[0], node.args[1]
+        return cast(tuple[fx.Node, int], node.args)
     return node, 0
 
 
@@ -127,7 +130,14 @@ def bytes_of(value: torch.Tensor) -> int:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
+    node: fx.Node = next(iter(reversed(graph.nodes)))
+    return node
+
+
+def outputs_of(graph: fx.Graph) -> list[tuple[fx.Node, OutputRole]]:
+    """Return the values that a joint graph gives, each with its role."""
+    output = output_node(graph)
+    return list(zip(cast(tuple[fx.Node, ...], output.args[0]), output.meta["roles"], strict=True))
 
 
 def annotate(graph: fx.Graph) -> None:
@@ -143,12 +153,7 @@ def annotate(graph: fx.Graph) -> None:
 
 def mark_phases(graph: fx.Graph) -> None:
     """Set meta["phase"] of every node: "forward" for the ancestors of the forward outputs, "backward" for the rest."""
-    output = output_node(graph)
-    stack = [
-        node
-        for node, role in zip(output.args[0], output.meta["roles"])
-        if isinstance(node, fx.Node) and role is not None and role.is_forward
-    ]
+    stack = [node for node, role in outputs_of(graph) if role.is_forward]
     forward: set[fx.Node] = set()
     while stack:
         node = stack.pop()
@@ -166,7 +171,7 @@ def mark_phases(graph: fx.Graph) -> None:
 def op_base_name(node: fx.Node) -> str:
     """Return the name of an op's nodes before they are numbered: that of the op, whatever the tracer called the
     node."""
-    return op_name(node.target) or node.target.__name__
+    return op_name(node.target) or getattr(node.target, "__name__", str(node.target))
 
 
 def leaf_name(role: Role) -> str:
@@ -178,7 +183,8 @@ def leaf_name(role: Role) -> str:
 
 def renumbered(graph: fx.Graph) -> fx.Graph:
     """Return a copy whose ops are named by their kind and counted in order, so that equal graphs have equal names."""
-    copy, made = fx.Graph(), {}
+    copy = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
         name = op_base_name(node) if node.op == "call_function" else node.name
@@ -187,7 +193,7 @@ def renumbered(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def call(node: fx.Node, target, *args, **kwargs) -> fx.Node:
+def call(node: fx.Node, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
     """Add a new op node that remembers where `node` comes from, with its metadata but for the value."""
     new = node.graph.call_function(target, args, kwargs)
     new.meta = {key: value for key, value in node.meta.items() if key != "val"}

@@ -15,9 +15,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import StrategyError
 from .mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Layout:
     partial: tuple[tuple[str, str], ...] = ()
     parts: tuple[int, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Make equal placements equal values: partial axes are sorted, and an unsharded dim has one part."""
         if not self.parts:
             object.__setattr__(self, "parts", (1,) * len(self.dims))
@@ -156,7 +160,7 @@ def local_offset(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: M
     return dim_ranges(shape[dim], layout.dims[dim], 1, mesh, coordinate)[0][0]
 
 
-def local_part(tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]):
+def local_part(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> Tensor:
     """Return the shard of a full tensor that the device at `coordinate` holds, a contiguous copy. Partial axes are
     ignored."""
     import torch

@@ -30,7 +30,7 @@ class Mesh:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.sizes):
             raise MeshError(
                 f"a mesh needs one size per axis, got names {self.names} and sizes {self.sizes}",
@@ -45,10 +45,10 @@ class Mesh:
     def parse(text: str) -> Mesh:
         """Read a mesh from text such as "dp=2,tp=4". Raises MeshError on anything else."""
         pairs = [part.strip() for part in str(text).split(",") if part.strip()]
-        matches = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(\d+)", part) for part in pairs]
-        if not pairs or not all(matches):
+        found = [m.groups() for part in pairs if (m := re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(\d+)", part))]
+        if not pairs or len(found) < len(pairs):
             raise MeshError(f"cannot read {text!r} as a mesh", fix='write axes as name=size, such as "dp=2,tp=4"')
-        return Mesh(tuple(m.group(1) for m in matches), tuple(int(m.group(2)) for m in matches))
+        return Mesh(tuple(name for name, _ in found), tuple(int(size) for _, size in found))
 
     @staticmethod
     def of(mesh: object) -> Mesh:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ..errors import StageError
-from .graph import bytes_of, describe, is_op, is_tensor, output_node, tensor_of, values_of
+from .graph import bytes_of, describe, is_op, is_tensor, output_node, outputs_of, tensor_of, values_of
 
 aten = torch.ops.aten
 LINEAR_UNARY = {
@@ -37,7 +37,7 @@ class Places:
     def __init__(self, graph: fx.Graph, cuts: Sequence[str]):
         self.graph, self.count, self.all = graph, len(cuts) + 1, (1 << len(cuts) + 1) - 1
         self.output = output_node(graph)
-        self.pairs = list(zip(self.output.args[0], self.output.meta["roles"]))
+        self.pairs = outputs_of(graph)
         self.nodes = [n for n in graph.nodes if n.op != "output"]
         self.roots = self._roots()
         self.free = set(self.roots)
@@ -47,7 +47,7 @@ class Places:
         self.leaves = {n.meta["role"].name: n for n in self.parameters}
         self.homes: dict[fx.Node, int] = {}
         for value, role in self.pairs:
-            if role is not None and role.kind == "gradient":
+            if role.kind == "gradient":
                 self.homes[value] = self.homes.get(value, 0) | self.parameters[self.leaves[role.name]]
         self.terms = self._sums()
         self._backward()
@@ -59,7 +59,7 @@ class Places:
 
     def _roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """Map what follows from inputs alone or from parameters alone to the leaves that it follows from."""
-        changed = {role.name for _, role in self.pairs if role is not None and role.kind == "mutation"}
+        changed = {role.name for _, role in self.pairs if role.kind == "mutation"}
         kinds: dict[fx.Node, frozenset[str]] = {}
         roots: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.nodes:
@@ -104,7 +104,7 @@ class Places:
         """Find which stages read each value, and each parameter, through what is computed wherever it is read."""
         self.read_at: dict[fx.Node, int] = {}
         reads = [(argument, stage) for node, stage in self.stage.items() for argument in node.all_input_nodes]
-        reads += [(v, self.count - 1) for v, r in self.pairs if v in self.free and r is not None and r.is_forward]
+        reads += [(v, self.count - 1) for v, r in self.pairs if v in self.free and r.is_forward]
         for value, stage in reads:
             for read in self.roots.get(value, (value,)):
                 self.read_at[read] = self.read_at.get(read, 0) | 1 << stage
@@ -114,8 +114,10 @@ class Places:
     def _sums(self) -> dict[fx.Node, fx.Node]:
         terms: dict[fx.Node, fx.Node] = {}
         for value, role in self.pairs:
-            leaf = self.leaves[role.name] if role is not None and role.kind == "gradient" else None
-            stack = [value] if leaf is not None and self.parameters[leaf].bit_count() > 1 else []
+            if role.kind != "gradient":
+                continue
+            leaf = self.leaves[role.name]
+            stack = [value] if self.parameters[leaf].bit_count() > 1 else []
             while stack:
                 node = stack.pop()
                 if is_sum(node) and not set(node.users) - {self.output} - set(terms):
@@ -128,7 +130,7 @@ class Places:
         it is made."""
         owner: dict[fx.Node, int] = {}
         for value, role in self.pairs:
-            homes, stack = self.homes.get(value, 0), [value] if role is not None and role.kind == "gradient" else []
+            homes, stack = self.homes.get(value, 0), [value] if role.kind == "gradient" else []
             while stack:
                 node = stack.pop()
                 if node in self.terms:

@@ -6,13 +6,15 @@ that what it decides gives right numbers: so every decision is derived again fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
 from .. import rules
 from ..errors import PlanIncompatible
 from ..ir.casts import CAST, own_casts
-from ..ir.graph import PARTNERS, describe, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ..ir.graph import PARTNERS, describe, is_op, outputs_of, tensor_arguments, tensor_of, values_of
 from ..ir.layout import Layout, is_even, is_legal
 from ..ir.mesh import Mesh
 from .sharding import NodeSharding, Sharding
@@ -73,19 +75,16 @@ def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:
 def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
     """Raise PlanIncompatible unless every output has a layout that a DTensor can have, gradients and new values that of
     what they belong to."""
-    output = output_node(graph)
-    values, roles = output.args[0], output.meta["roles"]
-    if len(sharding.outputs) != len(values):
+    outputs = outputs_of(graph)
+    if len(sharding.outputs) != len(outputs):
         raise PlanIncompatible(
-            f"the plan has {len(sharding.outputs)} outputs, the graph {len(values)}", fix="plan again"
+            f"the plan has {len(sharding.outputs)} outputs, the graph {len(outputs)}", fix="plan again"
         )
     leaves = {(n.meta["role"].kind, n.meta["role"].name): n for n in graph.nodes if n.op == "placeholder"}
-    for value, role, layout in zip(values, roles, sharding.outputs):
-        if not isinstance(value, fx.Node):
-            continue
+    for (value, role), layout in zip(outputs, sharding.outputs):
         if layout is None or not _fits(layout, value.meta["val"].shape, sharding.mesh):
             raise _wrong(value, f"the plan returns {value.name} as {layout}, which it cannot be")
-        if role is not None and role.kind in PARTNERS and role.kind != "output":
+        if role.kind in PARTNERS and role.kind != "output":
             owner = next(leaves[kind, role.name] for kind in PARTNERS[role.kind] if (kind, role.name) in leaves)
             wanted = sharding.leaves.get(owner.name, Layout.replicated(owner.meta["val"].dim()))
             if layout != wanted:
@@ -105,13 +104,14 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh, reduced_after
     if node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs:
         (layout,) = decision.inputs
         terms = {op for axis, op in layout.partial if mesh.size(axis) > 1}
-        sums = not terms or ((reduced_after or frozenset({0}) in rule.linear) and terms == {"sum"})
+        is_linear = reduced_after or (rule is not None and frozenset({0}) in rule.linear)
+        sums = not terms or (is_linear and terms == {"sum"})
         return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
     found = rule and rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
     return found is not None and (found.inputs, found.outputs) == (decision.inputs, decision.outputs)
 
 
-def _fits(layout: Layout, shape, mesh: Mesh) -> bool:
+def _fits(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
     """Return whether a tensor that enters or leaves the graph can have a layout: DTensors cut unevenly only in the
     mesh's order."""
     if layout.partial or len(layout.dims) != len(shape) or not is_legal(shape, layout, mesh):

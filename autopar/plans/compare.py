@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..utils.format import byte_column, column, percent, table
 from .file import MEMORY_KINDS
-from .pipeline_text import balance
+from .pipeline import Pipeline
 from .plan import Plan
 from .text import waiting_seconds
 
@@ -25,11 +26,11 @@ def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
 
 
 MOST_STAGES = 16  # that are listed
-STAGED: dict[str, Callable[[Plan], str]] = {  # of plans with a pipeline
-    "schedule": lambda p: p.pipeline.schedule,
-    "ranks x stages each": lambda p: f"{p.pipeline.ranks} x {p.pipeline.stages_per_rank}",
-    "bubble": lambda p: percent(p.pipeline.played().bubble, 1.0),
-    "slowest stage by the mean": lambda p: f"{balance(p):.2f}",
+STAGED: dict[str, Callable[[Pipeline], str]] = {
+    "schedule": lambda p: p.schedule,
+    "ranks x stages each": lambda p: f"{p.ranks} x {p.stages_per_rank}",
+    "bubble": lambda p: percent(p.played().bubble, 1.0),
+    "slowest stage by the mean": lambda p: f"{p.balance:.2f}",
 }
 Rows = list[tuple[str, list[str]]]
 
@@ -43,10 +44,14 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
     if any(p.micro_batches > 1 or p.pipeline for p in plans):
         what["micro-batches"] = lambda p: str(p.pipeline.micro_batches if p.pipeline else p.micro_batches)
     if any(p.pipeline for p in plans):
-        what |= {label: (lambda p, read=read: read(p) if p.pipeline else "-") for label, read in STAGED.items()}
+        what |= {label: partial(_staged, read=read) for label, read in STAGED.items()}
         most = max(len(p.pipeline.costs) for p in plans if p.pipeline)
-        what |= {f"stage {i}": (lambda p, i=i: _stage(p, i)) for i in range(min(most, MOST_STAGES))}
+        what |= {f"stage {i}": partial(_stage, i=i) for i in range(min(most, MOST_STAGES))}
     return [(label, list(map(read, plans))) for label, read in what.items()]
+
+
+def _staged(plan: Plan, read: Callable[[Pipeline], str]) -> str:
+    return read(plan.pipeline) if plan.pipeline else "-"
 
 
 def _stage(plan: Plan, i: int) -> str:

@@ -7,7 +7,6 @@ from collections import defaultdict
 
 from ..utils.format import byte_column, ms, percent, size
 from .file import MEMORY_KINDS
-from .pipeline_text import balance
 from .plan import Plan
 from .text import in_tree_order, waiting_seconds
 
@@ -60,7 +59,7 @@ def _pipeline(plan: Plan) -> dict[str, str]:
     found = {
         "schedule": p.schedule, "micro-batches": str(p.micro_batches),
         "stages": f"{p.stages_per_rank} on each of {p.ranks} ranks", "bubble": percent(p.played().bubble, 1.0),
-        "slowest stage": f"{balance(plan):.2f} times the mean",
+        "slowest stage": f"{p.balance:.2f} times the mean",
     }  # fmt: skip
     for i, (c, rank) in enumerate(zip(p.costs, p.orders.rank_of_stage)):
         backward = c.input_seconds + c.weight_seconds

@@ -14,10 +14,12 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeAlias, TypeGuard
 
 from ..errors import PlanFormatError, PlanTampered
 from ..hardware.profile import LOWERINGS
 
+Json = dict[str, Any]
 VERSION = 7
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
@@ -28,14 +30,14 @@ MEMORY_KINDS = (  # in the order of the plan's text
 )  # fmt: skip
 
 
-def write(path: str | Path, data: dict, key: str | bytes | None = None) -> None:
+def write(path: str | Path, data: Json, key: str | bytes | None = None) -> None:
     """Write a plan's data, which holds its hash; with `key` also sign it (HMAC-SHA256)."""
     if key is not None:
         data = data | {"signature": signature(data, key)}
     Path(path).write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
-def read(path: str | Path, key: str | bytes | None = None) -> dict:
+def read(path: str | Path, key: str | bytes | None = None) -> Json:
     """Return the data of a plan file. Raise PlanFormatError, or PlanTampered if hash or signature do not fit."""
     try:
         with open(path, "rb") as file:
@@ -47,8 +49,7 @@ def read(path: str | Path, key: str | bytes | None = None) -> dict:
         raise PlanFormatError(
             f"{path} cannot be read as a plan: {error}", fix="pass a file written by plan.save"
         ) from None
-    check(data, str(path), key)
-    return data
+    return check(data, str(path), key)
 
 
 # Whole strings, the last one even without an end, and brackets. Possessive: the time is linear in the length of any
@@ -74,11 +75,11 @@ def parse(text: str) -> object:
     )
 
 
-def check(data: object, name: str, key: str | bytes | None = None) -> None:
-    """Raise PlanFormatError if `data` is not a plan of this version, PlanTampered if it was changed or not signed with
-    `key`."""
+def check(data: object, name: str, key: str | bytes | None = None) -> Json:
+    """Return `data`, a plan's. Raise PlanFormatError if it is not a plan of this version, PlanTampered if it was changed
+    or not signed with `key`."""
     version = data.get("version") if isinstance(data, dict) else None
-    if type(version) is not int or version != VERSION:
+    if not isinstance(data, dict) or type(version) is not int or version != VERSION:
         raise PlanFormatError(
             f"{name} has plan version {version!r:.40}, not {VERSION}", fix="plan again with this autopar"
         )
@@ -93,24 +94,25 @@ def check(data: object, name: str, key: str | bytes | None = None) -> None:
             raise PlanTampered(
                 f"{name} is not signed with this key", fix="use a plan saved with plan.save(path, key=...)"
             )
+    return data
 
 
-def content_hash(data: dict) -> str:
+def content_hash(data: Json) -> str:
     """Return the SHA-256 of everything but the hash itself and the signature, in canonical form."""
     return hashlib.sha256(_canonical(data)).hexdigest()
 
 
-def signature(data: dict, key: str | bytes) -> str:
+def signature(data: Json, key: str | bytes) -> str:
     """Return the HMAC-SHA256 by a key of everything but the hash and the signature, in canonical form."""
     return hmac.new(key.encode() if isinstance(key, str) else key, _canonical(data), hashlib.sha256).hexdigest()
 
 
-def _canonical(data: dict) -> bytes:
+def _canonical(data: Json) -> bytes:
     body = {k: v for k, v in data.items() if k not in ("hash", "signature")}
     return json.dumps(body, sort_keys=True, allow_nan=False).encode()
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> Json:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has two values under one key")
@@ -136,25 +138,28 @@ def _finite(text: str) -> float:
 class Values:
     """Objects with texts as keys and values of one kind."""
 
-    def __init__(self, kind):
+    def __init__(self, kind: Kind):
         self.kind = kind
 
 
 class Either:
     """Values of one kind, or null."""
 
-    def __init__(self, kind):
+    def __init__(self, kind: Kind):
         self.kind = kind
 
 
-def text(value: object) -> bool:
+Kind: TypeAlias = "Callable[[object], bool] | Values | Either | list[Kind] | tuple[Kind, ...] | dict[str, Kind]"
+
+
+def text(value: object) -> TypeGuard[str]:
     """printable text"""
     return isinstance(value, str) and value.replace("\n", "").isprintable()
 
 
-def number(value: object) -> bool:
+def number(value: object) -> TypeGuard[float]:
     """a number"""
-    return type(value) in (int, float) and math.isfinite(value)
+    return isinstance(value, (int, float)) and type(value) in (int, float) and math.isfinite(value)
 
 
 def amount(value: object) -> bool:
@@ -167,9 +172,9 @@ def speed(value: object) -> bool:
     return number(value) and value > 0
 
 
-def count(value: object) -> bool:
+def count(value: object) -> TypeGuard[int]:
     """an integer of 0 or more"""
-    return type(value) is int and value >= 0
+    return isinstance(value, int) and type(value) is int and value >= 0
 
 
 def size(value: object) -> bool:
@@ -192,7 +197,7 @@ def rank(value: object) -> bool:
     return count(value) and value <= 64
 
 
-SHARDING = {
+SHARDING: Kind = {
     "links": Values((amount, speed, Either(speed))),
     "memory_bytes_per_second": speed,
     "nodes": Values(([count], [count], [text])),
@@ -203,7 +208,7 @@ SHARDING = {
     "on_host": [text],
     "layouts": [(rank, text)],
 }
-SCHEMA = {
+SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
@@ -240,9 +245,9 @@ SCHEMA = {
 }  # fmt: skip
 
 
-def _mismatch(value: object, kind: object, where: str) -> str:
+def _mismatch(value: object, kind: Kind, where: str) -> str:
     """Return what is wrong with a value, "" if nothing is."""
-    if isinstance(kind, Callable):
+    if not isinstance(kind, (Values, Either, list, tuple, dict)):
         return "" if kind(value) else f"{where or 'it'} is not {kind.__doc__}"
     if isinstance(kind, Either):
         return "" if value is None else _mismatch(value, kind.kind, where)

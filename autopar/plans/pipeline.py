@@ -62,7 +62,7 @@ class Pipeline:
     owners: tuple[tuple[str, ...], ...] = ()
     samples: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
             raise StageError(
                 f"{len(self.cuts) + 1} stages do not fill {self.ranks} ranks with {self.stages_per_rank} each"
@@ -82,6 +82,12 @@ class Pipeline:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a place along the axis."""
         return self.orders.stages_of(rank)
+
+    @property
+    def balance(self) -> float:
+        """Return the seconds of the slowest stage divided by those of the mean one."""
+        times = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in self.costs]
+        return max(times) * len(times) / sum(times) if sum(times) else 1.0
 
     def played(self) -> Played:
         """Return the step as it is predicted."""

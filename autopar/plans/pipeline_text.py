@@ -13,21 +13,17 @@ COLUMNS = 40
 
 
 def pipeline_line(plan: Plan) -> str:
-    """Return the schedule, how much of it is idle, and how even the stages are, in one line."""
+    """Return the schedule, how much of it is idle, and how even the stages are, in one line; "" without a pipeline."""
     p = plan.pipeline
+    if p is None:
+        return ""
     sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, p.micro_batches)}, reverse=True))
     batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {sizes} samples"
     stages = f"{p.ranks} ranks along {p.axis}" + (
         f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else ""
     )
     bubble = percent(p.played().bubble, 1.0)
-    return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {balance(plan):.2f} times the mean"
-
-
-def balance(plan: Plan) -> float:
-    """Return the seconds of the slowest stage divided by those of the mean one."""
-    times = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in plan.pipeline.costs]
-    return max(times) * len(times) / sum(times) if sum(times) else 1.0
+    return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {p.balance:.2f} times the mean"
 
 
 def pipeline_lines(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import fx
@@ -22,7 +22,7 @@ from ..ir.mesh import Mesh
 from ..schedule.catalogue import make
 from . import file
 from .check import check_decisions
-from .file import MEMORY_KINDS, VERSION
+from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost, inside
 from .sharding import NodeSharding, Sharding
 
@@ -148,19 +148,19 @@ class Plan:
 
         return plan_text(self)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> Json:
         """Return plain data, without the time that planning took, so equal plans are equal bytes."""
-        data = asdict(replace(self, sharding=None))
-        data.pop("planning_seconds")
-        data["mesh"] = str(self.mesh)
-        data["sharding"] = _sharding_to_json(self.sharding)
-        data = json.loads(json.dumps(data | {"version": VERSION}))  # lists for tuples
+        values = vars(self) | {
+            "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
+        }  # fmt: skip
+        values.pop("planning_seconds")
+        data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
         return data
 
     @property
     def hash(self) -> str:
-        return self.to_json()["hash"]
+        return str(self.to_json()["hash"])
 
     def save(self, path: str | Path, key: str | bytes | None = None) -> None:
         """Write the plan as JSON; with a `key`, signed by it."""
@@ -176,11 +176,10 @@ class Plan:
     @staticmethod
     def from_json(data: object, name: str = "plan") -> Plan:
         """Return the plan of what `to_json` returned. Raise the errors of `load`."""
-        file.check(data, name)
-        return Plan._of(data, name)
+        return Plan._of(file.check(data, name), name)
 
     @staticmethod
-    def _of(data: dict, name: str) -> Plan:
+    def _of(data: Json, name: str) -> Plan:
         fields = {k: v for k, v in data.items() if k not in ("version", "hash", "signature")}
         try:
             mesh = Mesh.parse(fields["mesh"])
@@ -242,7 +241,7 @@ def leaf_and_op_names(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx
     return leaves, [n for n in graph.nodes if is_op(n)], output_node(graph)
 
 
-def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
+def _pipeline_from_json(data: Json | None, mesh: Mesh) -> Pipeline | None:
     if data is None:
         return None
     costs = tuple(StageCost(**c) for c in data["costs"])
@@ -256,7 +255,7 @@ def _pipeline_from_json(data: dict | None, mesh: Mesh) -> Pipeline | None:
     return pipeline
 
 
-def _sharding_to_json(sharding: Sharding) -> dict:
+def _sharding_to_json(sharding: Sharding) -> Json:
     """Return a sharding as plain data, layouts as text, each distinct one once: nodes refer to them by number."""
     numbers: dict[Layout, int] = {}
 
@@ -285,17 +284,20 @@ def _sharding_to_json(sharding: Sharding) -> dict:
     }
 
 
-def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
+def _sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
     layouts = []
     for ndim, text in data["layouts"]:
         layouts.append(Layout.parse(text, ndim))
         for axis in (*layouts[-1].sharding_axes, *(a for a, _ in layouts[-1].partial)):
             mesh.size(axis)
 
-    def layout(number: int | None) -> Layout | None:
-        return None if number is None else layouts[number]
+    def chosen(numbers: list[int]) -> tuple[Layout, ...]:
+        return tuple(layouts[number] for number in numbers)
 
-    links = {axis: Link(*(x if x is None else float(x) for x in values)) for axis, values in data["links"].items()}
+    links = {
+        axis: Link(float(latency), float(speed), None if all_to_all is None else float(all_to_all))
+        for axis, (latency, speed, all_to_all) in data["links"].items()
+    }
     if set(links) != set(mesh.names):
         raise ValueError("links do not match the mesh")
     return Sharding(
@@ -303,12 +305,12 @@ def _sharding_from_json(data: dict, mesh: Mesh) -> Sharding:
         links,
         float(data["memory_bytes_per_second"]),
         {
-            name: NodeSharding(tuple(map(layout, ins)), tuple(map(layout, outs)), tuple(choice))
+            name: NodeSharding(chosen(ins), chosen(outs), tuple(choice))
             for name, (ins, outs, choice) in data["nodes"].items()
         },
-        {name: layout(number) for name, number in data["leaves"].items()},
-        tuple(map(layout, data["outputs"])),
-        frozenset((name, index, layout(number)) for name, index, number in data["kept"]),
+        {name: layouts[number] for name, number in data["leaves"].items()},
+        tuple(None if number is None else layouts[number] for number in data["outputs"]),
+        frozenset((name, index, layouts[number]) for name, index, number in data["kept"]),
         frozenset(data["again"]),
         frozenset(data["on_host"]),
     )

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..cost.redistribute import Link, Redistributor
+from ..cost.redistribute import Redistributor
+from ..hardware.profile import Link
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 

@@ -34,9 +34,7 @@ def _result(plan: Plan) -> list[str]:
         f"strategy {plan.strategy}",
         f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {_bound(plan)} (gap {plan.gap:.2%})",
         pipeline_line(plan)
-        if plan.pipeline
-        else f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication "
-        f"exposed",
+        or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *axis_lines(plan),
@@ -121,7 +119,7 @@ def in_tree_order(regions: Sequence[Region]) -> list[Region]:
         for depth in range(1, len(names) + 1):
             first.setdefault(tuple(names[:depth]), position)
 
-    def place(region: Region) -> tuple:
+    def place(region: Region) -> tuple[bool, list[int]]:
         names = region.name.split(".")
         return region.name.startswith("("), [first[tuple(names[:depth])] for depth in range(1, len(names) + 1)]
 
@@ -214,7 +212,7 @@ def alternatives_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
     unit, scale = byte_unit(plan.peak_bytes)
     rows = zip(
         [a.name for a in shown],
-        column([a.step_seconds * 1e3 for a in shown]),
+        column([None if a.step_seconds is None else a.step_seconds * 1e3 for a in shown]),
         column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
         column([None if a.peak_bytes is None else a.peak_bytes / scale for a in shown]),
         [_against(a, plan) for a in shown],
@@ -243,7 +241,7 @@ def meshes_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def _against(a: Alternative, plan: Plan) -> str:
-    if not a.fits:
+    if not a.fits or a.step_seconds is None:
         return "does not fit"
     return f"{a.step_seconds / plan.step_seconds:.2f}x" if plan.step_seconds else "-"
 

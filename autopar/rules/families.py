@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from ..ir.graph import tensor_arguments
-from .reading import aligned, bound, dims_of, input_shapes, named, output_shapes
-from .rule import Rule, rule
+from .reading import Shape, aligned, bound, dims_of, input_shapes, named, output_shapes
+from .rule import Dim, Rule, rule
 
 Builder = Callable[[fx.Node], Rule | None]
+Always = Callable[[fx.Node], Rule]  # a builder that has a rule for every node
 Linear = tuple[Sequence[int], ...]
 
 
@@ -24,7 +25,12 @@ def sets(linear: Linear) -> tuple[frozenset[int], ...]:
     return tuple(map(frozenset, linear))
 
 
-def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Builder:
+def each(node: fx.Node, dims: Callable[[Shape], tuple[Dim, ...]], linear: Linear = ()) -> Rule:
+    """Return the rule of an op whose arguments and outputs have the factors that `dims` gives for their shapes."""
+    return Rule(tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))), sets(linear))
+
+
+def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Always:
     """Build rules from factors written as in an einsum; "..." stands for any number of leading factors b0, b1, ... that
     tensors share. Arguments that the node lacks (an optional bias) drop from the end of the left side."""
     left, right = text.split("->")
@@ -43,7 +49,7 @@ def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Builder:
     return build
 
 
-def pointwise(*linear: Sequence[int]) -> Builder:
+def pointwise(*linear: Sequence[int]) -> Always:
     """Build rules of ops of which every output element depends on the elements at its own place; arguments
     broadcast."""
 
@@ -64,7 +70,7 @@ def cast(node: fx.Node) -> Rule:
     return pointwise(*([[0]] if widens else []))(node)
 
 
-def filled(number: str, position: int) -> Builder:
+def filled(number: str, position: int) -> Always:
     """Build rules of ops where some elements become a number, the argument of this name: linear in the tensor at
     `position` if that number is zero."""
 
@@ -74,7 +80,7 @@ def filled(number: str, position: int) -> Builder:
     return build
 
 
-def along(*dims: str | int, linear: Linear = ()) -> Builder:
+def along(*dims: str | int, linear: Linear = ()) -> Always:
     """Build rules of ops whose tensors all have the same dims and whose elements are mixed along some: numbers, or
     names of arguments that list them (None or an empty list: all dims)."""
 
@@ -82,12 +88,12 @@ def along(*dims: str | int, linear: Linear = ()) -> Builder:
         arguments, ndim = bound(node), len(output_shapes(node)[0])
         mixed = set().union(*(dims_of(arguments[d] if isinstance(d, str) else d, ndim) for d in dims))
         names = tuple(None if i in mixed else name for i, name in enumerate(named(ndim)))
-        return Rule(*((names,) * len(shapes) for shapes in (input_shapes(node), output_shapes(node))), sets(linear))
+        return each(node, lambda shape: names, linear)
 
     return build
 
 
-def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) -> Builder:
+def reduce(kind: str | None, *linear: Sequence[int], empty_is_all: bool = True) -> Always:
     """Build rules of ops that reduce the dims of the argument `dim` (all dims if there is none). kind "sum" or "max":
     parts of a sharded dim combine that way; None: reduced dims cannot be sharded. For some ops an empty list means no
     dim instead of all."""
@@ -113,32 +119,29 @@ def histogram(node: fx.Node) -> Rule:
     return Rule((named(len(shape)) if given else (None,) * len(shape),), ((None,),))
 
 
-def loss(*linear: Sequence[int]) -> Builder:
+def loss(*linear: Sequence[int]) -> Always:
     """Build rules of elementwise losses and their backwards. Reduction none (0) or sum (2) may be sharded; a mean (1)
     divides by a local size and is not."""
 
     def build(node: fx.Node) -> Rule:
-        inputs, outputs = input_shapes(node), output_shapes(node)
-        full = max(inputs, key=len)
+        full = max(input_shapes(node), key=len)
         names = (None,) * len(full) if bound(node)["reduction"] == 1 else named(len(full))
-        return Rule(*(tuple(aligned(s, full, names) for s in side) for side in (inputs, outputs)), sets(linear))
+        return each(node, lambda shape: aligned(shape, full, names), linear)
 
     return build
 
 
 def blocked(node: fx.Node) -> Rule:
     """Return the rule of a known op with nothing to shard."""
-    return Rule(*(tuple((None,) * len(s) for s in side) for side in (input_shapes(node), output_shapes(node))))
+    return each(node, lambda shape: (None,) * len(shape))
 
 
-def keeps_last(count: int, *linear: Sequence[int]) -> Builder:
+def keeps_last(count: int, *linear: Sequence[int]) -> Always:
     """Build rules of ops that act within the last `count` dims (pooling, resizing, padding of images) and alike on all
     others."""
 
     def build(node: fx.Node) -> Rule:
-        names = [named(len(s) - count) + (None,) * count for s in input_shapes(node) + output_shapes(node)]
-        inputs = len(input_shapes(node))
-        return Rule(tuple(names[:inputs]), tuple(names[inputs:]), sets(linear))
+        return each(node, lambda shape: named(len(shape) - count) + (None,) * count, linear)
 
     return build
 

@@ -80,7 +80,10 @@ def slice_backward(node: fx.Node) -> Rule:
     return Rule((_with(names, dim, piece),), (_with(names, dim, whole),), sets(([0],)), even=even)
 
 
-def _sliced(node: fx.Node, shape: tuple[int, ...], piece: tuple[int, ...]) -> tuple:
+Sliced = tuple[tuple[str, ...], int, Dim, Dim, dict[str, int]]
+
+
+def _sliced(node: fx.Node, shape: tuple[int, ...], piece: tuple[int, ...]) -> Sliced:
     """Return (names, dim, whole dim, piece, even) of a slice of `shape`; only one of equal parts is shardable."""
     arguments, names = bound(node), named(len(shape))
     (dim,) = dims_of(arguments["dim"], len(shape))

@@ -7,7 +7,7 @@ import math
 from torch import fx
 
 from ..ir.graph import is_tensor
-from .families import sets
+from .families import each, sets
 from .reading import bound, input_shapes, named, output_shapes, shape_of, tensors_by_name
 from .rule import Dim, Rule, rule
 
@@ -156,9 +156,8 @@ def weight_norm(node: fx.Node) -> Rule:
     """Return the rule of weight norm: every slice along `dim` is scaled to a length of its own; forward and backward
     alike."""
     arguments = bound(node)
-    sides = (input_shapes(node), output_shapes(node))
-    dims = (tuple(tuple("d" if i == arguments["dim"] else None for i in range(len(s))) for s in side) for side in sides)
-    return Rule(*dims, sets(([0],)) if "grad_w" in arguments else ())
+    linear = ([0],) if "grad_w" in arguments else ()
+    return each(node, lambda shape: tuple("d" if i == arguments["dim"] else None for i in range(len(shape))), linear)
 
 
 def per_channel(node: fx.Node) -> Rule:

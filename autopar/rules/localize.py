@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from .._torch import schema_names
 from ..ir.layout import local_offset, local_shape
 from ..ir.mesh import Mesh
 from .indexing import slice_start
@@ -59,20 +60,25 @@ Localizer = Callable[[Call], dict[str, Any]]
 
 
 def local_call(
-    node: fx.Node, strategy: Strategy, mesh: Mesh, coordinate: Mapping[str, int], args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
+    node: fx.Node,
+    strategy: Strategy,
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return `args` and `kwargs` (the node's, with tensors already replaced by local ones) with constants of this
     device."""
-    args, kwargs = list(args), dict(kwargs)
+    positional, by_name = list(args), dict(kwargs)
     localize = LOCAL.get(str(node.target))
     if localize is not None:
-        positions = {p.name: i for i, p in enumerate(node.target._schema.arguments)}
+        positions = {name: i for i, name in enumerate(schema_names(node.target))}
         for name, value in localize(Call(node, strategy, mesh, coordinate)).items():
-            if positions[name] < len(args):
-                args[positions[name]] = value
+            if positions[name] < len(positional):
+                positional[positions[name]] = value
             else:
-                kwargs[name] = value
-    return tuple(args), kwargs
+                by_name[name] = value
+    return tuple(positional), by_name
 
 
 def size_as(name: str) -> Localizer:
@@ -129,7 +135,8 @@ def _slice_backward(call: Call) -> dict[str, Any]:
 
 
 def _slice_scatter(call: Call) -> dict[str, Any]:
-    return _slice_of(call, *input_shapes(call.node), call.input(1))
+    whole, piece = input_shapes(call.node)
+    return _slice_of(call, whole, piece, call.input(1))
 
 
 def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
@@ -162,7 +169,7 @@ def _convolution_backward(call: Call) -> dict[str, Any]:
 def _groups(call: Call, local_channels: int, channels: int) -> int:
     """Return the local number of groups: several are sharded whole, with their share of the output channels; one group
     belongs to all devices."""
-    groups = call.arguments["groups"]
+    groups: int = call.arguments["groups"]
     return groups if groups == 1 else groups * local_channels // channels
 
 

@@ -12,7 +12,7 @@ double the choices of many ops and save nothing.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
@@ -86,7 +86,7 @@ class _Op:
         for name in inner & set(self.sizes):
             del self.sizes[name]
 
-    def allowed(self, candidates: Callable[[Tensor, int], set[int]]) -> dict[str, tuple[int, ...]]:
+    def allowed(self, candidates: Callable[[Tensor, int], Iterable[int]]) -> dict[str, tuple[int, ...]]:
         """Return the counts of parts of each factor: the candidates of its places that divide it."""
         result = {}
         for factor, size in self.sizes.items():

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
+from .._torch import schema_of
 from ..ir.graph import is_tensor, tensor_arguments, values_of
+from .rule import Dim
 
 Shape = tuple[int, ...]
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of an op by their schema names, defaults included."""
-    given = dict(zip((p.name for p in node.target._schema.arguments), node.args)) | dict(node.kwargs)
-    return {
-        p.name: given.get(p.name, p.default_value)
-        for p in node.target._schema.arguments
-        if p.name in given or p.has_default_value()
-    }
+    parameters = schema_of(node.target).arguments
+    given = dict(zip((p.name for p in parameters), node.args)) | dict(node.kwargs)
+    return {p.name: given.get(p.name, p.default_value) for p in parameters if p.name in given or p.has_default_value()}
 
 
 def shape_of(argument: fx.Node) -> Shape:
@@ -51,7 +50,7 @@ def named(count: int) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(count))
 
 
-def aligned(shape: Shape, target: Shape, names: tuple) -> tuple:
+def aligned(shape: Shape, target: Shape, names: tuple[Dim, ...]) -> tuple[Dim, ...]:
     """Return the factors of a tensor that broadcasts to `target`, whose dims are `names`: dims that stretch have
     none."""
     shift = len(target) - len(shape)
@@ -75,7 +74,7 @@ def is_zero(node: fx.Node) -> bool:
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         name = node.target._schema.name.removeprefix("aten::")
         if name in _CARRIERS:
-            node = node.args[0]
+            node = cast(fx.Node, node.args[0])
             continue
         return name in _ZEROS or (name in _FILLED and bound(node)[_FILLED[name]] == 0)
     return False

@@ -114,7 +114,7 @@ def strategies(
     for factor in rule.factors():
         options += [(factor, p) for p in (1, *(parts or {}).get(factor, ()))]
     options += [("+" + ",".join(map(str, sorted(s))), 1) for s in rule.linear]
-    result: dict[tuple, Strategy] = {}
+    result: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
     for choice in itertools.product(options, repeat=len(mesh.names)):
         strategy = _strategy(rule, choice, input_shapes, output_shapes, mesh)
         if strategy is not None:
@@ -134,6 +134,7 @@ def strategy_of(
     choice = []
     for word in label:
         match = re.fullmatch(r"(.*?)(?:/(\d{1,9}))?", word, re.DOTALL)
+        assert match is not None  # every text matches
         factor, parts = match[1], int(match[2] or 1)
         if parts < 1 or factor and factor not in factors and (factor not in linear or parts > 1):
             return None
@@ -141,7 +142,13 @@ def strategy_of(
     return _strategy(rule, choice, input_shapes, output_shapes, mesh) if len(choice) == len(mesh.names) else None
 
 
-def _strategy(rule, choice, input_shapes, output_shapes, mesh) -> Strategy | None:
+def _strategy(
+    rule: Rule,
+    choice: Sequence[tuple[str, int]],
+    input_shapes: Sequence[Sequence[int]],
+    output_shapes: Sequence[Sequence[int]],
+    mesh: Mesh,
+) -> Strategy | None:
     sharded: dict[str, list[str]] = {}
     parts: dict[str, int] = {}
     through: dict[str, frozenset[int]] = {}
@@ -175,10 +182,12 @@ def _strategy(rule, choice, input_shapes, output_shapes, mesh) -> Strategy | Non
             partial += [(a, rule.reduction) for f, fa in sharded.items() if f in summed_away for a in fa]
         return Layout(tuple(axes), tuple(sorted(partial)), tuple(counts))
 
-    inputs = tuple(layout(dims, i) for i, dims in enumerate(rule.inputs))
-    outputs = tuple(layout(dims, None) for dims in rule.outputs)
+    inputs = tuple([l for i, dims in enumerate(rule.inputs) if (l := layout(dims, i)) is not None])
+    outputs = tuple([l for dims in rule.outputs if (l := layout(dims, None)) is not None])
+    if (len(inputs), len(outputs)) != (len(rule.inputs), len(rule.outputs)):
+        return None
     for layouts, shapes in ((inputs, input_shapes), (outputs, output_shapes)):
-        if not all(l is not None and is_legal(shape, l, mesh) for l, shape in zip(layouts, shapes)):
+        if not all(is_legal(shape, l, mesh) for l, shape in zip(layouts, shapes)):
             return None
     label = tuple(f if p == 1 else f"{f}/{p}" for f, p in choice)
     return Strategy(inputs, outputs, label, ways)

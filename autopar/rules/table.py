@@ -233,7 +233,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     return _KNOWN[key]
 
 
-_KNOWN: dict[tuple, Rule | None] = {}  # repeated blocks ask for the same rules again and again
+_KNOWN: dict[tuple[object, ...], Rule | None] = {}  # repeated blocks ask for the same rules again and again
 
 
 def _seen(argument: object) -> object:

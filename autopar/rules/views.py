@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -65,7 +66,7 @@ def regroup(source: Shape, target: Shape) -> tuple[tuple[Dim, ...], tuple[Dim, .
     return tuple(map(_compound, source_factors)), tuple(map(_compound, target_factors)), even
 
 
-def _skip_group(left: deque, right: deque, x: int, y: int) -> None:
+def _skip_group(left: deque[tuple[int, int]], right: deque[tuple[int, int]], x: int, y: int) -> None:
     """Drop dims until both sides have dropped as many elements: (6, 4) and (4, 6) share only their outermost 2."""
     while x != y:
         if x < y:
@@ -120,7 +121,7 @@ def squeeze(node: fx.Node) -> Rule:
     return Rule((kept,), (tuple(n for i, n in enumerate(kept) if not (i in listed and shape[i] == 1)),), LINEAR)
 
 
-def _renamed(node: fx.Node, order: list[int | None]) -> Rule:
+def _renamed(node: fx.Node, order: Sequence[int | None]) -> Rule:
     """Return a rule in which output dim i is input dim order[i], or new."""
     names = named(len(input_shapes(node)[0]))
     return Rule((names,), (tuple(None if d is None else names[d] for d in order),), LINEAR)

@@ -27,7 +27,7 @@ Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.033
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Asynchronous:
     stages: int
     group: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise StrategyError(f"there is no asynchronous schedule {self.name!r}", fix=nearest(str(self.name), NAMES))
         for what, value, least in (("stages", self.stages, 2), ("micro-batches of an update", self.group, 1)):
@@ -121,7 +121,7 @@ class Asynchronous:
 
     def without_updates(self, micro_batches: int) -> Schedule:
         """Return the forwards and backwards, for `play`, text and drawings: one stage a rank."""
-        orders = tuple(tuple(a for a in order if a.kind != "U") for order in self.orders(micro_batches))
+        orders = tuple(tuple(a for a in order if isinstance(a, Action)) for order in self.orders(micro_batches))
         return Schedule(self.name, self.stages, micro_batches, tuple(range(self.stages)), orders)
 
 
@@ -158,7 +158,7 @@ def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
     for stage, order in enumerate(orders):
         newest, counts = 0, []
         for at, action in enumerate(order):
-            if action.kind == "U":
+            if isinstance(action, Update):
                 newest += 1
             elif action.kind == "F":
                 i = action.micro_batch
@@ -169,19 +169,26 @@ def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
                     raise ScheduleError(
                         f"stage {stage} has version {newest} when micro-batch {i} needs {used[stage, i]}"
                     )
-            counts.append(_count_held(schedule, orders[0], order, at, newest, used, stage))
+            counts.append(_count_held(schedule, order, at, newest, used, stage))
         held.append(tuple(counts))
     return PlayedVersions(used, tuple(held))
 
 
 def _count_held(
-    schedule: Asynchronous, first: tuple, order: tuple, at: int, newest: int, used: dict, stage: int
+    schedule: Asynchronous,
+    order: Sequence[Action | Update],
+    at: int,
+    newest: int,
+    used: Mapping[tuple[int, int], int],
+    stage: int,
 ) -> int:
     """Count the versions there already that the rest of the order reads, and the newest."""
-    flying = Counter(a.micro_batch for a in order[: at + 1] if a.kind == "F")
-    flying.subtract(a.micro_batch for a in order[: at + 1] if a.kind == "B")
+    flying: Counter[int] = Counter()
+    for action in order[: at + 1]:
+        if isinstance(action, Action):
+            flying[action.micro_batch] += 1 if action.kind == "F" else -1
     versions = {used[stage, i] for i, count in flying.items() if count} | {newest}
     if stage and schedule.name != STASHING:  # stage 0 has said which versions will be read
-        coming = (a.micro_batch for a in order[at + 1 :] if a.kind == "F")
+        coming = (a.micro_batch for a in order[at + 1 :] if isinstance(a, Action) and a.kind == "F")
         versions |= {v for i in coming if (v := used[0, i]) <= newest}
     return len(versions)

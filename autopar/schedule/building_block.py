@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from .actions import Action
 
 PERIOD = 6
-Times = tuple[int, int, int, int]
+Times = tuple[int, ...]  # of the four ways
 
 
 def block(ranks: int, hops: Sequence[int], waits: Sequence[int]) -> list[Times]:

@@ -114,7 +114,8 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
     if kind.in_flight is None:
         return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
     limit, units = kind.in_flight(ranks, v, micro_batches), (1.0, 1.0, 1.0)
+    known = seconds or units
     filled = [Schedule(name, ranks, micro_batches, rank_of_stage,
                        tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs))))
-              for costs in dict.fromkeys((units, seconds or units))]  # fmt: skip
-    return filled[0] if len(filled) == 1 else min(filled, key=lambda schedule: play(schedule, *seconds).seconds)
+              for costs in dict.fromkeys((units, known))]  # fmt: skip
+    return filled[0] if len(filled) == 1 else min(filled, key=lambda schedule: play(schedule, *known).seconds)

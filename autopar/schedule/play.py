@@ -101,8 +101,8 @@ def crossings(schedule: Schedule) -> list[tuple[int, int]]:
     Such a pair needs messages with tags, or receives that are posted in the sender's order (torch.distributed on NCCL
     has no tags).
     """
-    sent: dict[tuple[int, int], list] = {}
-    received: dict[tuple[int, int], list] = {}
+    sent: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
+    received: dict[tuple[int, int], list[tuple[bool, int, int]]] = {}
     rank_of, stages = schedule.rank_of_stage, schedule.stages
     for rank, order in enumerate(schedule.orders):
         for kind, stage, i in order:

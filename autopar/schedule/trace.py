@@ -7,21 +7,23 @@ in flight, or bytes where those are known.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from .actions import KINDS, Action, Schedule
 from .played import Played
 
+Json = dict[str, Any]
 ACTIONS, SENDS = 0, 1  # rows of a rank
 IN_FLIGHT, HELD = "micro-batches in flight", "bytes of a device"
 
 
 def trace_of(played: Played | Mapping[str, Played], transfer_seconds: Sequence[float] = (),
-             staying: Sequence[Mapping[str, float]] = ()) -> dict:  # fmt: skip
+             staying: Sequence[Mapping[str, float]] = ()) -> Json:  # fmt: skip
     """Return the trace as plain data for `json.dump`, of one run or of several by their names, one after the other in
     the list of processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes
     that it holds all the time; `activation` of the runs is then in bytes."""
     runs = {"": played} if isinstance(played, Played) else played
-    events: list[dict] = []
+    events: list[Json] = []
     for number, (name, run) in enumerate(runs.items()):
         first = number * run.schedule.ranks
         for rank in range(run.schedule.ranks):
@@ -37,14 +39,14 @@ def trace_of(played: Played | Mapping[str, Played], transfer_seconds: Sequence[f
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names(process: int, name: str, sends: bool) -> Iterator[dict]:
+def _names(process: int, name: str, sends: bool) -> Iterator[Json]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
     for row, text in ((ACTIONS, "actions"), (SENDS, "sends"))[: 1 + sends]:
         yield {"ph": "M", "pid": process, "tid": row, "name": "thread_name", "args": {"name": text}}
 
 
-def _slice(process: int, row: int, name: str, category: str, start: float, end: float, args: dict) -> dict:
+def _slice(process: int, row: int, name: str, category: str, start: float, end: float, args: Json) -> Json:
     return {"ph": "X", "pid": process, "tid": row, "name": name, "cat": category, "ts": _us(start),
             "dur": _us(end - start), "args": args}  # fmt: skip
 
@@ -61,7 +63,7 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
     return other if schedule.rank_of_stage[other] != schedule.rank_of_stage[action.stage] else None
 
 
-def _held(run: Played, first: int, staying: Sequence[Mapping[str, float]]) -> Iterator[dict]:
+def _held(run: Played, first: int, staying: Sequence[Mapping[str, float]]) -> Iterator[Json]:
     """Iterate over what each rank holds, wherever it changes: a micro-batch from the start of its F to the end of its B
     or W."""
     for rank in range(run.schedule.ranks):

@@ -8,6 +8,7 @@ matrix products.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -35,17 +36,19 @@ def fill_weights(orders: Sequence[Sequence[Action]], stages: int, limit: int,
     while free:
         now, rank = heapq.heappop(free)
         action = orders[rank][at[rank]] if at[rank] < len(orders[rank]) else None
-        unknown = next((need for need in needs(action, stages) if need not in ends), None) if action else None
-        there = max((ends[need] for need in needs(action, stages)), default=0.0) if action and unknown is None else None
-        fits = action is not None and (action.kind != "F" or held[rank] < limit)
-        if there is not None and there <= now and fits:
+        if action is not None and action.kind == "F" and held[rank] >= limit:
+            action = None
+        before = needs(action, stages) if action is not None else []
+        unknown = next((need for need in before if need not in ends), None)
+        there = math.inf if unknown is not None else max((ends[need] for need in before), default=0.0)
+        if action is not None and there <= now:
             at[rank] += 1
         elif owed[rank]:
             action = owed[rank].popleft()
         else:  # wait, if for anything
-            if fits and unknown is not None:
+            if unknown is not None:
                 waiting[unknown] = rank
-            elif fits:
+            elif action is not None:
                 heapq.heappush(free, (there, rank))
             continue
         done[rank].append(action)

@@ -8,7 +8,7 @@ from ..planner.explain_pipeline_text import inside_lines, priced_table
 from ..planner.pipeline.evaluate import Judged
 from ..planner.pipeline.plan import PipelinePlanned
 from ..plans.file import MEMORY_KINDS
-from ..plans.pipeline_text import balance, pipeline_line
+from ..plans.pipeline_text import pipeline_line
 from ..plans.plan import Plan
 from ..plans.text import in_order, waiting_seconds
 from ..schedule.svg import svg
@@ -54,7 +54,7 @@ def _summary(plan: Plan) -> Html:
     shown = [
         ("step", ms(plan.step_seconds), f"an even split without waiting takes {ms(plan.bound)} or more"),
         (p.schedule, f"{p.micro_batches} × {-(-plan.samples // p.micro_batches)}", "micro-batches × samples"),
-        ("stages", str(len(p.costs)), f"slowest {balance(plan):.2f} times the mean"),
+        ("stages", str(len(p.costs)), f"slowest {p.balance:.2f} times the mean"),
         ("waiting", ms(waiting_seconds(plan)), f"of the mean rank, bubble {percent(p.played().bubble, 1.0)}"),
         ("peak memory", size(plan.peak_bytes),
          f"{percent(plan.peak_bytes, plan.memory_limit_bytes)} of {size(plan.memory_limit_bytes)}"),
