@@ -30,6 +30,11 @@ class QuantizedWeight(nn.Module):
     """A weight (o, i) as buffers: `weight` of integers, int8 (o, i) or bytes (o, ceil(i / 2)); `scale` (o, groups);
     `zero_point` (o, groups) of int8, None on a symmetric grid. `dtype`: of the values that they stand for."""
 
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    dtype: torch.dtype
+
     def __init__(self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, device=None):
         super().__init__()
         (rows, features), self.grid, self.dtype = shape, grid, dtype

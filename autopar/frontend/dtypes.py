@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from .._torch import schema_names
 from ..errors import CaptureError
 
 aten = torch.ops.aten
@@ -46,8 +47,7 @@ def check_types(graph: fx.Graph, source_line: Callable[[fx.Node], str]) -> None:
 
 def _values(node: fx.Node) -> dict[str, object]:
     """Return the arguments of an op by name, as fake tensors and constants."""
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args)) | dict(node.kwargs)
+    given = dict(zip(schema_names(node.target), node.args)) | dict(node.kwargs)
     return {name: value.meta.get("val") if isinstance(value, fx.Node) else value for name, value in given.items()}
 
 

@@ -20,8 +20,7 @@ def differentiable_outputs(graph_module: fx.GraphModule, inputs: list[torch.Tens
         for at, node in enumerate(output_node(graph_module.graph).args[0])
     ]
     with torch.enable_grad():
-        run = _Run(graph_module, inputs[0].fake_mode)
-        run.wanted = outputs
+        run = _Run(graph_module, inputs[0].fake_mode, outputs)
         run.run(*inputs)
     return [run.found[node] for node in outputs]
 
@@ -29,9 +28,11 @@ def differentiable_outputs(graph_module: fx.GraphModule, inputs: list[torch.Tens
 class _Run(fx.Interpreter):
     """Leaves alone the real tensors that the forward would write to."""
 
-    def __init__(self, graph_module: fx.GraphModule, mode):
+    def __init__(self, graph_module: fx.GraphModule, mode, wanted: list[fx.Node]):
         super().__init__(graph_module)
-        self.mode, self.stand_ins, self.found = mode, {}, {}
+        self.mode, self.wanted = mode, wanted
+        self.stand_ins: dict[int, torch.Tensor] = {}
+        self.found: dict[fx.Node, bool] = {}
 
     def get_attr(self, target, args, kwargs):
         value = super().get_attr(target, args, kwargs)

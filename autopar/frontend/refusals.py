@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .. import _torch
+from .._torch import schema_names
 from ..errors import CaptureError
 
 aten = torch.ops.aten
@@ -108,8 +109,7 @@ def of_transform(name: str, source: str | None) -> CaptureError:
 
 
 def _argument(node: fx.Node, name: str) -> object:
-    names = [argument.name for argument in node.target._schema.arguments]
-    at = names.index(name)
+    at = schema_names(node.target).index(name)
     return node.kwargs.get(name, node.args[at] if at < len(node.args) else False)
 
 

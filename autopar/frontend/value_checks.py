@@ -141,7 +141,7 @@ def _answer(test: ast.expr, wanted: bool, place: Range, asks_itself: bool) -> bo
     return wanted if asks_itself or is_answer else None
 
 
-def _is_caught(frame: FrameType) -> bool:
+def _is_caught(frame: FrameType | None) -> bool:
     """Return whether the module itself would catch what is raised here: then it goes on, in another way. (torch does
     not.)"""
     while frame is not None and not _is_capture(frame):

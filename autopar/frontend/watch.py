@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -160,7 +160,7 @@ class Watch:
             if not read.before.is_now(read.before.value):
                 read.before.restore()
 
-    def _check_random(self, before: dict[str, object]) -> None:
+    def _check_random(self, before: Mapping[str, tuple[object, Callable[..., object]]]) -> None:
         for name, (state, restore) in before.items():
             if not _equal(_random_states()[name][0], state):
                 restore(state)

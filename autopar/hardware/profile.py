@@ -165,13 +165,13 @@ def _read(file: Path) -> Hardware:
 
 
 def _host(table: _Table) -> Host:
-    speeds = (table.positive(key) for key in ("link_bytes_per_second", "memory_bytes_per_second"))
-    return Host(*speeds, memory_bytes=table.whole("memory_bytes"))
+    link, memory = (table.positive(key) for key in ("link_bytes_per_second", "memory_bytes_per_second"))
+    return Host(link, memory, memory_bytes=table.whole("memory_bytes"))
 
 
 def _kernels(table: _Table) -> Kernels:
-    numbers = ("half_rows", "half_columns", "half_depth", "functions_per_second")
-    numbers = {key: table.zero_or_more(key) for key in numbers if key in table.entries}
+    names = ("half_rows", "half_columns", "half_depth", "functions_per_second")
+    numbers = {key: table.zero_or_more(key) for key in names if key in table.entries}
     shares = {key: table.share(key) for key in ("attention", "attention_backward") if key in table.entries}
     waves = {}
     if "multiprocessors" in table.entries:

@@ -121,12 +121,17 @@ def is_op(node: fx.Node) -> bool:
 def tensor_of(node: fx.Node) -> tuple[fx.Node, int]:
     """Return the producer of a tensor and which of its outputs it is: getitem nodes are looked through."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return cast(tuple[fx.Node, int], node.args)
+        return cast("tuple[fx.Node, int]", node.args)
     return node, 0
 
 
 def bytes_of(value: torch.Tensor) -> int:
     return value.numel() * value.element_size()
+
+
+def operand(node: fx.Node, index: int = 0) -> fx.Node:
+    """Return an argument that the op of a node takes as a tensor."""
+    return cast(fx.Node, node.args[index])
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

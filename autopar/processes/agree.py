@@ -11,7 +11,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ def everywhere(run: Callable[[], T]) -> T:
         raise error
     for rank, failure in enumerate(failures):
         _raise(failure, rank)
-    return result
+    return cast(T, result)
 
 
 def from_all(make: Callable[[], T]) -> list[T]:
@@ -46,9 +46,10 @@ def from_all(make: Callable[[], T]) -> list[T]:
     return _gather(everywhere(make))
 
 
-def from_rank_zero(make: Callable[[], object]) -> object:
+def from_rank_zero(make: Callable[[], T]) -> T:
     """Return the value that rank 0 makes, on every rank; if that fails, every rank raises."""
-    box, error = [None, None], None
+    box: list[Any] = [None, None]
+    error = None
     if dist.get_rank() == 0:
         try:
             box[0] = make()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import _torch
 from ..errors import InputError
@@ -21,7 +21,7 @@ from ..ir.mesh import Mesh
 
 def placements_of(layout: Layout, mesh: Mesh) -> tuple:
     """Return one placement a mesh axis."""
-    result = []
+    result: list[Placement] = []
     for axis in mesh.names:
         d, reduction = layout.dim_of(axis), layout.reduction_of(axis)
         if reduction:

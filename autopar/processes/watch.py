@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ class Watch:
         cause = self._find_cause(here, timed_out="timed out" in str(error).lower())
         self._tell(cause)
         process_groups.release()
-        fields = dict(step=here.step, collective=here.what)
+        fields: dict[str, Any] = dict(step=here.step, collective=here.what)
         if node is not None:
             fields |= dict(node=_in_module(node), source=node.meta.get("source") or None)
         where = f"{here.what}, step {here.step}" if here.step else here.what

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -114,7 +115,7 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch
     for node in module.graph.nodes:
         for used in node.all_input_nodes:
             last_use[used] = node
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
     for node in module.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

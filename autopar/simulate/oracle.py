@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +26,7 @@ from ..frontend.export import Captured
 from ..frontend.fake_parameters import buffers_of
 from ..frontend.flat_call import FlatCall
 from ..frontend.precision import compute_dtype
-from ..ir.graph import OutputRole, output_node
+from ..ir.graph import OutputRole, output_node, outputs_of
 from ..runtime.random_state import RandomState
 
 
@@ -104,9 +104,8 @@ def written_parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor
 
 def one_device_step(captured: Captured, values: Mapping[str, Tensor]) -> OneDevice:
     """Take a step of the unsharded joint graph."""
-    known, output = interpret(captured.graph_module, values), output_node(captured.graph)
-    results = [known[node.name] for node in output.args[0]]
-    return sorted_results(results, output.meta["roles"])
+    known, outputs = interpret(captured.graph_module, values), outputs_of(captured.graph)
+    return sorted_results([known[node.name] for node, _ in outputs], [role for _, role in outputs])
 
 
 def sorted_results(results: Sequence[Tensor], roles: Sequence[OutputRole]) -> OneDevice:
@@ -118,14 +117,14 @@ def sorted_results(results: Sequence[Tensor], roles: Sequence[OutputRole]) -> On
     return OneDevice(outputs, found["gradient"], found["mutation"])
 
 
-def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
+def interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the value of every node of the joint graph, by name."""
     with no_autocast():
         return _interpret(module, values)
 
 
-def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, object]:
-    result: dict[str, object] = {}
+def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     for node in module.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: result[n.name])
         if node.op == "placeholder":
@@ -146,7 +145,8 @@ def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
     def type_of(value: object):
         return WIDER[narrow] if value is narrow else value
 
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     output = graph.output(graph.graph_copy(captured.graph, copies))
     output.meta = dict(output_node(captured.graph).meta)
     module = graph_module(captured.graph_module, graph)

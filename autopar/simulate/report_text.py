@@ -52,7 +52,7 @@ def _beyond(report: VerifyReport) -> str:
         return f"in {report.wide.precision}, {_beyond(report.wide)}"
     seen = report.capture_errors
     if seen and not max(seen.values()) <= CAPTURED:
-        worst = max(seen, key=seen.get)
+        worst = max(seen, key=seen.__getitem__)
         what = "loss" if worst == "loss" else f"gradient of {worst}"
         return (
             f"the captured graph is not the model: {what} is off by {seen[worst]:.1e} on one device, without rounding"

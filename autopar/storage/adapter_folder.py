@@ -53,7 +53,8 @@ def _base_names(model: nn.Module) -> dict[str, str]:
     """Return, for the names that PEFT's modules may give a parameter of the base, its first name; all names of a shared
     one."""
     first = {id(p): name for name, p in _parameters(model).items()}
-    adapted, names = _adapted(model), {}
+    adapted = _adapted(model)
+    names: dict[str, str] = {}
     for name, parameter in (*model.named_parameters(remove_duplicate=False), *model.elsewhere.items()):
         if name not in model.adapter_names and id(parameter) in first:
             names |= {there: first[id(parameter)] for there in (PREFIX + name, _name_there(name, adapted, model))}

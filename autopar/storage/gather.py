@@ -95,7 +95,8 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
 def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[tuple[dict[str, int], list[int]]]:
     """Return for each different part the coordinate of its first holder, and all its holders. `ranks`: what the mesh's
     devices are."""
-    axes, found = layout.sharding_axes, {}
+    axes = layout.sharding_axes
+    found: dict[tuple[int, ...], tuple[dict[str, int], list[int]]] = {}
     for device, rank in enumerate(ranks):
         coordinate = mesh.coordinate(device)
         found.setdefault(tuple(coordinate[a] for a in axes), (coordinate, []))[1].append(rank)

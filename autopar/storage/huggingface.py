@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class Group:
     """Tensors of a file that together make tensors of a model, by one of transformers' converters. `forms`: the
     results."""
 
-    converter: object
+    converter: Any  # of transformers
     first_name: str
     model: nn.Module
     sources: list[tuple[str, str]] = field(default_factory=list)  # (pattern, name in the file)
@@ -54,7 +55,8 @@ def names_in(model: nn.Module, stored: Mapping[str, Form], wanted: Mapping[str, 
     renamings, converters = _rules(model)
     prefix = getattr(model, "base_model_prefix", "")
     ignored = (*PASSED_OVER, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
-    result, groups = Names(), {}
+    result = Names()
+    groups: dict[object, Group] = {}
     for name in sorted(stored, key=_by_number):
         target, pattern, converter = _with_prefix(name, prefix, wanted), None, None
         if target not in wanted:

@@ -60,7 +60,9 @@ class TensorFile:
     early."""
 
     def __init__(self, path: Path):
-        self.path, self.forms, self._begin = path, {}, {}
+        self.path = path
+        self.forms: dict[str, Form] = {}
+        self._begin: dict[str, int] = {}
         try:
             self._file = open(path, "rb", buffering=0)
         except OSError as error:
@@ -140,7 +142,8 @@ class TensorFileWriter:
 
     def __init__(self, path: Path, forms: Mapping[str, Form]):
         self.forms, self._left = forms, in_order(forms)
-        header, end = {"__metadata__": {"format": "pt"}}, 0
+        header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        end = 0
         for name in self._left:
             begin, end = end, end + forms[name].bytes_
             header[name] = {

@@ -115,7 +115,7 @@ class Allocations(TorchDispatchMode):
     @property
     def at_peak(self) -> dict[str, int]:
         """Return the bytes alive when most was, by kind."""
-        found = Counter()
+        found: Counter[str] = Counter()
         for storage in self.storages_at_peak():
             found[storage.kind] += storage.bytes_
         return dict(found)

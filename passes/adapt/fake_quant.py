@@ -19,6 +19,7 @@ from ...adapt.fake_quant import HIGH, LOW, OBSERVER, SCALE, QuantSite, sites_of
 from ...adapt.grid import Grid, at_least_float32, limits
 from ...errors import AdaptError
 from ...frontend.export import Exported
+from ...ir.graph import operand
 from .forward_edit import Editor, check_reads, finish, uses_in
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
@@ -42,7 +43,7 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
             edit = Editor.in_front_of(exported, user)
             user.replace_input_with(argument, _weight(edit, path, site, argument))
             if site.activation_grid is not None:
-                x = user.args[0]
+                x = operand(user)
                 quantized = (
                     _observed(edit, path, module, site, x) if site.observes else _dynamic(edit, x, site.activation_grid)
                 )
@@ -55,7 +56,7 @@ def _weight(edit: Editor, path: str, site: QuantSite, argument: fx.Node) -> fx.N
     """Return the fake-quantized weight (o, i) that takes the place of `argument`."""
     weight = argument
     while weight.op != "get_attr":
-        weight = weight.args[0]
+        weight = operand(weight)
     if site.is_transposed:
         weight = edit.call(aten.t.default, weight)
     grid, shape = site.config.weight_grid, list(site.shape)

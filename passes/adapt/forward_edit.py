@@ -16,6 +16,7 @@ from torch import fx, nn
 from ...errors import AdaptError
 from ...frontend.export import ROOT, Exported, module_path, source_line
 from ...frontend.fake_parameters import fake
+from ...ir.graph import operand
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -128,7 +129,7 @@ def uses_of(exported: Exported, name: str) -> list[tuple[fx.Node, fx.Node]]:
 def computed_from(argument: fx.Node) -> fx.Node:
     """Return the node that a parameter is computed with: its first cast on the way to `argument`, or itself."""
     while argument.op != "get_attr" and argument.target not in CASTS:
-        argument = argument.args[0]
+        argument = operand(argument)
     return argument
 
 

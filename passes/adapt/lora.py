@@ -17,7 +17,7 @@ from torch import fx
 from ...adapt.lora_site import LORA_A, LORA_B, MAGNITUDE, LoraSite, is_factor, sites_of
 from ...errors import AdaptError
 from ...frontend.export import Captured, Exported
-from ...ir.graph import output_node
+from ...ir.graph import operand, output_node
 from ..canonicalize.random import number_streams, random_op
 from .forward_edit import CASTS, Editor, check_reads, computed_from, finish, is_read, replace_value, uses_in, uses_of
 
@@ -79,7 +79,7 @@ def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node
     if site.kind == "embedding":
         hidden = edit_a.call(autopar.embedding.default, edit_a.call(aten.t.default, a), *user.args[1:])
     else:
-        x = edit.cast(user.args[0], wide)
+        x = edit.cast(operand(user), wide)
         dropped = _dropout(edit, x, site.dropout) if module.training and site.dropout else x
         hidden = edit_a.call(autopar.linear.default, dropped, a)
     delta = edit_b.call(aten.mul.Tensor, edit_b.call(autopar.linear.default, hidden, b), site.scaling)

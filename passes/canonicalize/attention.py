@@ -9,13 +9,14 @@ are taken before the repetition: the op knows grouped heads itself.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..._torch import schema_names, storage_key
 from ..._torch.regions import written
-from ...ir.graph import RANDOM_STATE, values_of
+from ...ir.graph import RANDOM_STATE, operand, values_of
 from .attention_formula import attention_formula
 from .random import Draws
 
@@ -28,7 +29,7 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask
     (T5's position bias), for which it is written out. Return None for tensors of other than four dims."""
     schema = schema_names(node.target)
-    given = dict(zip(schema, node.args)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(schema, node.args)) | dict(node.kwargs)
     p = given.get("dropout_p", 0.0)
     if any(given[name].meta["val"].dim() != 4 for name in ("query", "key", "value")):
         return None
@@ -65,7 +66,7 @@ def _is_learned(graph_module: fx.GraphModule, mask: fx.Node) -> bool:
 def _unwrap(node: fx.Node) -> fx.Node:
     """Look through copies that change nothing but strides."""
     while node.op == "call_function" and node.target in (aten.contiguous.default, aten.clone.default):
-        node = node.args[0]
+        node = operand(node)
     return node
 
 
@@ -75,7 +76,7 @@ def _before_repeat(kv: fx.Node, q: fx.Node) -> fx.Node:
     wanted, node, seen = kv.meta["val"].shape, kv, []
     while node.op == "call_function" and node.target in _REPEATS:
         seen.append(node.target)
-        node = node.args[0]
+        node = operand(node)
         shape = node.meta["val"].shape
         is_source = len(shape) == 4 and shape[0] == wanted[0] and shape[2:] == wanted[2:] and shape[1] < wanted[1]
         if is_source and aten.expand.default in seen and wanted[1] % shape[1] == 0 and _repeats_inner(kv, node):
@@ -90,7 +91,7 @@ def _repeats_inner(kv: fx.Node, source: fx.Node) -> bool:
     chain, node = [], kv
     while node is not source:
         chain.append(node)
-        node = node.args[0]
+        node = operand(node)
     if any(n.target is aten.expand.default and n.meta["val"].dim() != 5 for n in chain):
         return False
     expand = next(n for n in chain if n.target is aten.expand.default)
@@ -136,7 +137,8 @@ def _constant_value(
     the call, on no random number and on no buffer that the call writes to, else None."""
     if mask.meta["val"].numel() > LARGEST_MASK_NUMEL:
         return None
-    needed, stack, memory = set(), [mask], set()
+    needed, stack = set(), [mask]
+    memory: set[int] = set()
     while stack:
         node = stack.pop()
         if node.op == "placeholder" or (node.op == "get_attr" and not _is_real_buffer(graph_module, node)):
@@ -151,7 +153,7 @@ def _constant_value(
     buffers = {storage_key(n.meta["val"]) for n in needed if n.op == "get_attr"}
     if any(place in buffers for _, place in writes):
         return None
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node not in needed:
             continue
@@ -179,7 +181,7 @@ def _is_drawn(node: fx.Node) -> bool:
 
 def _is_real_buffer(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     try:
-        buffer = graph_module.get_buffer(node.target)
+        buffer = graph_module.get_buffer(str(node.target))
     except AttributeError:
         return False
     return type(buffer) is torch.Tensor and buffer.device.type == "cpu"

@@ -4,10 +4,12 @@ running statistics written out. In evaluation it stays as it is: every element i
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import fx
 
+from ...ir.graph import operand
 from ...ops import canonical  # noqa: F401  (registers autopar::*)
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
@@ -16,8 +18,8 @@ aten, autopar = torch.ops.aten, torch.ops.autopar
 def batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the normalized node in the place of an `aten.batch_norm` that computes statistics, None for one that is
     given them."""
-    training, momentum, eps = node.args[5:8]
-    value = node.args[0].meta["val"]
+    training, momentum, eps = cast(tuple[bool, float, float], node.args[5:8])
+    value = operand(node).meta["val"]
     shape = value.shape
     count = math.prod(shape) // shape[1]
     if not training or count < 2:

@@ -8,12 +8,12 @@ ATen read memory without looking at strides, and autograd's formulas copy for th
 
 from __future__ import annotations
 
-import operator
+from typing import cast
 
 import torch
 from torch import fx
 
-from ...ir.graph import is_tensor, mark_phases, output_node, renumbered
+from ...ir.graph import is_tensor, mark_phases, operand, output_node, renumbered, tensor_of
 from .normalize_strides import unstride
 from .rewrite import CHECKS
 
@@ -38,7 +38,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target in _VIEWS:
-            source = node.args[0]
+            source = operand(node)
             if (
                 source.op == "call_function"
                 and source.target in _VIEWS
@@ -72,7 +72,7 @@ def _repeat_in_backward(graph: fx.Graph) -> None:
     copies: dict[fx.Node, fx.Node] = {}
 
     def in_backward(node: fx.Node) -> fx.Node:
-        viewed = node.args[0] if node.target is operator.getitem else node
+        viewed, _ = tensor_of(node)
         if node.op != "call_function" or node.meta["phase"] != "forward" or viewed.target not in REPEATED:
             return node
         if node not in copies:
@@ -91,11 +91,11 @@ def _repeat_in_backward(graph: fx.Graph) -> None:
 
 
 def _is_same(node: fx.Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta.get("val")
+    before, after = operand(node).meta["val"], node.meta["val"]
     if before.shape != after.shape or before.dtype != after.dtype or before.device != after.device:
         return False
     if node.target is aten.permute.default:
-        return [d % before.dim() for d in node.args[1]] == list(range(before.dim()))
+        return [d % before.dim() for d in cast(list[int], node.args[1])] == list(range(before.dim()))
     return before.stride() == after.stride() or all(_views_alike(user, before) for user in node.users)
 
 
@@ -108,7 +108,7 @@ def _views_alike(user: fx.Node, source: torch.Tensor) -> bool:
 
 
 def _is_first_power(node: fx.Node) -> bool:
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] == 1 and _is_same(node)
+    return node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == 1) and _is_same(node)
 
 
 def _merge_equal(graph: fx.Graph) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard, cast
+
 import torch
 from torch import fx
 
 from ..._torch import schema_names
-from ...ir.graph import call
+from ...ir.graph import call, operand
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
 
@@ -15,7 +17,7 @@ def grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:
     """Replace the product of rows that are sorted by group, given where each group ends (`_grouped_mm`): a row's group
     is how many ends are not after it."""
     names = schema_names(node.target)
-    given = dict(zip(names, node.args)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(names, node.args)) | dict(node.kwargs)
     x, weight, ends, *rest = map(given.get, names)
     if x.meta["val"].dim() != 2 or weight.meta["val"].dim() != 3 or ends is None or any(rest):
         return None
@@ -29,7 +31,7 @@ def bmm(graph_module, node: fx.Node) -> fx.Node | None:
     the other way round."""
     left, right = node.args
     back = next(iter(node.users), None)
-    if len(node.users) != 1 or back.target is not aten.squeeze.dim:
+    if back is None or len(node.users) != 1 or back.target is not aten.squeeze.dim:
         return None
     for matrices, rows, dim, turns in ((right, left, 1, False), (left, right, 2, True)):
         picked = _picked(matrices)
@@ -38,7 +40,7 @@ def bmm(graph_module, node: fx.Node) -> fx.Node | None:
         weight, group = picked
         if turns:
             weight = call(node, aten.transpose.int, weight, 1, 2)
-        product = call(back, autopar.grouped_mm.default, rows.args[0], weight, group)
+        product = call(back, autopar.grouped_mm.default, operand(rows), weight, group)
         product.meta["val"] = back.meta["val"]
         back.replace_all_uses_with(product)
         node.graph.erase_node(back)
@@ -48,16 +50,16 @@ def bmm(graph_module, node: fx.Node) -> fx.Node | None:
 
 def _picked(matrices) -> tuple[fx.Node, fx.Node] | None:
     """Return (weight, group) of weight[group], a matrix for each of a list of groups; None for anything else."""
-    if not _is_call(matrices, aten.index.Tensor) or len(matrices.args[1]) != 1:
+    if not _is_call(matrices, aten.index.Tensor) or len(cast(list[object], matrices.args[1])) != 1:
         return None
-    weight, (group,) = matrices.args
+    weight, (group,) = cast(tuple[fx.Node, list[fx.Node]], matrices.args)
     is_list = group.meta["val"].dim() == 1 and group.meta["val"].dtype in (torch.int32, torch.int64)
     return (weight, group) if is_list and weight.meta["val"].dim() == 3 else None
 
 
-def _is_call(node, target) -> bool:
+def _is_call(node: object, target) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
 
 
 def _dim(node: fx.Node, ndim: int) -> int:
-    return node.args[1] % ndim
+    return cast(int, node.args[1]) % ndim

@@ -22,7 +22,7 @@ from ...errors import CaptureError
 from ...frontend.autocast import State
 from ...frontend.export import source_line
 from ...frontend.fake_parameters import DEVICE
-from ...ir.graph import flat_arguments, is_tensor, tensor_arguments, values_of
+from ...ir.graph import flat_arguments, is_tensor, operand, tensor_arguments, values_of
 from .dispatched import Recorder, Way, map_leaves, way_of
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ class _Casts:
         if is_weight and (origin, dtype) in self.kept:
             return self.kept[origin, dtype]
         if argument.target in VIEWS:
-            source = self._cast(node, argument.args[0], dtype, False)
+            source = self._cast(node, operand(argument), dtype, False)
             new = node.graph.call_function(argument.target, (source, *argument.args[1:]))
         else:
             new = node.graph.call_function(aten.to.dtype, (argument, dtype))

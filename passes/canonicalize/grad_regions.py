@@ -39,7 +39,8 @@ def grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     """Return whether each op runs with gradients, and take the switches out."""
-    modes, now = {}, True
+    modes: dict[fx.Node, bool] = {}
+    now = True
     for node in list(graph.nodes):
         mode = grad_switch(node)
         if mode is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..._torch import schema_names
-from ...ir.graph import call
+from ...ir.graph import call, operand
 from ...ops.cross_entropy import cross_entropy as cross_entropy_formula
 from ...ops.cross_entropy import negative_log_likelihood
 
@@ -68,7 +68,7 @@ def _classes_last(node: fx.Node, scores: fx.Node, target: fx.Node, is_reduced: b
         return (wide_scores, wide_target) if is_reduced and is_same else (scores, target)
     scores = _peel(scores, keep_last=True, flattened=False)
     if ndim == 3 and scores.target is aten.transpose.int and {d % 3 for d in scores.args[1:]} == {1, 2}:
-        return _peel(scores.args[0], keep_last=True, flattened=False), target  # it was turned for the loss
+        return _peel(operand(scores), keep_last=True, flattened=False), target  # it was turned for the loss
     value = scores.meta["val"]
     order = [0, *range(2, ndim), 1]
     scores = call(node, aten.permute.default, scores, order)
@@ -79,7 +79,7 @@ def _classes_last(node: fx.Node, scores: fx.Node, target: fx.Node, is_reduced: b
 def _peel(node: fx.Node, keep_last: bool, flattened: bool = True) -> fx.Node:
     """Return the tensor before copies, casts to a wider dtype and, if `flattened`, views that merge leading dims."""
     while node.op == "call_function":
-        source = node.args[0]
+        source = operand(node)
         if node.target in _FLATTENING and flattened:
             if keep_last and source.meta["val"].shape[-1:] != node.meta["val"].shape[-1:]:
                 return node

@@ -15,8 +15,9 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from ..._torch import schema_of
 from ...errors import UnsupportedOpError
-from ...ir.graph import RANDOM_STATE
+from ...ir.graph import RANDOM_STATE, operand
 from ...ops.counter_rng import STREAM, contiguous_strides
 from ...rules.reading import bound
 
@@ -53,7 +54,7 @@ class Draws:
     @cached_property
     def input(self) -> fx.Proxy:
         """Return the op's first argument, whatever its name."""
-        return self.proxy(self.node.args[0])
+        return self.proxy(operand(self.node))
 
     @property
     def state(self) -> fx.Node:
@@ -96,7 +97,7 @@ class Draws:
 
 def random_op(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Return the node in the place of a random op, None if there is no formula for it."""
-    name = node.target._schema.name.removeprefix("aten::")
+    name = schema_of(node.target).name.removeprefix("aten::")
     draws = Draws(graph_module, node)
     result = FORMULAS[name.removesuffix("_")](draws, **draws.arguments)
     if result is not None and name.endswith("_") and result is not draws.input:
@@ -180,7 +181,7 @@ def _multinomial(draws: Draws, num_samples, replacement=False, **_) -> fx.Proxy 
     """Return the class in whose share of the sum of all weights a uniform number falls, (..., c) -> (..., samples)."""
     if num_samples > 1 and not replacement:
         return None
-    weights = draws.node.args[0].meta["val"]
+    weights = operand(draws.node).meta["val"]
     wide = aten._to_copy.default(draws.input, dtype=torch.promote_types(weights.dtype, torch.float32))
     ends = aten.cumsum.default(wide, -1)
     number = draws.draw(autopar.uniform.default, draws.value.shape, torch.promote_types(weights.dtype, torch.float32))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ...ir.graph import call
+from ...ir.graph import call, operand
 from .attention import attention
 from .batch_norm import batch_norm
 from .experts import bmm, grouped_mm
@@ -74,13 +74,13 @@ def _linear(graph_module, node: fx.Node) -> fx.Node:
 def _conv1d(graph_module, node: fx.Node) -> fx.Node | None:
     """Turn a view to 2-D, addmm with an (i, o) weight and the view back into linear on the unflattened tensor. The last
     view disappears."""
-    bias, flat, weight = node.args[:3]
+    bias, flat, weight = (operand(node, i) for i in range(3))
     users = list(node.users)
     if node.kwargs or flat.op != "call_function" or flat.target not in VIEWS:
         return None
     if len(users) != 1 or users[0].target not in VIEWS or not _is_leaf(weight):
         return None
-    x, back = flat.args[0], users[0]
+    x, back = operand(flat), users[0]
     shape, after = x.meta["val"].shape, back.meta["val"].shape
     if flat.meta["val"].shape[-1] != shape[-1] or after[:-1] != shape[:-1] or after[-1] != node.meta["val"].shape[-1]:
         return None
@@ -101,11 +101,11 @@ def _transposed(node: fx.Node, matrix: fx.Node) -> fx.Node:
 
 def _is_leaf(node: fx.Node) -> bool:
     """Return whether the node is a parameter or buffer, or the cast of one."""
-    return node.op == "get_attr" or (node.target is aten.to.dtype and node.args[0].op == "get_attr")
+    return node.op == "get_attr" or (node.target is aten.to.dtype and operand(node).op == "get_attr")
 
 
 def _matmul(graph_module, node: fx.Node) -> fx.Node | None:
-    a, b = (x.meta["val"].shape for x in node.args)
+    a, b = (operand(node, i).meta["val"].shape for i in range(2))
     return call(node, autopar.matmul.default, *node.args) if len(a) > 2 and a[:-2] == b[:-2] else None
 
 

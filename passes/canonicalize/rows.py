@@ -8,11 +8,12 @@ meant, whatever is left of the others on a device.
 from __future__ import annotations
 
 from math import prod
+from typing import cast
 
 import torch
 from torch import fx
 
-from ...ir.graph import call
+from ...ir.graph import call, operand
 
 aten = torch.ops.aten
 VIEWS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.expand.default)
@@ -20,7 +21,7 @@ VIEWS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.e
 
 def index(graph_module, node: fx.Node) -> fx.Node | None:
     """Replace x[rows, place] (x: (B, N, ...)) with rows = arange(B) along the first dim of the result."""
-    x, indices = node.args
+    x, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
     if len(indices) != 2 or None in indices or not _counts(indices[0], x.meta["val"].shape[0]):
         return None
     place, shape = indices[1], node.meta["val"].shape
@@ -53,5 +54,6 @@ def _counts(node, size: int) -> bool:
 
 def squeeze(graph_module, node: fx.Node) -> fx.Node:
     """Replace `squeeze()` by one that names the dims of size 1."""
-    dims = [d for d, size in enumerate(node.args[0].meta["val"].shape) if size == 1]
-    return call(node, aten.squeeze.dims, node.args[0], dims) if dims else node.args[0]
+    x = operand(node)
+    dims = [d for d, size in enumerate(x.meta["val"].shape) if size == 1]
+    return call(node, aten.squeeze.dims, x, dims) if dims else x

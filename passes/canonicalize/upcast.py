@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ...ir.graph import is_tensor, output_node
+from ...ir.graph import is_tensor, operand, outputs_of
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
@@ -23,11 +23,11 @@ LINEAR = {
 
 def upcast(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Upcast the gradients of a joint graph in place and return its module."""
-    graph, output = graph_module.graph, output_node(graph_module.graph)
-    waiting = [n for n, role in zip(output.args[0], output.meta["roles"]) if role.kind == "gradient" and is_widening(n)]
+    graph = graph_module.graph
+    waiting = [n for n, role in outputs_of(graph) if role.kind == "gradient" and is_widening(n)]
     while waiting:
         cast = waiting.pop()
-        source, dtype = cast.args[0], cast.meta["val"].dtype
+        source, dtype = operand(cast), cast.meta["val"].dtype
         if source.op != "call_function" or source.target not in LINEAR or len(source.users) > 1:
             continue
         with graph.inserting_before(source):
@@ -50,5 +50,5 @@ def is_widening(node: fx.Node) -> bool:
     """Return whether the node casts to a wider type and does nothing else."""
     if node.op != "call_function" or node.target is not CAST:
         return False
-    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    before, after = operand(node).meta["val"].dtype, node.meta["val"].dtype
     return before.is_floating_point and after.itemsize > before.itemsize

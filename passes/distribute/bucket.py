@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import fx
 
 from ..._torch import c10d
+from ...ir.graph import operand
 from .emit import Builder, contiguous
 
 aten = torch.ops.aten
@@ -53,9 +55,9 @@ class _Start:
     @staticmethod
     def of(node: fx.Node, done: set[fx.Node]) -> _Start | None:
         """Return a collective as a `_Start`; None for any other node, one in `done`, or one that cannot be packed."""
-        if not node.meta.get("collective") or node in done or not node.args[0].meta["val"].dim():
+        if not node.meta.get("collective") or node in done or not operand(node).meta["val"].dim():
             return None
-        way = list(_way_in(node.args[0]))
+        way = list(_way_in(operand(node)))
         if node.target is c10d.all_gather_into_tensor.default:
             is_leaf = way[-1].op == "placeholder" and way[-1].meta["role"].kind == "parameter"
             # the way in ends at a bucket if that is where the value comes from
@@ -72,7 +74,7 @@ def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list
     groups: dict[tuple, list[list[_Start]]] = {}
     filled: dict[tuple, float] = {}
     for start in starts:
-        node, value = start.node, start.node.args[0].meta["val"]
+        node, value = start.node, operand(start.node).meta["val"]
         meta, size = node.meta["collective"], node.meta["tensor_bytes"]
         key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node))
         if key not in groups or filled[key] + size > bucket_bytes:
@@ -106,7 +108,7 @@ def _way_in(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_wait_of_bucket(node: fx.Node, *kinds: str) -> bool:
-    return node.target is c10d.wait_tensor.default and node.args[0].meta.get("bucket") in kinds
+    return node.target is c10d.wait_tensor.default and operand(node).meta.get("bucket") in kinds
 
 
 def _made_after(place: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
@@ -118,7 +120,7 @@ def _made_after(place: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
         if order[node] > order[place] and node not in found:
             found.add(node)
             left += node.all_input_nodes
-    return sorted(found, key=order.get)
+    return sorted(found, key=order.__getitem__)
 
 
 def _way_out(node: fx.Node) -> Iterator[fx.Node]:
@@ -143,7 +145,7 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
     builder = Builder(graph)
     place = starts[0] if kind == "gather" else starts[-1]
     if kind == "gather":
-        for node in _made_after(place, [s.args[0] for s in starts]):
+        for node in _made_after(place, [operand(s) for s in starts]):
             place.prepend(node)
     waits = [next(iter(start.users)) for start in starts]
     devices = (
@@ -191,5 +193,5 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
 
 def _devices(start: fx.Node) -> int:
     if start.target is c10d.all_to_all_single.default:
-        return len(start.args[1])
-    return start.args[2]
+        return len(cast(list[int], start.args[1]))
+    return cast(int, start.args[2])

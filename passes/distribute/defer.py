@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..._torch import graph_module
-from ...ir.graph import OutputRole, Role, output_node, tensor_of, values_of
+from ...ir.graph import OutputRole, Role, outputs_of, tensor_of, values_of
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...plans.sharding import Sharding
@@ -23,8 +23,8 @@ from ...plans.sharding import Sharding
 def unreduced_layouts(graph: fx.Graph, sharding: Sharding) -> dict[str, Layout]:
     """Return, by parameter, the layout in which its op gives a gradient, for all gradients that are partial sums
     there."""
-    output, found = output_node(graph), {}
-    for value, role in zip(output.args[0], output.meta["roles"]):
+    found = {}
+    for value, role in outputs_of(graph):
         if role.kind == "gradient":
             layout = _layout_of(value, sharding)
             if layout is not None and _is_sum(layout, sharding.mesh):
@@ -49,8 +49,8 @@ def _is_sum(layout: Layout, mesh: Mesh) -> bool:
 def without_reductions(graph: fx.Graph, sharding: Sharding) -> Sharding:
     """Return the decisions for a graph whose partial gradients leave it as they are."""
     layouts = unreduced_layouts(graph, sharding)
-    roles = output_node(graph).meta["roles"]
-    outputs = [layouts.get(r.name, o) if r.kind == "gradient" else o for r, o in zip(roles, sharding.outputs)]
+    pairs = zip(outputs_of(graph), sharding.outputs)
+    outputs = [layouts.get(r.name, o) if r.kind == "gradient" else o for (_, r), o in pairs]
     return replace(sharding, outputs=tuple(outputs))
 
 
@@ -58,9 +58,9 @@ def reductions(graph: fx.Graph, sharding: Sharding) -> tuple[fx.GraphModule, Sha
     """Return the joint graph that takes the partial gradients and gives them in their parameters' layouts, in the order
     of `unreduced_layouts`, and the decisions for it."""
     layouts = unreduced_layouts(graph, sharding)
-    output, new = output_node(graph), fx.Graph()
+    new = fx.Graph()
     nodes, targets = {}, {}
-    for value, role, target in zip(output.args[0], output.meta["roles"], sharding.outputs):
+    for (value, role), target in zip(outputs_of(graph), sharding.outputs):
         if role.kind == "gradient" and role.name in layouts:
             node = nodes[role.name] = new.placeholder(f"g_{value.name}")
             node.meta = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -49,7 +50,8 @@ class Builder:
     names a tensor, so does the node."""
 
     def __init__(self, graph: fx.Graph, mode=None):
-        self.graph, self.mode, self.meta = graph, mode or fake_mode(), {}
+        self.graph, self.mode = graph, mode or fake_mode()
+        self.meta: dict[str, Any] = {}
 
     def call(self, target, *args, name: str | None = None, **kwargs) -> fx.Node:
         """Append an op and compute its fake local value."""

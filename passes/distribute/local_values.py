@@ -52,7 +52,8 @@ class _Result:
 
 def local_value(target: Callable, args: Sequence, kwargs: dict, mode):
     """Return `target(*args, **kwargs)` of fake tensors, under a fake mode."""
-    key, tensors = None, []
+    key = None
+    tensors: list[Tensor] = []
     if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
         key = (target, _form(args, tensors), _form(tuple(kwargs.items()), tensors), _sharing(tensors))
         known = _known.get(key)

@@ -38,7 +38,7 @@ from ... import rules
 from ..._torch import graph_module, tree_flatten, tree_unflatten
 from ...errors import VerifyError
 from ...ir.casts import own_casts
-from ...ir.graph import OutputRole, describe, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ...ir.graph import OutputRole, describe, is_tensor, outputs_of, tensor_arguments, tensor_of, values_of
 from ...ir.layout import Layout, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
@@ -88,9 +88,9 @@ class _Localizer:
         self.on_host = {n.name for n in leaves}  # tensors that the device has no copy of yet
         self.from_host = {n.meta["role"].name for n in leaves}
         self.gradients: dict[fx.Node, list[int]] = defaultdict(list)  # where they stand among the outputs
-        output = output_node(joint.graph)
-        for at, (value, role) in enumerate(zip(output.args[0], output.meta["roles"])):
-            if isinstance(value, fx.Node) and role is not None and role.kind == "gradient":
+        self.outputs = outputs_of(joint.graph)
+        for at, (value, role) in enumerate(self.outputs):
+            if role.kind == "gradient":
                 self.gradients[value].append(at)
         self.given: dict[int, fx.Node] = {}  # outputs that are there already
         self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph).items() if n.name in self.on_host}
@@ -102,8 +102,8 @@ class _Localizer:
 
     def constant(self, node: fx.Node) -> None:
         """Add a constant and keep the device's part of its tensor."""
-        tensor = operator.attrgetter(node.target)(self.joint)
-        name = node.target.replace(".", "_")
+        tensor = operator.attrgetter(str(node.target))(self.joint)
+        name = str(node.target).replace(".", "_")
         self.root.register_buffer(name, local_part(tensor, self._leaf_layout(node), self.mesh, self.coordinate))
         self._leaf(node, self.builder.graph.create_node("get_attr", name, (), {}, node.name))
 
@@ -176,30 +176,26 @@ class _Localizer:
     def gradient(self, node: fx.Node) -> None:
         """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times
         its size."""
-        output = output_node(self.joint.graph)
         for at in self.gradients.get(node, ()):
-            self.given[at] = self._output(node, self.sharding.outputs[at], output.meta["roles"][at])
+            self.given[at] = self._output(node, self.sharding.outputs[at], self.outputs[at][1])
 
     def output(self, node: fx.Node) -> None:
         """Add the output node, with every output in its layout."""
-        values = []
-        for at, (value, layout, role) in enumerate(
-            zip(node.args[0], self.sharding.outputs, node.meta["roles"], strict=True)
-        ):
-            if isinstance(value, fx.Node):
-                value = self.given[at] if at in self.given else self._output(value, layout, role)
-            values.append(value)
+        values = [
+            self.given[at] if at in self.given else self._output(value, layout, role)
+            for at, ((value, role), layout) in enumerate(zip(self.outputs, self.sharding.outputs, strict=True))
+        ]
         local = self.builder.graph.output(tuple(values))
         local.meta = {**node.meta, "layouts": self.sharding.outputs}
         local.meta.pop("val", None)
 
-    def _output(self, value: fx.Node, layout: Layout | None, role: OutputRole | None) -> fx.Node:
+    def _output(self, value: fx.Node, layout: Layout | None, role: OutputRole) -> fx.Node:
         """Return the local value of an output, on the host if its parameter is there."""
-        phase = "forward" if role is not None and role.is_forward else "backward"
+        phase = "forward" if role.is_forward else "backward"
         producer, index = tensor_of(value)
         layout = layout or self.own[producer.name, index][1]
         local = self._copy(value, layout, phase, value)
-        if role is not None and role.kind == "gradient" and role.name in self.from_host:
+        if role.kind == "gradient" and role.name in self.from_host:
             return self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
         return local
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from torch import fx
 
 from ..._torch import c10d
-from ...ir.graph import output_node
+from ...ir.graph import operand, output_node
 from .partition import phase_of
 
 REDUCTIONS = (
@@ -52,7 +52,7 @@ def _gather_ahead(graph: fx.Graph, phase: str) -> None:
     for (before, _), (start, way) in pairwise(gathers):
         order = {node: i for i, node in enumerate(graph.nodes)}
         place = wait_of(before)
-        for node in sorted((*way, start), key=order.get):
+        for node in sorted((*way, start), key=order.__getitem__):
             if order[node] > order[place]:
                 place.append(node)
                 place = node
@@ -84,7 +84,7 @@ def _reduce_behind(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for i, (start, tail) in enumerate(found):
         place = _packed(found[i + 1][0]) if i + 1 < len(found) else output_node(graph)
-        for node in sorted(tail, key=order.get) if order[place] > order[start] else ():
+        for node in sorted(tail, key=order.__getitem__) if order[place] > order[start] else ():
             place.prepend(node)
 
 
@@ -104,5 +104,5 @@ def _leading_out(start: fx.Node) -> set[fx.Node] | None:
 
 def _packed(start: fx.Node) -> fx.Node:
     """Return the node where what a collective sends is packed."""
-    sent = start.args[0]
+    sent = operand(start)
     return sent if sent.op == "call_function" and len(sent.users) == 1 else start

@@ -9,7 +9,6 @@ backward. Two kinds of saved values are copied, so that saving them is right and
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from torch import fx
 
 from ..._torch import graph_module, storage_key
 from ...errors import VerifyError
-from ...ir.graph import PARTNERS, bytes_of, describe, is_tensor, output_node
+from ...ir.graph import PARTNERS, bytes_of, describe, is_tensor, outputs_of, tensor_of
 
 aten = torch.ops.aten
 
@@ -37,16 +36,15 @@ class Parts:
 def partition(local: fx.GraphModule) -> Parts:
     """Split a local joint graph with meta["phase"] on its nodes and meta["roles"] on its output into forward and
     backward."""
-    output = output_node(local.graph)
-    pairs = list(zip(output.args[0], output.meta["roles"], strict=True))
-    forward_pairs = [(n, r) for n, r in pairs if r is None or r.is_forward]
-    backward_pairs = [(n, r) for n, r in pairs if r is not None and not r.is_forward]
+    pairs = outputs_of(local.graph)
+    forward_pairs = [(n, r) for n, r in pairs if r.is_forward]
+    backward_pairs = [(n, r) for n, r in pairs if not r.is_forward]
     placeholders = [n for n in local.graph.nodes if n.op == "placeholder"]
     tangents = [n for n in placeholders if n.meta["role"].is_tangent]
-    _check_phases(local.graph, [n for n, _ in forward_pairs if isinstance(n, fx.Node)])
+    _check_phases(local.graph, [n for n, _ in forward_pairs])
 
-    saved = _saved(local.graph, [n for n, _ in backward_pairs if isinstance(n, fx.Node)])
-    written = [r for _, r in forward_pairs if r is not None and "mutation" in r.kind]
+    saved = _saved(local.graph, [n for n, _ in backward_pairs])
+    written = [r for _, r in forward_pairs if "mutation" in r.kind]
     mutated = {(kind, role.name) for role in written for kind in PARTNERS[role.kind]}
     forward = extract(
         local,
@@ -63,8 +61,7 @@ def partition(local: fx.GraphModule) -> Parts:
 
 def phase_of(node: fx.Node) -> str:
     """Return the phase that a node runs in; a getitem runs with the op whose output it names."""
-    if node.op == "call_function" and node.target is operator.getitem:
-        node = node.args[0]
+    node, _ = tensor_of(node)
     if node.op in ("placeholder", "get_attr"):
         return "backward" if node.meta["role"].is_tangent else "forward"
     return node.meta["phase"]
@@ -73,7 +70,7 @@ def phase_of(node: fx.Node) -> str:
 def view_base(node: fx.Node) -> fx.Node | None:
     """Return the tensor whose memory the node's value shares, None if it has its own (or is the result of a
     collective)."""
-    op = node.args[0] if node.op == "call_function" and node.target is operator.getitem else node
+    op, _ = tensor_of(node)
     if op.op != "call_function" or not is_tensor(node) or "_c10d_functional" in str(op.target):
         return None
     storage = _storage(node)

@@ -20,7 +20,17 @@ import torch
 from torch import fx
 
 from ...errors import MicroBatchError
-from ...ir.graph import OutputRole, describe, is_op, is_tensor, output_node, tensor_arguments, tensor_of, values_of
+from ...ir.graph import (
+    OutputRole,
+    describe,
+    is_op,
+    is_tensor,
+    output_node,
+    outputs_of,
+    tensor_arguments,
+    tensor_of,
+    values_of,
+)
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...plans.sharding import NodeSharding
@@ -194,20 +204,19 @@ class _Layouts:
                 nodes[node.name] = sharding = self._op(node)
                 for i, layout in zip(output_indices(node), sharding.outputs):
                     self.layout[node, i] = layout
-        output = output_node(self.graph)
-        outputs = [self._output(v, r) if is_tensor(v) else None for v, r in zip(output.args[0], output.meta["roles"])]
+        outputs = [self._output(v, r) if is_tensor(v) else None for v, r in outputs_of(self.graph)]
         return BatchAxis(self.mesh, nodes, leaves, tuple(outputs), tuple(self.totals), self.shares)
 
-    def _output(self, value: fx.Node, role: OutputRole | None) -> Layout:
+    def _output(self, value: fx.Node, role: OutputRole) -> Layout:
         layout = self.layout[tensor_of(value)]
-        if role is not None and role.kind == "mutation" and not layout.is_replicated:
+        if role.kind == "mutation" and not layout.is_replicated:
             raise MicroBatchError(
                 f"the buffer {role.name} follows the whole batch", node=describe(value),
                 source=value.meta.get("source") or None, fix=FIX,
             )  # fmt: skip
         if any(reduction != "sum" for _, reduction in layout.partial):
             raise _mixes(value)
-        if role is not None and role.kind == "gradient" and layout.is_replicated:
+        if role.kind == "gradient" and layout.is_replicated:
             self._share(output_node(self.graph), value)
             return partial_of(value)
         return layout
@@ -217,7 +226,8 @@ class _Layouts:
         return self._sharded(node, 0, value.dim() if isinstance(value, torch.Tensor) else 0)
 
     def _sharded(self, node: fx.Node, index: int, ndim: int) -> Layout:
-        dims, parts = [()] * ndim, [1] * ndim
+        dims: list[tuple[str, ...]] = [()] * ndim
+        parts = [1] * ndim
         if (node, index) in self.samples.place:
             dim, count = self.samples.place[node, index]
             dims[dim], parts[dim] = (AXIS,), count

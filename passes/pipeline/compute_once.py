@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ...ir.graph import OutputRole, Role, output_node
+from ...ir.graph import OutputRole, Role, operand, output_node
 from ..distribute.partition import extract
 
 CAST = torch.ops.aten._to_copy.default
@@ -53,7 +53,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    return node.target is CAST and not set(node.kwargs) - {"dtype"} and node.args[0].op == "placeholder"
+    return node.target is CAST and not set(node.kwargs) - {"dtype"} and operand(node).op == "placeholder"
 
 
 def _needed(values: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:

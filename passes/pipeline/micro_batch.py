@@ -21,7 +21,7 @@ from ...cost.redistribute import Link
 from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
-from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node
+from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of
 from ...ir.layout import Layout
 from ...ops.counter_rng import STREAM, stream_of
 from ...plans.pipeline import sizes_of
@@ -79,12 +79,12 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     has_random = any(stream_of(node) is not None for node in graph.nodes)
     # equal blocks are alike
     found = [_cut(captured, axis, micro_batches, count, captured.compact is None or has_random) for count in counts]
-    joins = {}
+    joins: dict[str, str | int] = {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
             joins[role.name] = SUM if layout is not None and layout.partial else SAME
-            if layout is not None and layout.dim_of(AXIS) is not None:
-                joins[role.name] = layout.dim_of(AXIS)
+            if layout is not None and (dim := layout.dim_of(AXIS)) is not None:
+                joins[role.name] = dim
     totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
     dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
             if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
@@ -98,7 +98,7 @@ def _check_roles(graph: fx.Graph) -> None:
     parameters = {
         n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"
     }
-    for node, role in zip(output_node(graph).args[0], output_node(graph).meta["roles"]):
+    for node, role in outputs_of(graph):
         if role.kind == "input_gradient":
             raise StageError(
                 f"{role.name} requires a gradient, and a pipeline gives gradients to parameters only",
@@ -236,7 +236,8 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
         if node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
-    graph, new, inputs = fx.Graph(), {}, []
+    graph, inputs = fx.Graph(), []
+    new: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         if node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)

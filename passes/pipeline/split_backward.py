@@ -7,11 +7,12 @@ rest, the gradient products of one parameter each; it reads what B or the backwa
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
 
-from ...ir.graph import output_node
+from ...ir.graph import outputs_of
 from ..distribute.partition import extract
 
 
@@ -28,8 +29,7 @@ class SplitBackward:
 
 def split_backward(backward: fx.GraphModule) -> SplitBackward:
     """Split a stage's local backward graph into B and W."""
-    output = output_node(backward.graph)
-    pairs = list(zip(output.args[0], output.meta["roles"], strict=True))
+    pairs = outputs_of(backward.graph)
     returned = [(v, r) for v, r in pairs if r.kind == "returned"]
     gradients = [(v, r) for v, r in pairs if r.kind != "returned"]
     chain = _ancestors([v for v, _ in returned]) | _shared([v for v, _ in gradients])
@@ -43,7 +43,7 @@ def split_backward(backward: fx.GraphModule) -> SplitBackward:
     return SplitBackward(first, second, tuple(kept), tuple(n.name for n in stash))
 
 
-def _ancestors(nodes: list, stop: set[fx.Node] = frozenset()) -> set[fx.Node]:
+def _ancestors(nodes: list, stop: Collection[fx.Node] = ()) -> set[fx.Node]:
     found, stack = set(), [n for n in nodes if isinstance(n, fx.Node)]
     while stack:
         node = stack.pop()

@@ -84,7 +84,8 @@ class _Builder:
 
     def __init__(self, joint: fx.GraphModule, places: Places, index: int):
         self.joint, self.places, self.index = joint, places, index
-        self.graph, self.new = fx.Graph(), {}
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
 
     def stage(self) -> Stage:
         """Build the stage: its joint graph and the names of what it receives, sends and returns."""
@@ -133,8 +134,6 @@ class _Builder:
         """Return the outputs of the whole graph that this stage gives."""
         found = []
         for value, role in self.places.pairs:
-            if not isinstance(value, fx.Node) or role is None:
-                continue
             if role.kind == "gradient":
                 if self._has_term(value):
                     found.append((value, role))

@@ -196,7 +196,7 @@ class Parts:
         passes = self.pricer.micro_batches
         whole = self._whole_bytes()
         for v in self.problem.vertices:
-            if v.node is None or v.kind == "output":
+            if v.kind == "output":
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
             seconds, mask, staying = (

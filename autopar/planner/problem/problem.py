@@ -119,7 +119,7 @@ def build(
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
-        (v.index, i): bytes_of(value) for v in vertices if v.node is not None and v.kind != "output"
+        (v.index, i): bytes_of(value) for v in vertices if v.kind != "output"
         for i, value in enumerate(v.values)
     }  # fmt: skip
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]

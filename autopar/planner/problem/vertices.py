@@ -32,7 +32,7 @@ class Vertex:
     index: int
     name: str
     kind: str  # "op", "parameter", "buffer", "input", "tangent", "constant", "random", "output"
-    node: fx.Node | None
+    node: fx.Node
     phase: str
     inputs: list[tuple[int, int]] = field(default_factory=list)
     signature: tuple = ()
