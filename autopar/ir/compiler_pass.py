@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 GRAPH, CAPTURE = "graph", "capture"
 
@@ -26,8 +27,8 @@ class Pass:
     the one that it runs `after`."""
 
     name: str
-    run: Callable
-    options: Callable[..., tuple] = nothing
+    run: Callable[..., Any]
+    options: Callable[..., tuple[Any, ...]] = nothing
     when: Callable[..., bool] = always
     takes: str = GRAPH
     after: str | None = None
