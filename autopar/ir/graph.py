@@ -135,8 +135,7 @@ def operand(node: fx.Node, index: int = 0) -> fx.Node:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
-    node: fx.Node = next(iter(reversed(graph.nodes)))
-    return node
+    return cast(fx.Node, next(iter(reversed(graph.nodes))))
 
 
 def outputs_of(graph: fx.Graph) -> list[tuple[fx.Node, OutputRole]]:

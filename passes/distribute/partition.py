@@ -37,14 +37,14 @@ def partition(local: fx.GraphModule) -> Parts:
     """Split a local joint graph with meta["phase"] on its nodes and meta["roles"] on its output into forward and
     backward."""
     pairs = outputs_of(local.graph)
-    forward_pairs = [(n, r) for n, r in pairs if r.is_forward]
-    backward_pairs = [(n, r) for n, r in pairs if not r.is_forward]
+    forward_pairs = [(n, r) for n, r in pairs if r is None or r.is_forward]
+    backward_pairs = [(n, r) for n, r in pairs if r is not None and not r.is_forward]
     placeholders = [n for n in local.graph.nodes if n.op == "placeholder"]
     tangents = [n for n in placeholders if n.meta["role"].is_tangent]
-    _check_phases(local.graph, [n for n, _ in forward_pairs])
+    _check_phases(local.graph, [n for n, _ in forward_pairs if isinstance(n, fx.Node)])
 
-    saved = _saved(local.graph, [n for n, _ in backward_pairs])
-    written = [r for _, r in forward_pairs if "mutation" in r.kind]
+    saved = _saved(local.graph, [n for n, _ in backward_pairs if isinstance(n, fx.Node)])
+    written = [r for _, r in forward_pairs if r is not None and "mutation" in r.kind]
     mutated = {(kind, role.name) for role in written for kind in PARTNERS[role.kind]}
     forward = extract(
         local,
