@@ -5,7 +5,7 @@ processes.
     4.2]
 
 forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
-idle    8 processes run the schedules through the real engine with graphs that sleep, so that they do not share cores. The bubble is
+idle    8 processes run the schedules through the real links with stages that sleep, so that they do not share cores. The bubble is
         what is idle between the first action of any rank and the last one of any, from the times that the engine notes.
         Where the machine is busy with other work a process that wakes up waits for a core, some milliseconds a message,
         so that a rank has to be idle for seconds: F, I and W take as long as that needs, the same for all three.
@@ -21,7 +21,6 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -34,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autopar
 from autopar import models
 from autopar._torch import storage_key
-from autopar.ir.graph import OutputRole, Role
 from autopar.models.output import Output
-from autopar.runtime.pipeline_engine import Batch, Engine, EngineStage, Passing
-from autopar.schedule import KINDS, Played, Schedule, formulas, make, play
+from autopar.runtime.stage_executor import Values
+from autopar.runtime.stage_links import StageLinks
+from autopar.runtime.walk import walk
+from autopar.schedule import KINDS, Action, Played, formulas, make, play
 from autopar.utils.allocation_tracker import Allocations
 from tests.helpers import gloo
 
@@ -84,25 +84,18 @@ def forms(cases: list[tuple[int, int]]) -> int:
 # ------------------------------------------------------------------------------------------
 
 
-def sleeping(stage: int, schedule: Schedule, seconds: float) -> SimpleNamespace:
-    """Graphs of a stage, as StageGraphs has them, that sleep so long for each of F, I and W and hand on a tensor of a
-    few bytes."""
-    first, last = stage == 0, stage + 1 == schedule.stages
-    passing, nothing = Passing(("x",), ((4,),), (torch.float32,)), Passing((), (), ())
+class Sleeping:
+    """A stage that sleeps so long for each of F, I and W and hands on a tensor of a few bytes."""
 
-    def graph(parts: int, results: int) -> SimpleNamespace:
-        def run(values: list, sums: dict | None = None) -> list:
-            time.sleep(seconds * parts)
-            return [torch.zeros(4)] * results
+    def __init__(self, seconds: float):
+        self.seconds = seconds
 
-        return SimpleNamespace(run=run)
+    def expects(self, message: Action) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(4)}
 
-    return SimpleNamespace(
-        index=stage, has_backward=True, received=nothing if first else passing, arriving=nothing if last else passing,
-        takes=[] if first else [Role("activation", "x")], gives=[] if last else [OutputRole("activation", "x")],
-        tangents=[] if last else [(Role("arriving", "x"), torch.zeros(4))], split=((), 0), forward=graph(1, not last),
-        backward=graph(2, not first), input=graph(1, not first), weight=graph(1, 0),
-    )  # fmt: skip
+    def do(self, action: Action, arrived: Values) -> Values:
+        time.sleep(self.seconds * (2 if action.kind == "B" else 1))
+        return {} if action.kind == "W" else {"x": [torch.zeros(4)]}
 
 
 def sleep_through(
@@ -113,13 +106,13 @@ def sleep_through(
     for name in names:
         schedule = make(name, world, micro_batches)
         for seconds in (0.0, seconds_for(name, idle_seconds)):  # the first time connects
-            graphs = [sleeping(s, schedule, seconds / schedule.stages_per_rank) for s in schedule.stages_of(rank)]
-            stages = [EngineStage(g, schedule.stages, torch.device("cpu"), dist.group.WORLD) for g in graphs]
-            engine = Engine(stages, schedule)
+            stages = {s: Sleeping(seconds / schedule.stages_per_rank) for s in schedule.stages_of(rank)}
+            groups = {"F": dist.group.WORLD, "B": dist.group.WORLD}
+            links = StageLinks(stages, rank, schedule.rank_of_stage, groups, torch.device("cpu"), schedule)
             dist.barrier()
-            engine.run(Batch(leaf=None, output=None))
-        assert [action for action, _, _ in engine.times] == list(schedule.orders[rank])
-        found[name] = [(start, end) for _, start, end in engine.times]
+            times = [*walk(schedule.orders[rank], stages, links)]
+        assert [action for action, _, _ in times] == list(schedule.orders[rank])
+        found[name] = [(start, end) for _, start, end in times]
     return found
 
 
@@ -181,22 +174,22 @@ def followed(rank: int, names: list[str], micro_batches: int) -> dict[str, tuple
 def follow(model: nn.Module, inputs: dict, micro_batches: int) -> tuple[float, float]:
     """In bytes that one micro-batch saves on this rank: the most saved at once, and the most alive beyond parameters
     and gradients."""
-    (stage,) = model._captures.table[0].step.stages
+    (stage,) = model._captures.table[0].step.stages.values()
     model(**inputs).loss.backward()  # the first call allocates
     model.zero_grad()
     state = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers())]
-    forward, kept = stage.forward_one_chunk, {storage_key(t) for t in state}
+    forward, kept = stage.forward, {storage_key(t) for t in state}
     with Allocations() as seen:
         seen.hold("parameters", state)
         seen.leave_out(inputs.values())
 
-        def run(i: int, *arguments, **options):
-            received = {storage_key(t) for t in stage.inputs.get(i, {}).values()}
-            result = forward(i, *arguments, **options)
-            seen.hold("saved", [t for t in stage.saved[i] if storage_key(t) not in kept | received])
+        def run(i: int, arrived: Values) -> Values:
+            received = {storage_key(t) for (t,) in arrived.values()}
+            result = forward(i, arrived)
+            seen.hold("saved", [t for t in stage.saved[i][0] if storage_key(t) not in kept | received])
             return result
 
-        stage.forward_one_chunk = run
+        stage.forward = run
         loss = model(**inputs).loss
         loss.backward()
         seen.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])

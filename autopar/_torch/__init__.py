@@ -339,20 +339,3 @@ def keeps_graph() -> bool:
 def is_in_backward() -> bool:
     """Return whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-@functools.cache
-def pipelining():
-    """Return the parts of torch.distributed.pipelining's engine: (base class of stages, schedule that runs lists of
-    actions, action, adds sends and receives to lists of actions)."""
-    from torch.distributed.pipelining import schedules, stage
-
-    def actions(orders) -> dict:
-        """Return {rank: actions} from orders of (kind, stage, micro-batch), whose kinds are written F, B, I and W."""
-        kinds = schedules._ComputationType
-        return {
-            rank: [schedules._Action(s, kinds.from_str(kind), i) for kind, s, i in order]
-            for rank, order in enumerate(orders)
-        }
-
-    return stage._PipelineStageBase, schedules._PipelineScheduleRuntime, actions, schedules._add_send_recv

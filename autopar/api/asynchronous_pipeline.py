@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ from ..plans.pipeline import Pipeline, axis_of, inside
 from ..plans.plan import Plan, fingerprint
 from ..processes import agree, process_groups, watch
 from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
-from ..runtime.loaded import LoadedGraph
 from ..runtime.parameters import table_of
+from ..runtime.stage_graphs import StageGraphs
 from ..runtime.stage_links import StageLinks
+from ..runtime.walk import walk
 from ..schedule.asynchronous import BUFFERED, STASHING, Asynchronous
 from . import entry as api
 
@@ -88,14 +90,12 @@ class AsynchronousPipeline:
         self._micro, self.place = program.micro, self._on.place
         (mine,) = program.stages.values()
         self._device = torch.device(self._on.device_mesh.device_type)
-        (loaded,) = step.graphs  # the same as in synchronous training
-        forward = loaded.forward
+        (graphs,) = step.graphs.values()  # the same as in synchronous training
         if mine.copies is not None:
-            forward = LoadedGraph(mine.forward_alone, captures.groups, self._device, f"forward of stage {loaded.index}")
-        graphs = {"forward": forward, "reduce": step.gradients.reduce.get(self.place)}
-        graphs |= {"backward": loaded.backward.first} if loaded.has_backward else {}
+            mine, others = mine.alone, {key: graph for key, graph in graphs.loaded.items() if key.kind != "F"}
+            graphs = StageGraphs(mine, captures.groups, self._device, splits=False, loaded=others)
         self._buffers, parameters = {}, {}
-        for node in _placeholders(mine.forward_alone.graph):
+        for node in _placeholders(mine.forward.graph):
             name = node.meta["role"].name
             if node.meta["role"].kind == "parameter":
                 table, leaf = table_of(self.module, name, "_parameters")
@@ -106,10 +106,23 @@ class AsynchronousPipeline:
         fixed = {name: buffer.clone() for name, buffer in self._buffers.items()}
         rank = agree.everywhere(lambda: rank_of(mine, self._on.coordinate, fixed, parameters, optimizer))
         self.optimizer = rank.optimizer
-        self.stage = AsynchronousStage(
-            [rank], self._on.mesh, self.schedule, lambda what, i: [graphs[what].run(i[0])], self._device
-        )
-        self._links = StageLinks(self.plan, captures.groups, mine, self._device)
+        self.stage = AsynchronousStage([rank], self._on.mesh, self.schedule, graphs, self._device)
+        ahead = 4 * self.schedule.stages  # a stage is p micro-batches ahead at most
+        self._links = StageLinks({self.place: self.stage}, self.place, range(self.schedule.stages), self._groups(),
+                                 self._device, ahead=ahead)  # fmt: skip
+
+    def _groups(self) -> dict[str, object]:
+        """Return the process group of each way along the pipeline. NCCL has one stream for all messages of two ranks in
+        a group, on which one of one way could wait for one of the other, without end: so each way has a group of its
+        own there."""
+        forward = backward = self._on.line
+        if dist.get_backend(forward) != "gloo":
+            patience = timedelta(seconds=process_groups.FIRST_STEP * process_groups.timeout_seconds())
+            mesh, axis = self.plan.mesh, self.plan.pipeline.axis
+            for ranks in sorted({tuple(sorted(mesh.group((axis,), r))) for r in range(mesh.devices)}):
+                group = dist.new_group(list(ranks), timeout=patience)
+                backward = group if dist.get_rank() in ranks else backward
+        return {"F": forward, "B": backward}
 
     @property
     def versions_alive(self) -> int:
@@ -126,28 +139,22 @@ class AsynchronousPipeline:
         losses, on all ranks. Every rank passes the same ones, taken as they are needed. `on_update(version)` is called
         on each rank after each update of its stage: the place to step a learning rate schedule. At the end the pipeline
         runs empty, so the first batches of another run meet newer weights than in one long run."""
-        stream, stage, links, last = _Stream(self, iter(batches)), self.stage, self._links, self.schedule.stages - 1
+        stream, stage, loss = _Stream(self, iter(batches)), self.stage, str(self._captured.returns.loss)
         losses: list[list[Tensor]] = []
-        stage.begin()
+
+        def give(i: int, name: str, values: list[Tensor]) -> None:
+            if name == loss:
+                losses.extend([[]] if i % self.schedule.group == 0 else [])
+                losses[-1] += values
+
+        stage.start(stream.has, stream.take, give)
         with torch.no_grad():
-            for action in self.schedule.walk(self.place, stream.has):
+            for action, _, _ in walk(self.schedule.walk(self.place, stream.has), {self.place: stage}, self._links):
                 if action.kind == "U":
-                    stage.update(more=stream.has(stage.next_forward))
                     on_update(action.version)
-                elif action.kind == "F":
-                    i = action.micro_batch
-                    sent, outputs = stage.forward(i, stream.take(i), links.from_before())
-                    links.to_next(sent)
-                    if self.place == last:
-                        losses += [[]] if i % self.schedule.group == 0 else []
-                        losses[-1] += outputs[str(self._captured.returns.loss)]
-                else:
-                    links.to_before(stage.backward(action.micro_batch, links.from_next()))
-            links.finish()
             for name, buffer in self._buffers.items():
                 buffer.copy_(stage.ranks[0].fixed[name])
-            how = self._micro.joins[str(self._captured.returns.loss)]
-            return self._everywhere([join(parts, how) for parts in losses], stream.count)
+            return self._everywhere([join(parts, self._micro.joins[loss]) for parts in losses], stream.count)
 
     def _everywhere(self, losses: list[Tensor], count: int) -> list[float]:
         """Return the losses of `count` batches on all ranks; only the last stage passes them."""
@@ -155,7 +162,7 @@ class AsynchronousPipeline:
             return []
         found = torch.stack(losses).double() if losses else torch.empty(count, dtype=torch.float64, device=self._device)
         with watch.meeting("the losses"):
-            dist.broadcast(found, group=self._links.forward, group_src=self.schedule.stages - 1)
+            dist.broadcast(found, group=self._on.line, group_src=self.schedule.stages - 1)
         return found.tolist()
 
 

@@ -6,15 +6,18 @@ run the same graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
 from ..frontend.export import Captured
 from ..ir.compiler_pass import CAPTURE, Pass
+from ..ir.graph import output_node
 from ..ir.layout import Layout
 from ..passes.distribute.partition import Parts
+from ..passes.pipeline.add_gradients import add_gradients, is_gradient
 from ..passes.pipeline.micro_batch import MicroBatched
 from ..passes.pipeline.split_backward import SplitBackward, split_backward
 from ..passes.pipeline.stages import Stage
@@ -68,6 +71,16 @@ class DeferredProgram:
         return collectives_of(("backward", self.backward), ("backward", self.reduce))
 
 
+class GraphKey(NamedTuple):
+    """One of a stage's graphs. `kind`: C for what makes the copies that all micro-batches share, F, B, I and W as in
+    autopar/schedule/actions.py, R for what reduces the sums of gradients. `is_smaller`: for micro-batches of one sample
+    less. `adds`: gradients of parameters are added to sums, which the graph takes too."""
+
+    kind: str
+    is_smaller: bool = False
+    adds: bool = False
+
+
 @dataclass(frozen=True)
 class StageProgram:
     """One rank's graphs for one stage. `copies` makes what all micro-batches compute alike (see
@@ -95,10 +108,10 @@ class StageProgram:
         return self.deferred.backward if self.deferred else self.whole.parts.backward
 
     @property
-    def forward_alone(self) -> fx.GraphModule:
-        """Return the forward that makes all copies of parameters itself, for micro-batches that do not read the same
-        versions of them."""
-        return self.whole.parts.forward
+    def alone(self) -> StageProgram:
+        """Return the program whose forward makes all copies of parameters itself, for micro-batches that do not read
+        the same versions of them."""
+        return replace(self, forward=self.whole.parts.forward, copies=None)
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -109,6 +122,29 @@ class StageProgram:
     def split(self) -> SplitBackward:
         """Return the backward in two: gradients that the stage before reads, and gradients of parameters."""
         return pass_manager.run(SPLIT_BACKWARD, self.backward)
+
+    def graph(self, key: GraphKey) -> fx.GraphModule:
+        """Return the graph of a key, one of `keys`."""
+        if key.adds:
+            return add_gradients(self.graph(key._replace(adds=False)))
+        program = self.sizes[key.is_smaller]
+        if key.kind in "IW":
+            return program.split.input if key.kind == "I" else program.split.weight
+        if key.kind == "R":
+            return self.deferred.reduce
+        return {"C": program.copies, "F": program.forward, "B": program.backward}[key.kind]
+
+    def keys(self, splits: bool) -> list[GraphKey]:
+        """Return the keys of all graphs, with those of a backward in two parts if a schedule `splits` it."""
+        found = [GraphKey("C")] if self.copies is not None else []
+        for is_smaller, program in zip((False, True), self.sizes):
+            kinds = "" if program.backward is None else "BIW" if splits else "B"
+            found += [GraphKey(kind, is_smaller) for kind in "F" + kinds]
+        if self.deferred is not None:
+            roles = {key: output_node(self.graph(key).graph).meta["roles"] for key in found if key.kind in "BW"}
+            found += [key._replace(adds=True) for key, made in roles.items() if any(map(is_gradient, made))]
+            found += [GraphKey("R")] if self.deferred.layouts else []
+        return found
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """List the collectives as `RankProgram.collectives` does, stage by stage."""

@@ -22,28 +22,25 @@ from ..ir.graph import output_node
 from ..ir.layout import Layout, local_part, local_shape
 from ..processes import watch
 from ..processes.dtensors import as_dtensor, spec_of
-from ..processes.process_groups import ProcessGroups
 from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation, is_unreduced
 from .backward import has_spec
-from .loaded import LoadedGraph
+from .stage_executor import StageExecutor
 
 Sums = dict[int, dict[str, Tensor]]  # by stage and parameter, local
 
 
 class StageGradients:
-    """Gradients of the parameters `names`, which have the DTensor `specs`. `programs`: of this rank's stages. All ranks
-    make one together."""
+    """Gradients of the parameters `names`, which have the DTensor `specs`. `stages`: of this rank. All ranks make one
+    together."""
 
-    def __init__(self, programs: Mapping[int, StageProgram], names: list[str], specs: list, stage: StageMesh,
-                 groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
+    def __init__(self, stages: Mapping[int, StageExecutor], names: list[str], specs: list, stage: StageMesh,
+                 accumulation: Accumulation):  # fmt: skip
         self.names, self.specs, self.stage, self.accumulation = names, dict(zip(names, specs)), stage, accumulation
-        deferred = {i: p.deferred for i, p in programs.items() if p.deferred and p.deferred.layouts}
-        self.waiting: dict[int, dict[str, Layout]] = {i: d.layouts for i, d in deferred.items()}
-        self.reduce = {
-            i: LoadedGraph(d.reduce, groups, stage.device, f"reduction of stage {i}") for i, d in deferred.items()
-        }
-        made = [name for p in programs.values() for name in _trained(p)]
+        self.stages = stages
+        deferred = {i: s.program.deferred for i, s in stages.items()}
+        self.waiting: dict[int, dict[str, Layout]] = {i: d.layouts for i, d in deferred.items() if d is not None}
+        made = [name for s in stages.values() for name in _trained(s.program)]
         everyone = stage.from_all_places((made, names), "which stages share parameters")
         times = Counter(name for theirs, _ in everyone for name in theirs)
         places = {n: [p for p, (_, held) in enumerate(everyone) if n in held] for n in sorted(times)}
@@ -54,11 +51,6 @@ class StageGradients:
                           stage.device_mesh)
             for layouts in self.waiting.values() for name, layout in layouts.items() if name not in self.shared
         }  # fmt: skip
-
-    def compile(self, options: Mapping[str, object]) -> None:
-        """Run the reductions through torch.compile, with these options of it."""
-        for graph in self.reduce.values():
-            graph.compile(options)
 
     @property
     def unreduced_bytes(self) -> int:
@@ -101,9 +93,7 @@ class StageGradients:
     def _reduced(self, sums: Sums) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for i, of_stage in sums.items():
-            if i in self.reduce:
-                results = self.reduce[i].run([of_stage.pop(name) for name in self.waiting[i]])
-                of_stage |= dict(zip(self.waiting[i], results))
+            self.stages[i].reduce([of_stage])
             _add(total, of_stage)
         return self._shared(total)
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .. import _torch
 from ..codegen.rank_program import PipelineProgram
@@ -38,8 +38,11 @@ from .call import Call
 from .outputs import output_of
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
-from .pipeline_engine import Batch, Engine, EngineStage, StageGraphs
 from .pipeline_gradients import StageGradients, Sums
+from .stage_executor import StageExecutor
+from .stage_graphs import StageGraphs
+from .stage_links import StageLinks
+from .walk import walk
 
 
 class PipelineStep:
@@ -74,7 +77,8 @@ class PipelineStep:
         self._bind(program, module)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
-        made = {role.name for graphs in self.graphs for role in graphs.gives if role.kind == "output"}
+        made = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
+                if r.kind == "output"}  # fmt: skip
         places = list(enumerate(stage.from_all_places(made, "where outputs are")))
         named = sorted(
             {*self.output_forms} if everywhere else {str(captured.returns.loss)} & {*self.output_forms}, key=int
@@ -87,25 +91,21 @@ class PipelineStep:
         self.groups.bind(
             agree.union([group for group, _, _ in program.collectives()])
         )  # also those that only other stages need
-        schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
-        first_smaller = sum(not self.micro.is_smaller(i) for i in range(self.micro.micro_batches))
-        self.graphs, self.stages = [], []
-        for sizes in [p.sizes for p in program.stages.values()]:
-            graphs = [StageGraphs(p, self.groups, self.device, schedule.splits_backward) for p in sizes]
-            smaller = graphs[1] if len(graphs) > 1 else None
-            self.graphs += graphs
-            self.stages.append(
-                EngineStage(graphs[0], schedule.stages, self.device, self.stage.line, smaller, first_smaller)
-            )
-        self.engine = Engine(self.stages, schedule)
+        self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
+        self.graphs = {
+            i: StageGraphs(p, self.groups, self.device, self.schedule.splits_backward)
+            for i, p in program.stages.items()
+        }
+        self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}
         mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
         everyone = self.stage.from_all_places(mine, "what stages hand to each other")
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
         for of_size in zip(*(borders[i] for i in sorted(borders)), strict=True):
             agree.everywhere(partial(check_pipeline, pipeline.orders, dict(enumerate(of_size))))
-        self.gradients = StageGradients(
-            program.stages, self.names, self.specs, self.stage, self.groups, self.accumulation
-        )
+        line, ranks = {"F": self.stage.line, "B": self.stage.line}, self.schedule.rank_of_stage
+        self.links = StageLinks(self.stages, self.stage.place, ranks, line, self.device, self.schedule)
+        self.times: list[tuple[Action, float, float]] = []  # of the last call, in seconds of time.perf_counter
+        self.gradients = StageGradients(self.stages, self.names, self.specs, self.stage, self.accumulation)
         if self.compile_options is not None:
             self.compile(self.compile_options)
 
@@ -137,12 +137,6 @@ class PipelineStep:
         self.names = [name for name in trained if name in here]
         self.parameters = [here[name] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
-        inputs = [
-            n for n in self.micro.captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
-        ]
-        self.input_layouts = {
-            n.name: self.plan.sharding.leaves.get(n.name, Layout.replicated(n.meta["val"].dim())) for n in inputs
-        }
         self.output_specs, self.output_forms = {}, {}  # by output; local shape and dtype
         self.gathered: dict[
             str, tuple[Layout, Layout]
@@ -178,18 +172,18 @@ class PipelineStep:
     def compile(self, options: Mapping[str, object]) -> None:
         """Run all graphs through torch.compile, with these options of it."""
         self.compile_options = options
-        for graphs in (*self.graphs, self.gradients):
+        for graphs in self.graphs.values():
             graphs.compile(options)
 
     def measured(self) -> Played:
         """Return the last call as it ran on the ranks along the pipeline's axis, in seconds of their machines' clocks.
         Collective."""
         offset = time.time() - time.perf_counter()
-        mine = [(action, start + offset, end + offset) for action, start, end in self.engine.times]
+        mine = [(action, start + offset, end + offset) for action, start, end in self.times]
         everyone = self.stage.from_all_places(mine, "when the pipeline's actions ran")
         orders = tuple(tuple(a for a, _, _ in times) for times in everyone)
         starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
-        return Played(replace(self.engine.schedule, orders=orders), starts, ends)
+        return Played(replace(self.schedule, orders=orders), starts, ends)
 
     def __call__(self, call: Call):
         """Return the model's output for a whole batch."""
@@ -206,13 +200,15 @@ class PipelineStep:
     def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], Sums]:
         """Run the schedule and return (outputs by position, what the stages leave of gradients)."""
         call = _Call(self, inputs)
-        batch = Batch(call.leaf, call.output)
         with torch.no_grad():
             with watch.meeting("the pipeline's schedule"):
-                self.engine.run(batch)
+                for stage in self.stages.values():
+                    stage.begin(call.leaf, call.output)
+                self.times = [*walk(self.schedule.orders[self.stage.place], self.stages, self.links)]
+            sums = {i: stage.end()[0] for i, stage in self.stages.items()}
             call.write_buffers()
             outputs = self._outputs(call.outputs)
-        return outputs, batch.gradients
+        return outputs, sums
 
     def _outputs(self, parts: dict[str, dict[int, Tensor]]) -> list[Tensor | None]:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""
@@ -253,35 +249,38 @@ class _Call:
     """The leaves and outputs of one call's micro-batches."""
 
     def __init__(self, step: PipelineStep, inputs: list[Tensor]):
-        self.step, nodes = step, step.micro.captured.graph.nodes
-        self.names = {n.meta["role"]: n.name for n in nodes if n.op == "placeholder"}
+        self.step, values = step, {}
         named = dict(zip(step.micro.captured.signature.tensor_names, inputs))
-        values = {leaf: named[role.name] for role, leaf in self.names.items() if role.kind == "input"}
-        for role, leaf in self.names.items():  # on all ranks alike, whichever stages draw
-            if role.kind == "random":
-                values[leaf] = step.random.next()
+        for node in step.micro.captured.graph.nodes:
+            role = node.meta["role"] if node.op == "placeholder" else None
+            if role is not None and role.kind == "input":
+                values[node.name] = named[role.name]
+            elif role is not None and role.kind == "random":  # on all ranks alike, whichever stages draw
+                values[node.name] = step.random.next()
         with torch.no_grad():
             self.parts = parts_of(step.micro, values)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
 
-    def leaf(self, role, i: int) -> Tensor:
-        """Return this rank's local value of a leaf for micro-batch `i`."""
-        step = self.step
+    def leaf(self, node: fx.Node, i: int, at: int) -> Tensor:
+        """Return this rank's local value of a placeholder for micro-batch `i`."""
+        step, role = self.step, node.meta["role"]
         if role.kind in ("parameter", "buffer"):
             table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
             return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
-        whole = self.parts[i][self.names[role]]
+        if role.kind == "tangent":
+            return torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
+        whole = self.parts[i][node.name]
         if role.kind != "input":
             return whole
-        return local_part(whole, step.input_layouts[self.names[role]], step.stage.mesh, step.stage.coordinate)
+        return local_part(whole, node.meta["layout"], step.stage.mesh, step.stage.coordinate)
 
-    def output(self, role, i: int, value: Tensor) -> None:
+    def output(self, role, i: int, values: list[Tensor]) -> None:
         """Take an output of micro-batch `i`, or the new value of a buffer."""
         if role.kind == "mutation":
-            self.buffers[role.name] = value
+            self.buffers[role.name] = values[0]
         else:
-            self.outputs.setdefault(role.name, {})[i] = value
+            self.outputs.setdefault(role.name, {})[i] = values[0]
 
     def write_buffers(self) -> None:
         """Write the new values into the buffers."""

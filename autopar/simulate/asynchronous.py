@@ -7,29 +7,26 @@ optimizer of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..codegen.rank_program import StageProgram
 from ..codegen.split_batch import join, parts_of
-from ..errors import StageError, VerifyError
+from ..errors import StageError
 from ..frontend.export import Captured
-from ..ir.graph import output_node
+from ..ir.graph import OutputRole
 from ..ir.layout import Layout, local_part
 from ..plans.plan import Plan
 from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
-from ..schedule.asynchronous import Asynchronous
+from ..runtime.walk import Links, walk
+from ..schedule.actions import Action
+from ..schedule.asynchronous import Asynchronous, Update
 from ..schedule.play import play
-from .collectives import Simulator, assemble
-from .pipeline import Lowered
-
-GRAPHS = {
-    "forward": lambda program: program.forward_alone,
-    "backward": lambda program: program.backward,
-    "reduce": lambda program: program.deferred.reduce,
-}
+from .collectives import assemble
+from .pipeline import Lowered, SimulatedStage, whole_output
 
 
 class SimulatedAsynchronous:
@@ -51,10 +48,10 @@ class SimulatedAsynchronous:
         self.stages = [self._stage(programs, optimizer) for programs in lowered.stages]
 
     def _stage(self, programs: Sequence[StageProgram], optimizer) -> AsynchronousStage:
-        simulator, ranks = Simulator(self.mesh), []
+        programs, ranks = [program.alone for program in programs], []
         for place, program in enumerate(programs):
             fixed, parameters, coordinate = {}, {}, self.mesh.coordinate(place)
-            for node in program.forward_alone.graph.nodes:
+            for node in program.forward.graph.nodes:
                 role = node.meta["role"] if node.op == "placeholder" else None
                 if role is not None and role.kind in ("parameter", "buffer"):
                     local = local_part(self.values[node.name], node.meta["layout"], self.mesh, coordinate)
@@ -64,9 +61,7 @@ class SimulatedAsynchronous:
                         parameters[role.name] = nn.Parameter(local, requires_grad=role.trainable)
             ranks.append(rank_of(program, coordinate, fixed, parameters, optimizer))
 
-        def run(what: str, inputs: list[list[Tensor]]) -> list[tuple]:
-            return simulator.run([GRAPHS[what](program) for program in programs], inputs)
-
+        run = SimulatedStage(programs, self.mesh)
         return AsynchronousStage(ranks, self.mesh, self.schedule, run, torch.device("cpu"))
 
     @torch.no_grad()
@@ -74,44 +69,30 @@ class SimulatedAsynchronous:
             on_update: Callable[[int, int], None] = lambda stage, version: None) -> list[Tensor]:  # fmt: skip
         """Return the losses of batches, given by placeholder name: their inputs, and the random state if there is one.
         `on_update(stage, version)` is called after each update."""
-        group, last, passing = self.schedule.group, self.schedule.stages - 1, {}
+        group, name = self.schedule.group, str(self.captured.returns.loss)
         losses: list[list[Tensor]] = [[] for _ in batches]
-        parts = [part for batch in batches for part in parts_of(self.micro, self.values | batch)]
-        for batch, part in zip((b for b in batches for _ in range(group)), parts):
-            for name, value in batch.items():
-                part.setdefault(name, value)
+        parts = [{**batch, **part} for batch in batches for part in parts_of(self.micro, self.values | batch)]
+        stages = dict(enumerate(self.stages))
+
+        def give(stage: AsynchronousStage, i: int, output: str, values: list[Tensor]) -> None:
+            if output == name:
+                losses[i // group].append(whole_output(stage.program, OutputRole("output", name), values))
+
         for stage in self.stages:
-            stage.begin()
+            stage.start(lambda i: i < len(parts), parts.__getitem__, partial(give, stage))
+        for action, _, _ in walk(self._actions(len(parts)), stages, Links(stages, len(stages))):
+            if action.kind == "U":
+                on_update(action.stage, action.version)
+        return [join(values, self.micro.joins[name]) for values in losses]
 
-        def take(stage: int, i: int, names: Sequence[str]) -> dict[str, list[Tensor]]:
-            missing = [name for name in names if (stage, i, name) not in passing]
-            if missing:
-                raise VerifyError(f"stage {stage} waits for {', '.join(missing)} of micro-batch {i}, which nobody sent")
-            return {name: passing.pop((stage, i, name)) for name in names}
-
-        played = play(self.schedule.without_updates(len(parts)))
+    def _actions(self, micro_batches: int) -> Iterator[Action | Update]:
+        """Iterate over the actions of all stages as they are played, each backward that ends a group with the update
+        that follows."""
+        played = play(self.schedule.without_updates(micro_batches))
         for _, action, _, _ in sorted(played, key=lambda event: (event[2], event[0])):
-            stage, i = self.stages[action.stage], action.micro_batch
-            if action.kind == "F":
-                sent, outputs = stage.forward(i, parts[i], take(action.stage, i, stage.received))
-                passing |= {(action.stage + 1, i, name): values for name, values in sent.items()}
-                if action.stage == last:
-                    losses[i // group].append(self._loss(outputs))
-                continue
-            returned = stage.backward(i, take(action.stage, i, stage.arriving))
-            passing |= {(action.stage - 1, i, name): values for name, values in returned.items()}
-            if (i + 1) % group == 0:
-                stage.update(more=stage.next_forward < len(parts))
-                on_update(action.stage, (i + 1) // group)
-        if passing:
-            raise VerifyError(f"sent and never received: {', '.join(sorted(name for _, _, name in passing))}")
-        return [join(values, self.micro.joins[str(self.captured.returns.loss)]) for values in losses]
-
-    def _loss(self, outputs: Mapping[str, list[Tensor]]) -> Tensor:
-        name, program = str(self.captured.returns.loss), self.stages[-1].program
-        output = output_node(program.stage.joint.graph)
-        at = next(k for k, r in enumerate(output.meta["roles"]) if (r.kind, r.name) == ("output", name))
-        return assemble(outputs[name], program.plan.sharding.outputs[at], self.mesh, ())
+            yield action
+            if action.kind == "B" and (action.micro_batch + 1) % self.schedule.group == 0:
+                yield Update("U", action.stage, (action.micro_batch + 1) // self.schedule.group)
 
     def parameters(self, stage: int) -> dict[str, Tensor]:
         """Return copies of the newest version of what trains in a stage, global, by name."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from autopar import FakeQuant, LoRA
 from autopar.adapt import order
@@ -21,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.pipeline.plan import plan_pipeline
 from autopar.planner.plan import PlanOptions
-from autopar.schedule import KINDS, play
+from autopar.schedule import KINDS, Action, play
 from autopar.schedule.formulas import in_flight
 from autopar.simulate.pipeline import Lowered, _Simulation, simulate_pipeline
 from tests.helpers import staged
@@ -125,6 +126,30 @@ def test_bf16_with_fp32_masters(schedule, mesh, strategy):
     assert max(errors.values()) <= 3e-2, errors
     wide = staged.Case.of(model, staged.ragged(inputs), narrow=torch.bfloat16, precision="bf16")
     wide.check(simulate_pipeline(wide.captured, plan, wide.values), "in fp32", 1e-5)
+
+
+class Shifted(nn.Module):
+    """With micro-batches of one sample, the gradients of both shifts are the tensor that passes between stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.shift, self.another = nn.Parameter(torch.randn(1, 4)), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x, target):
+        return nn.functional.mse_loss(self.last((self.first(x) + self.shift + self.another).tanh()), target)
+
+
+@pytest.mark.parametrize("begins", ["add", "add_1", "tanh"])
+def test_a_gradient_that_is_passed_on_is_not_added_to(begins):
+    """It is the second stage's and what that one returns, or the first one's and what arrives there, or both."""
+    torch.manual_seed(0)
+    case = staged.Case.of(Shifted(), (torch.randn(6, 4), torch.randn(6, 1)))
+    ops = staged.forward_ops(micro_batch(case.captured, 6).captured)
+    assert begins in ops, ops
+    cuts = (begins,)
+    for schedule in ("1f1b", "zb_h1", "gpipe"):
+        check(case, 6, f"stage 1 begins at {begins}", mesh="pp=2", schedule=schedule, cuts=cuts)
 
 
 # what passes, and what is kept
@@ -237,8 +262,8 @@ def test_what_is_not_received_is_an_error():
     plan = staged.plan_of(micro_batch(case.captured, 2), "pp=2", "1f1b")
     simulation = _Simulation(Lowered.of(case.captured, plan), plan, case.values)
     with pytest.raises(VerifyError, match="stage 1 waits for .* of micro-batch 0, which nobody sent"):
-        simulation._forward(1, 0)
-    simulation.passing[0, 0, "nothing"] = []
+        simulation.links.receive(Action("F", 1, 0))
+    simulation.links.passing[Action("F", 0, 0)] = {"nothing": []}
     with pytest.raises(VerifyError, match="sent and never received: nothing"):
         simulation.step()
 

@@ -1,0 +1,165 @@
+"""What a stage of a pipeline does at each action of a schedule, on whatever its graphs run.
+
+A stage is on one rank, or on all of its ranks in lock step in the simulator: what follows from the schedule is the same,
+so values come as lists here, with one item a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, fx
+
+from ..codegen.rank_program import GraphKey, StageProgram
+from ..ir.graph import OutputRole, output_node
+from ..passes.pipeline.add_gradients import is_gradient
+from ..schedule.actions import Action
+
+Values = dict[str, list[Tensor]]  # local tensors by name, then by rank
+Run = Callable[[GraphKey, list[list[Tensor]]], Sequence[Sequence[Tensor]]]  # arguments and results by rank
+Leaf = Callable[[fx.Node, int, int], Tensor]
+Output = Callable[[OutputRole, int, list[Tensor]], None]
+
+DO = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part", "U": "update"}
+
+
+class StageExecutor:
+    """`programs`: of the stage, by rank. `run` runs one of their graphs and may empty the lists of its arguments.
+    `is_smaller(i)`: whether micro-batch `i` has one sample less. `sums`: by rank, local gradients by parameter."""
+
+    def __init__(self, programs: Sequence[StageProgram], run: Run, is_smaller: Callable[[int], bool]):
+        self.programs, self.run, self.is_smaller = tuple(programs), run, is_smaller
+        self.program, self.index = self.programs[0], self.programs[0].stage.index
+        self._signatures: dict[GraphKey, tuple[list[fx.Node], list[fx.Node], list]] = {}
+
+    def begin(self, leaf: Leaf, output: Output) -> None:
+        """Begin a call, and make the copies that all its micro-batches share. `leaf(placeholder, micro-batch, rank)`
+        returns an argument of a graph; `output(role, micro-batch, values)` takes an output of the call or the new value
+        of a buffer."""
+        self.leaf, self.output, self.copies = leaf, output, {}
+        self.saved: dict[int, list[list[Tensor]]] = {}
+        self.stash: dict[int, list[list[Tensor]]] = {}  # of the input part for the weight part
+        self.sums: list[dict[str, Tensor]] = [{} for _ in self.programs]
+        if self.program.copies is not None:
+            takes, _, roles = self._signature(GraphKey("C"))
+            made = self.run(GraphKey("C"), self._arguments(takes, 0, {}))
+            self.copies = {role.name: list(values) for role, *values in zip(roles, *made)}
+
+    def end(self) -> list[dict[str, Tensor]]:
+        """Let go of what belongs to the call and return the sums."""
+        sums, self.sums = self.sums, []
+        self.leaf = self.output = None
+        self.copies = {}
+        return sums
+
+    def do(self, action: Action, arrived: Values) -> Values:
+        """Run an action with what it has waited for, which is let go of, and return what it sends."""
+        return getattr(self, DO[action.kind])(action[2], arrived)
+
+    def expects(self, message: Action) -> Mapping[str, Tensor]:
+        """Return what a message to the stage consists of: tensors of this rank's shapes and dtypes by name."""
+        kind, _, i = message
+        program = self.program.sizes[self.is_smaller(i)]
+        if kind == "B" and program.backward is None:
+            return {}
+        nodes = {n.name: n.meta["val"] for n in self._signature(GraphKey(kind, self.is_smaller(i)))[0]}
+        return {name: nodes[name] for name in (program.stage.received if kind == "F" else program.stage.arriving)}
+
+    def forward(self, i: int, arrived: Values) -> Values:
+        """Run the forward of a micro-batch."""
+        key = GraphKey("F", self.is_smaller(i))
+        takes, _, roles = self._signature(key)
+        results = [list(r) for r in self.run(key, self._arguments(takes, i, arrived))]
+        sent, given = {}, [role for role in roles if role is not None]
+        for role, *values in zip(given, *results):
+            if role.kind == "activation":
+                sent[role.name] = values
+            else:
+                self.output(role, i, values)
+        self.saved[i] = [r[len(given) :] for r in results]
+        return sent
+
+    def backward(self, i: int, arrived: Values) -> Values:
+        """Run the whole backward of a micro-batch."""
+        if self.program.backward is None:  # nothing that the stage computes has a gradient
+            del self.saved[i]
+            return {}
+        return self._add_up(GraphKey("B", self.is_smaller(i)), self._backward_arguments(i, arrived))[0]
+
+    def input_part(self, i: int, arrived: Values) -> Values:
+        """Run the part of a micro-batch's backward that the stage before waits for, and keep what the other reads."""
+        if self.program.backward is None:
+            self.stash[i] = self.saved.pop(i)
+            return {}
+        is_smaller, arguments = self.is_smaller(i), self._backward_arguments(i, arrived)
+        kept = [[a[k] for k in p.sizes[is_smaller].split.kept] for p, a in zip(self.programs, arguments)]
+        sent, made = self._add_up(GraphKey("I", is_smaller), arguments)
+        self.stash[i] = [k + m for k, m in zip(kept, made)]
+        return sent
+
+    def weight_part(self, i: int, arrived: Values) -> Values:
+        """Run the rest of a micro-batch's backward."""
+        stash = self.stash.pop(i)
+        if self.program.backward is not None:
+            self._add_up(GraphKey("W", self.is_smaller(i)), stash)
+        return {}
+
+    def reduce(self, sums: Sequence[dict[str, Tensor]]) -> None:
+        """Reduce sums over the ranks of the stage, those that have waited for it, in place of them."""
+        deferred = self.program.deferred
+        if deferred is not None and deferred.layouts:
+            results = self.run(GraphKey("R"), [[mine.pop(name) for name in deferred.layouts] for mine in sums])
+            for mine, result in zip(sums, results):
+                mine |= dict(zip(deferred.layouts, result))
+
+    def _signature(self, key: GraphKey) -> tuple[list[fx.Node], list[fx.Node], list]:
+        """Return (placeholders, outputs, roles of the outputs) of a graph."""
+        if key not in self._signatures:
+            graph = self.program.graph(key).graph
+            output, takes = output_node(graph), [n for n in graph.nodes if n.op == "placeholder"]
+            self._signatures[key] = takes, list(output.args[0]), output.meta["roles"]
+        return self._signatures[key]
+
+    def _arguments(self, nodes: Sequence[fx.Node], i: int, arrived: Values) -> list[list[Tensor]]:
+        """Return by rank what placeholders take for a micro-batch. Empties `arrived`."""
+        known = {"activation": arrived, "arriving": arrived, "copy": self.copies}
+        found: list[list[Tensor]] = [[] for _ in self.programs]
+        for node in nodes:
+            role = node.meta["role"]
+            for at, values in enumerate(found):
+                values.append(known[role.kind][role.name][at] if role.kind in known else self.leaf(node, i, at))
+        arrived.clear()
+        return found
+
+    def _backward_arguments(self, i: int, arrived: Values) -> list[list[Tensor]]:
+        saved, (takes, _, _) = self.saved.pop(i), self._signature(GraphKey("B", self.is_smaller(i)))
+        return [s + a for s, a in zip(saved, self._arguments(takes[len(saved[0]) :], i, arrived))]
+
+    def _add_up(self, key: GraphKey, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
+        """Run a backward or a part of it, add the gradients of parameters to the sums, and return (what goes to the
+        stage before, by rank what the weight part reads)."""
+        _, nodes, roles = self._signature(key)
+        names = [role.name for role in roles if is_gradient(role)]
+        adds = bool(names) and all(name in self.sums[0] for name in names)
+        if adds:
+            for values, sums in zip(arguments, self.sums):
+                values += [sums[name] for name in names]
+        results = self.run(key._replace(adds=adds), arguments)
+        if not adds:
+            for sums, result in zip(self.sums, results):
+                sums |= _first_sums(nodes, roles, result)
+        sent = {r.name: values for r, *values in zip(roles, *results) if r is not None and r.kind == "returned"}
+        return sent, [[value for role, value in zip(roles, result) if role is None] for result in results]
+
+
+def _first_sums(nodes: Sequence[fx.Node], roles: Sequence, results: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the first gradients of parameters, each in memory of its own, since sums are added to in place."""
+    sums, others = {}, [v for role, v in zip(roles, results) if not is_gradient(role) and isinstance(v, Tensor)]
+    taken = {v.untyped_storage().data_ptr() for v in others}
+    for node, role, value in zip(nodes, roles, results):
+        if is_gradient(role):
+            memory = value.untyped_storage()
+            is_own = memory.nbytes() == value.numel() * value.element_size() and memory.data_ptr() not in taken
+            sums[role.name] = value if is_own and node.op != "placeholder" else value.clone()
+            taken.add(memory.data_ptr())
+    return sums
