@@ -9,17 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from autopar import models
 from autopar.api import entry as api
+from autopar.codegen.rank_program import RankProgram, StageProgram
 from autopar.codegen.split_batch import join, parts_of
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import load
-from autopar.ir.graph import is_op, output_node
+from autopar.ir.graph import is_op
 from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.partition import partition
 from autopar.passes.pipeline.micro_batch import MicroBatched
@@ -27,7 +28,9 @@ from autopar.passes.pipeline.stages import Stage, cut
 from autopar.planner.plan import PlanOptions, search
 from autopar.plans.pipeline import Pipeline, inside
 from autopar.plans.plan import Plan
-from autopar.schedule import KINDS
+from autopar.runtime.stage_executor import Run, StageExecutor
+from autopar.runtime.walk import Links, walk
+from autopar.schedule import KINDS, Action
 from autopar.simulate.oracle import (
     OneDevice,
     global_values,
@@ -145,49 +148,45 @@ class Step:
 def play_stages(
     micro: MicroBatched, stages: Sequence[Stage], values: Mapping[str, Tensor], cuts: Sequence[str] = ()
 ) -> Step:
-    """All micro-batches through all stages and back, without ranks. What passes goes from a stage to the
-    next by its name, and all of it is taken there. `cuts`: where the stages begin, if some micro-batches are
-    smaller."""
-    smaller = stages if micro.smaller is None else cut(micro.smaller.graph_module, cuts)
-    each = [[partition(stage.joint) for stage in one] for one in (stages, smaller)]
-    outputs: dict[str, list[Tensor]] = {}
-    gradients: dict[str, Tensor] = {}
+    """All micro-batches through all stages and back, without ranks and layouts. `cuts`: where the stages begin, if some
+    micro-batches are smaller."""
+    programs = [_program(stage) for stage in stages]
+    if micro.smaller is not None:
+        smaller = map(_program, cut(micro.smaller.graph_module, cuts))
+        programs = [replace(program, smaller=less) for program, less in zip(programs, smaller)]
+    parts = [{**values, **part} for part in parts_of(micro, values)]
+    outputs: dict[str, dict[int, Tensor]] = {}
     buffers: dict[str, Tensor] = {}
-    for number, of_batch in enumerate(parts_of(micro, values)):
-        is_smaller = micro.is_smaller(number)
-        parts, own = each[is_smaller], (stages, smaller)[is_smaller]  # what is smallest to send may differ
-        given, passing, saved = {**values, **of_batch}, {}, []
-        for stage, part in zip(own, parts):
-            assert set(passing) == set(stage.received)
-            results = dict(_run(part.forward, [], given | passing))
-            saved.append([value for role, value in results.items() if isinstance(role, int)])
-            passing = {role.name: value for role, value in results.items() if _kind(role) == "activation"}
-            for role, value in results.items():
-                if _kind(role) == "output":
-                    outputs.setdefault(role.name, []).append(value)
-                elif _kind(role) == "mutation":
-                    buffers[role.name] = value
-        assert not passing
-        for stage, part, kept in reversed(list(zip(own, parts, saved))):
-            assert set(passing) == set(stage.arriving)
-            results = dict(_run(part.backward, kept, given | passing)) if part.backward is not None else {}
-            passing = {role.name: value for role, value in results.items() if role.kind == "returned"}
-            for role, value in results.items():
-                if role.kind == "gradient":
-                    gradients[role.name] = gradients[role.name] + value if role.name in gradients else value
-        assert not passing
-    return Step({name: join(parts, micro.joins[name]) for name, parts in outputs.items()}, gradients, buffers)
+
+    def take(role, i: int, found: list[Tensor]) -> None:
+        if role.kind == "output":
+            outputs.setdefault(role.name, {})[i] = found[0]
+        else:
+            buffers[role.name] = found[0]
+
+    def run_of(program: StageProgram) -> Run:
+        graph = cache(program.graph)
+        return lambda key, arguments: [graph(key)(*values) for values in arguments]
+
+    executors = {i: StageExecutor([p], run_of(p), micro.is_smaller) for i, p in enumerate(programs)}
+    for executor in executors.values():
+        executor.begin(lambda node, i, at: parts[i][node.name].clone(), take)
+    stage_numbers = range(len(stages))
+    for i in range(micro.micro_batches):
+        order = [Action("F", s, i) for s in stage_numbers] + [Action("B", s, i) for s in reversed(stage_numbers)]
+        for _ in walk(order, executors, Links(executors, len(stages))):
+            pass
+    gradients: dict[str, Tensor] = {}
+    for executor in executors.values():
+        for name, gradient in executor.end()[0].items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    joined = {name: join([found[i] for i in sorted(found)], micro.joins[name]) for name, found in outputs.items()}
+    return Step(joined, gradients, buffers)
 
 
-def _run(graph, saved, given):
-    """Pairs of a role (the position of a saved value) and a result."""
-    leaves = [n.name for n in graph.graph.nodes if n.op == "placeholder"][len(saved) :]
-    results, roles = graph(*saved, *(given[name] for name in leaves)), output_node(graph.graph).meta["roles"]
-    return [(i if i >= len(roles) or roles[i] is None else roles[i], value) for i, value in enumerate(results)]
-
-
-def _kind(role) -> str:
-    return "" if isinstance(role, int) else role.kind
+def _program(stage: Stage) -> StageProgram:
+    parts = partition(stage.joint)
+    return StageProgram(stage, None, None, RankProgram(0, stage.joint, parts), parts.forward, None, None)
 
 
 # plans
