@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..hardware.profile import KINDS
-from ..ops import canonical  # noqa: F401  torch.ops.autopar
+from ..ops import autopar
 
 Call = Callable[[], object]
 TIMEOUT_SECONDS = 60
@@ -141,11 +141,9 @@ def attention(device: Device, effort: Effort) -> dict:
     dtype = "bf16" if device.is_gpu else "fp32"
     batch, heads, seq, width = (4, 16, 4096, 128) if device.is_gpu else (2, 8, 128, 64)
     q, k, v, grad = (device.ones(batch, heads, seq, width, dtype=DTYPES[dtype]) for _ in range(4))
-    out, lse = torch.ops.autopar.attention(q, k, v, None, False, None)
-    forward = device.seconds(lambda: torch.ops.autopar.attention(q, k, v, None, False, None), effort.rounds)
-    backward = device.seconds(
-        lambda: torch.ops.autopar.attention_bw(grad, q, k, v, out, lse, None, False, None), effort.rounds
-    )
+    out, lse = autopar.attention(q, k, v, None, False, None)
+    forward = device.seconds(lambda: autopar.attention(q, k, v, None, False, None), effort.rounds)
+    backward = device.seconds(lambda: autopar.attention_bw(grad, q, k, v, out, lse, None, False, None), effort.rounds)
     product = 2.0 * batch * heads * seq * seq * width
     return {"dtype": dtype, "forward": 2 * product / forward, "backward": 5 * product / backward}
 

@@ -27,11 +27,12 @@ from ..hardware.profile import Hardware
 from ..ir.graph import tensor_arguments, values_of
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
+from ..ops import autopar
 from ..ops.counter_rng import STREAM
 from ..rules import Strategy
 from .products import PRODUCTS, Product, Shares, shapes_of
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 FREE = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,

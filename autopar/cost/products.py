@@ -24,8 +24,9 @@ from torch import fx
 
 from ..hardware.profile import Kernels
 from ..ir.graph import tensor_arguments, values_of
+from ..ops import autopar
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 Product = tuple[int, int, int, int]
 Shape = Sequence[int]

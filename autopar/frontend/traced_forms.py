@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
-from ..ops import canonical  # noqa: F401  (registers autopar::*)
+from ..ops import autopar
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -104,7 +104,7 @@ def ctc_loss(
     samples, device = log_probs.shape[1], log_probs.device
     input_lengths, target_lengths = (_lengths(x, samples, device) for x in (input_lengths, target_lengths))
     targets = targets.to(torch.int64)
-    loss = torch.ops.autopar.ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    loss = autopar.ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     if zero_infinity:
         loss = torch.where(loss == float("inf"), 0.0, loss)
     if reduction in ("mean", 1):

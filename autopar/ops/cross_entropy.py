@@ -15,8 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import canonical  # noqa: F401  (registers autopar::*)
-
 aten = torch.ops.aten
 NONE, MEAN = 0, 1  # reductions as ATen numbers them; 2 is a sum
 

@@ -11,11 +11,12 @@ import torch
 
 from ..ir.graph import values_of
 from ..ir.layout import Layout, local_shape
+from ..ops import autopar
 from ..planner.objective.memory_timeline import ends_of
 from ..planner.objective.timeline import COMPUTE, Event, Timeline
 from ..planner.plan import Planned
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 EMITTED = {  # canonical ops as autopar/passes/lower_ops.py emits them
     autopar.linear.default: "aten::linear",
     autopar.linear_dx.default: "aten::matmul",

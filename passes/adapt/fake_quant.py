@@ -20,9 +20,10 @@ from ...adapt.grid import Grid, at_least_float32, limits
 from ...errors import AdaptError
 from ...frontend.export import Exported
 from ...ir.graph import operand
+from ...ops import autopar
 from .forward_edit import Editor, check_reads, finish, uses_in
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 MARK = "fake_quant"  # in the metadata of a node: the layer that it quantizes a weight for
 
 

@@ -17,8 +17,9 @@ from ...errors import AdaptError
 from ...frontend.export import ROOT, Exported, module_path, source_line
 from ...frontend.fake_parameters import fake
 from ...ir.graph import operand
+from ...ops import autopar
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
 PASSED = (*CASTS, aten.t.default, aten.detach.default)  # between a parameter and the op that uses it
 READS = {"linear": (autopar.linear.default, 1), "embedding": (autopar.embedding.default, 0)}  # op, place of the weight

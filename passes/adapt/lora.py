@@ -18,10 +18,11 @@ from ...adapt.lora_site import LORA_A, LORA_B, MAGNITUDE, LoraSite, is_factor, s
 from ...errors import AdaptError
 from ...frontend.export import Captured, Exported
 from ...ir.graph import operand, output_node
+from ...ops import autopar
 from ..canonicalize.random import number_streams, random_op
 from .forward_edit import CASTS, Editor, check_reads, computed_from, finish, is_read, replace_value, uses_in, uses_of
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 def lora(exported: Exported, model: torch.nn.Module) -> Exported:

@@ -16,9 +16,10 @@ from torch import fx, nn
 
 from ...adapt.qlora import QuantizedWeight, quantized_weights
 from ...frontend.export import ROOT, Exported
+from ...ops import autopar
 from .forward_edit import CASTS, Editor, finish, reads_of
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 def quantize(exported: Exported, model: nn.Module) -> Exported:

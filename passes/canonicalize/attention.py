@@ -17,10 +17,11 @@ from torch import fx
 from ..._torch import schema_names, storage_key
 from ..._torch.regions import written
 from ...ir.graph import RANDOM_STATE, operand, values_of
+from ...ops import autopar
 from .attention_formula import attention_formula
 from .random import Draws
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 LARGEST_MASK_NUMEL = 2**28  # a larger constant mask is not computed at compile time
 _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.slice.Tensor)
 

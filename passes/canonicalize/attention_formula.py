@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ...ops import autopar
 from .random import Draws
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 def attention_formula(draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: bool,

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ...ir.graph import operand
-from ...ops import canonical  # noqa: F401  (registers autopar::*)
+from ...ops import autopar
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 def batch_norm(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ...ir.graph import is_tensor, mark_phases, operand, output_node, renumbered, tensor_of
+from ...ops import autopar
 from .normalize_strides import unstride
 from .rewrite import CHECKS
 
@@ -61,7 +62,7 @@ FREE_VIEWS = _VIEWS | {
     aten.squeeze.dims, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
     aten.split_with_sizes.default,
 }  # fmt: skip
-REPEATED = FREE_VIEWS | {torch.ops.autopar.dequantize.default}
+REPEATED = FREE_VIEWS | {autopar.dequantize.default}
 
 
 def _repeat_in_backward(graph: fx.Graph) -> None:

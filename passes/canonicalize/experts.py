@@ -9,8 +9,9 @@ from torch import fx
 
 from ..._torch import schema_names
 from ...ir.graph import call, operand
+from ...ops import autopar
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 
 
 def grouped_mm(graph_module, node: fx.Node) -> fx.Node | None:

@@ -18,10 +18,11 @@ from torch import fx
 from ..._torch import schema_of
 from ...errors import UnsupportedOpError
 from ...ir.graph import RANDOM_STATE, operand
+from ...ops import autopar
 from ...ops.counter_rng import STREAM, contiguous_strides
 from ...rules.reading import bound
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 ALPHA = (
     -1.7580993408473766
 )  # what SELU tends to for very negative inputs: -scale * alpha (Klambauer et al., arXiv 1706.02515)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ...ir.graph import call, operand
+from ...ops import autopar
 from .attention import attention
 from .batch_norm import batch_norm
 from .experts import bmm, grouped_mm
@@ -21,7 +22,7 @@ from .loss import cross_entropy, nll_loss
 from .random import has_formula, number_streams, random_op, refuse_the_rest
 from .rows import index, squeeze
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
+aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 # Checks of values and types, none of which makes a value. For what they refuse (a class that one_hot does not have, a
 # matrix that cannot be inverted) a compiled module computes on: a row of zeros, what LAPACK leaves behind.

@@ -11,11 +11,10 @@ import torch
 from torch import fx
 
 from ...ir.graph import values_of
-from ...ops import canonical  # noqa: F401  (registers torch.ops.autopar)
+from ...ops import autopar
 from .emit import Builder
 
 aten = torch.ops.aten
-autopar = torch.ops.autopar
 
 
 def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
