@@ -7,21 +7,21 @@
     path/model.py:function             a user's function that returns (model, example_inputs)
 
 An option that is left out keeps the value of the published size or the builder's default; a builder's longest sequence
-is at least as long as the one that is asked for.
+is at least as long as the one that is asked for. Names are known without torch, which builders need.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError, nearest
-from . import gpt, llama, mlp, moe, resnet, unet, vit
-from .inputs import features, fresh_weights, images, pictures, tokens
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 class Builder(NamedTuple):
@@ -32,15 +32,22 @@ class Builder(NamedTuple):
     inputs: Callable[..., dict[str, Tensor]]
 
 
-BUILDERS = {
-    "gpt": Builder(gpt.Config, gpt.GPT, tokens),
-    "llama": Builder(llama.Config, llama.Llama, tokens),
-    "mlp": Builder(mlp.Config, mlp.MLP, features),
-    "moe": Builder(moe.Config, moe.MoE, tokens),
-    "resnet": Builder(resnet.Config, resnet.ResNet, images),
-    "unet": Builder(unet.Config, unet.UNet, pictures),
-    "vit": Builder(vit.Config, vit.ViT, images),
-}
+@cache
+def builders() -> dict[str, Builder]:
+    """Return the builders by name."""
+    from . import gpt, llama, mlp, moe, resnet, unet, vit
+    from .inputs import features, images, pictures, tokens
+
+    return {
+        "gpt": Builder(gpt.Config, gpt.GPT, tokens),
+        "llama": Builder(llama.Config, llama.Llama, tokens),
+        "mlp": Builder(mlp.Config, mlp.MLP, features),
+        "moe": Builder(moe.Config, moe.MoE, tokens),
+        "resnet": Builder(resnet.Config, resnet.ResNet, images),
+        "unet": Builder(unet.Config, unet.UNet, pictures),
+        "vit": Builder(vit.Config, vit.ViT, images),
+    }
+
 
 # Sources: GPT-2, Radford et al. 2019, table 2, with heads and vocabulary from the released checkpoints' hparams.json
 # (github.com/openai/gpt-2); GPT-3, arXiv 2005.14165, table 2.1; Llama 2, arXiv 2307.09288 and the released config.json;
@@ -134,7 +141,24 @@ PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
 
 def names() -> list[str]:
     """Return every builder and every published size."""
-    return [*BUILDERS, *PUBLISHED]
+    return [*sorted({builder for builder, _ in PUBLISHED.values()}), *PUBLISHED]
+
+
+def check(text: str) -> None:
+    """Raise ModelError, with the nearest names, if `text` names a model that is not known; a path is not looked at."""
+    if not text.startswith("hf:") and ".py:" not in text:
+        _name_and_options(text)
+
+
+def _name_and_options(text: str) -> tuple[str, str]:
+    name, _, options = text.partition(":")
+    name = name.strip().lower()
+    if name not in names():
+        raise ModelError(
+            f"there is no model named {name!r}",
+            fix=f"use {nearest(name, names())}, hf:FOLDER with a config.json, or file.py:function",
+        )
+    return name, options
 
 
 def build(
@@ -155,6 +179,10 @@ def build(
     for label, value in (("batch", batch), ("seq", seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelError(f"{label}={value!r} is not a positive integer", fix=f"set {label} to 1 or more")
+    import torch
+
+    from .inputs import fresh_weights
+
     device, dtype = torch.device(device), dtype or torch.get_default_dtype()
     if text.startswith("hf:"):
         from .huggingface import build_from_config
@@ -164,24 +192,19 @@ def build(
         from .user_file import build_from_file
 
         return build_from_file(text, batch=batch, seq=seq, device=device, dtype=dtype)
-    builder, config = resolve(text, seq)
-    inputs = BUILDERS[builder].inputs(config, batch, seq, dtype, device, seed)
+    name, config = resolve(text, seq)
+    builder = builders()[name]
+    inputs = builder.inputs(config, batch, seq, dtype, device, seed)
     with fresh_weights(dtype, device, seed):
-        return BUILDERS[builder].module(config), inputs
+        return builder.module(config), inputs
 
 
 def resolve(text: str, seq: int = 1) -> tuple[str, object]:
     """Resolve a text such as `"llama3-8b:layers=4"` to ("llama", its Config), for sequences of length `seq` if they are
     the text's to choose: a published size has its own. Raises ModelError as `build` does."""
-    name, _, given = text.partition(":")
-    name = name.strip().lower()
-    if name not in BUILDERS and name not in PUBLISHED:
-        raise ModelError(
-            f"there is no model named {name!r}",
-            fix=f"use {nearest(name, names())}, hf:FOLDER with a config.json, or file.py:function",
-        )
+    name, given = _name_and_options(text)
     builder, published = PUBLISHED.get(name, (name, {}))
-    config, options = BUILDERS[builder].config, published | _options(builder, given)
+    config, options = builders()[builder].config, published | _options(builder, given)
     longest = next((field.default for field in dataclasses.fields(config) if field.name == "seq"), None)
     if longest is not None and not published:
         options = {"seq": max(longest, seq)} | options
@@ -190,7 +213,7 @@ def resolve(text: str, seq: int = 1) -> tuple[str, object]:
 
 def _options(builder: str, text: str) -> dict[str, object]:
     """Read `"hidden=64,tied=false"` as values of the types that the builder's config declares."""
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(BUILDERS[builder].config)}
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(builders()[builder].config)}
     options: dict[str, object] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in word.partition("="))

@@ -19,11 +19,12 @@ from torch import Tensor, fx, nn
 from ..codegen.split_batch import join, parts_of
 from ..errors import InputError, MeshError, MicroBatchError, StageError
 from ..frontend.call_signature import CallSignature, describe_call, split_example
+from ..ir.graph import fingerprint
 from ..ir.mesh import Mesh
 from ..planner.batch import of_samples, samples_of
 from ..planner.pipeline.replan import cuts_of, with_owners
 from ..plans.pipeline import Pipeline, axis_of, inside
-from ..plans.plan import Plan, fingerprint
+from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
 from ..runtime.parameters import table_of

@@ -28,6 +28,7 @@ from ..frontend.fake_parameters import Form, forms_of
 from ..frontend.precision import compute_dtype
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
+from ..ir.graph import fingerprint
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..planner import accumulation
@@ -44,7 +45,7 @@ from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.remedies import Request, with_fixes
 from ..plans.axes import check_axes
 from ..plans.pipeline import axis_of, inside
-from ..plans.plan import Plan, fingerprint
+from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime import optimizers
 from ..runtime.captures import Traced

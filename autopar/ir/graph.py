@@ -13,6 +13,7 @@ and tangents. Its metadata, set by the capture and read by everything after it:
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import re
 from collections.abc import Callable
@@ -211,3 +212,13 @@ def describe(node: fx.Node) -> str:
     shapes = " ".join(str(tuple(a.meta["val"].shape)) for a in tensor_arguments(node))
     outputs = " ".join(str(tuple(v.shape)) for v in values_of(node))
     return f"{node.name}: {name} {shapes} -> {outputs}"
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """Return the hash of a joint graph: every node with its op, constants and global shapes."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        shapes = [(tuple(v.shape), str(v.dtype)) for v in values_of(node)]
+        arguments = "" if node.op in ("placeholder", "get_attr") else f"{node.args} {dict(node.kwargs)}"
+        digest.update(f"{node.name} {node.op} {node.target} {arguments} {shapes}\n".encode())
+    return digest.hexdigest()

@@ -8,8 +8,8 @@ from collections import Counter
 import torch
 from torch import fx
 
-from ..ir.graph import PARTNERS, op_base_name, output_node
-from ..plans.plan import Alternative, Collective, Plan, fingerprint
+from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
+from ..plans.plan import Alternative, Collective, Plan
 from ..plans.sharding import NodeSharding, Sharding
 from .accumulation import of_step, samples_of
 from .objective.checkpoint_blocks import recomputed_vertices

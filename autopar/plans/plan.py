@@ -7,24 +7,23 @@ reads.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from torch import fx
+from typing import TYPE_CHECKING
 
 from ..errors import AutoparError, PlanFormatError, PlanIncompatible
 from ..hardware.profile import Link
-from ..ir.graph import is_op, output_node, values_of
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..schedule.catalogue import make
 from . import file
-from .check import check_decisions
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost, inside
 from .sharding import NodeSharding, Sharding
+
+if TYPE_CHECKING:
+    from torch import fx
 
 
 @dataclass(frozen=True)
@@ -207,6 +206,9 @@ class Plan:
     def check_fits(self, graph: fx.Graph, mesh: Mesh) -> None:
         """Raise PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
         graph does not allow."""
+        from ..ir.graph import fingerprint  # of torch, which a plan is read and printed without
+        from .check import check_decisions
+
         if self.mesh != mesh:
             raise PlanIncompatible(
                 f"the plan was made for mesh {self.mesh}, not {mesh}", mesh=mesh, fix="plan again for this mesh"
@@ -223,22 +225,6 @@ class Plan:
             )
         if self.pipeline is None:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
             check_decisions(graph, self.sharding)
-
-
-def fingerprint(graph: fx.Graph) -> str:
-    """Return the hash of a joint graph: every node with its op, constants and global shapes."""
-    digest = hashlib.sha256()
-    for node in graph.nodes:
-        shapes = [(tuple(v.shape), str(v.dtype)) for v in values_of(node)]
-        arguments = "" if node.op in ("placeholder", "get_attr") else f"{node.args} {dict(node.kwargs)}"
-        digest.update(f"{node.name} {node.op} {node.target} {arguments} {shapes}\n".encode())
-    return digest.hexdigest()
-
-
-def leaf_and_op_names(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], fx.Node]:
-    """Return the leaves, the ops and the output of a graph, all as nodes."""
-    leaves = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
-    return leaves, [n for n in graph.nodes if is_op(n)], output_node(graph)
 
 
 def _pipeline_from_json(data: Json | None, mesh: Mesh) -> Pipeline | None:

@@ -13,10 +13,9 @@ from autopar.adapt.parse import parse
 from autopar.api import entry as api
 from autopar.compiler import lower
 from autopar.frontend.fake_parameters import forms_of
-from autopar.ir.graph import bytes_of
+from autopar.ir.graph import bytes_of, fingerprint
 from autopar.models import build
 from autopar.passes.distribute.localize import localize
-from autopar.plans.plan import fingerprint
 
 from .quantized_base import Adapted, adapted
 

@@ -12,8 +12,7 @@ from torch import fx, nn
 from autopar.api import entry as api
 from autopar.errors import CaptureError, InputError, UnsupportedOpError
 from autopar.frontend.export import export, move
-from autopar.ir.graph import output_node
-from autopar.plans.plan import fingerprint
+from autopar.ir.graph import fingerprint, output_node
 
 from ..runtime import tiny
 

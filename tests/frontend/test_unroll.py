@@ -12,8 +12,7 @@ from autopar import compiler, models
 from autopar.api import entry as api
 from autopar.frontend.fake_parameters import forms_of
 from autopar.frontend.unroll import tower_of
-from autopar.ir.graph import output_node
-from autopar.plans.plan import fingerprint
+from autopar.ir.graph import fingerprint, output_node
 
 DEPTH = 9
 

@@ -17,11 +17,11 @@ from autopar.frontend import export
 from autopar.frontend.fake_parameters import forms_of
 from autopar.frontend.unroll import tower_of
 from autopar.hardware.profile import load
+from autopar.ir.graph import fingerprint
 from autopar.models import build
 from autopar.passes.adapt.lora import lora
 from autopar.passes.canonicalize.rewrite import canonicalize
 from autopar.planner.plan import PlanOptions, make_plan
-from autopar.plans.plan import fingerprint
 from autopar.simulate.oracle import global_values, one_device_step
 from autopar.simulate.step import plan_and_capture, simulate_step
 

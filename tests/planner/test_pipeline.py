@@ -19,11 +19,11 @@ from autopar.errors import (
     StageError,
     StrategyError,
 )
+from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
 from autopar.planner.pipeline.plan import SCHEDULES, plan_pipeline
 from autopar.planner.plan import PlanOptions
-from autopar.plans.plan import fingerprint
 from autopar.schedule.play import play
 from autopar.simulate import oracle
 from autopar.simulate.pipeline import simulate_pipeline

@@ -13,7 +13,7 @@ from autopar.api import entry as api
 from autopar.errors import StrategyError
 from autopar.planner.describe import describe_plan
 from autopar.planner.problem.hf_tp_plan import STYLES, TensorPlan, styles_of
-from autopar.planner.problem.recipes import allowed_strategies
+from autopar.planner.problem.restrict import allowed_strategies
 from autopar.plans.plan import Plan
 
 from ..families import FAMILIES

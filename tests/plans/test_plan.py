@@ -13,10 +13,10 @@ from torch import nn
 
 from autopar import Plan
 from autopar.errors import PlanFormatError, PlanIncompatible, PlanTampered
+from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
 from autopar.plans.file import LARGEST_FILE_BYTES, VERSION, content_hash
-from autopar.plans.plan import fingerprint
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture
 

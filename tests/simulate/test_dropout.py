@@ -8,10 +8,10 @@ from torch import nn
 
 from autopar.api import entry as api
 from autopar.frontend.fake_parameters import forms_of
+from autopar.ir.graph import fingerprint
 from autopar.ops.counter_rng import stream_of
 from autopar.planner.problem.symmetry import fold
 from autopar.planner.problem.vertices import vertices_of
-from autopar.plans.plan import fingerprint
 from autopar.simulate.compare import verify_model
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture, simulate_step

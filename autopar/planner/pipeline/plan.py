@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 
 from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
 from ...frontend.export import Captured
+from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched
 from ...plans.pipeline import axis_of, inside
-from ...plans.plan import Alternative, Plan, fingerprint
+from ...plans.plan import Alternative, Plan
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ..batch import data_ways, samples_of

@@ -11,11 +11,11 @@ from torch import fx
 
 from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
-from ...ir.graph import is_op
+from ...ir.graph import fingerprint, is_op
 from ...ir.stage_placement import Places
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
 from ...passes.pipeline.stages import cut
-from ...plans.plan import Plan, fingerprint
+from ...plans.plan import Plan
 from ..batch import samples_of
 from ..plan import PlanOptions, search
 

@@ -1,4 +1,4 @@
-"""Expert strategies and pins as restrictions of the search space: which strategies each class may still choose.
+"""Expert strategies by name, as restrictions of the search space; restrict.py applies them.
 
 Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a
 *tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO
@@ -10,23 +10,14 @@ restriction.
 from __future__ import annotations
 
 import difflib
-import fnmatch
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from ...adapt.lora_site import is_factor
 from ...errors import StrategyError
-from ...ir.graph import describe
-from ...ir.layout import Layout
 from ...ir.mesh import Mesh
-from ...rules.rule import entries_of, name_of
-from .hf_tp_plan import TensorPlan, inside
-from .problem import Problem
-from .vertices import Vertex
+
+if TYPE_CHECKING:
+    from .hf_tp_plan import TensorPlan
 
 DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE = "data", "tensor", "tensor with sequence", "whole", "free"
 
@@ -53,9 +44,6 @@ RECIPES = {
     "megatron_sp": Recipe(data=False, tensor=TENSOR_SEQUENCE),
 }
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see hf_tp_plan.py)
-autopar = torch.ops.autopar
-LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
-TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
 
 
@@ -125,7 +113,7 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
     data-parallel one says of the parameters on its data axes. Raise StrategyError for any other two."""
     names = [ALIASES.get(name, name) for name in strategy.split("+")]
     first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
-    if len(names) != 2 or not _has_tensor(first) or second is None or not second.data or second.replicates:
+    if len(names) != 2 or not first.tensor_axes or second is None or not second.data or second.replicates:
         raise StrategyError(
             f"cannot read {strategy!r} as two strategies",
             fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1",
@@ -133,240 +121,3 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
     if second.shard == "none":
         return replace(first, name=strategy)
     return replace(first, name=strategy, sharded_axes=mesh.names, whole_axes=(), keep=second.keep)
-
-
-def allowed_strategies(
-    problem: Problem, restriction: Restriction, pins: dict[str, str] | None = None
-) -> dict[int, np.ndarray]:
-    """Return a mask over the strategies of every class. Raise StrategyError for a pin that nothing can follow, or for a
-    class that what is forbidden leaves nothing."""
-    mesh = problem.mesh
-    batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
-    plan = restriction.tensor_plan
-    may_cut = inside(problem, plan) if plan else set()
-    masks = {}
-    for cls, options in problem.classes.items():
-        v = problem.vertices[cls]
-        mask = fits = problem.fits.get(cls, np.ones(len(options.strategies), bool))
-        if v.kind == "op" and batch:
-            module = v.node.meta["module"]
-            must_cut = v.node.target in TENSOR_OPS and not is_factor(module)
-            if (
-                plan is not None
-            ):  # beside the layers that the plan cuts there may be one that it leaves whole, as a router
-                must_cut &= cls in may_cut and (plan.cuts(module) or v.node.target not in LINEAR_OPS)
-            roles = restriction.roles
-            if plan is not None and cls not in may_cut:
-                roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
-            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut, fits)
-            if plan is not None:
-                mask &= _in_place_mask(problem, v, options.strategies, restriction)
-        elif v.kind == "parameter":
-            mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name))
-            if plan is not None and not is_factor(v.node.meta["role"].name):
-                mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
-        elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
-            mask = _input_mask(options.strategies, restriction, fits)
-        masks[cls] = mask.copy()
-    for pattern, text in (pins or {}).items():
-        _pin(problem, masks, pattern, text)
-    for pattern, text in restriction.forbidden:
-        _forbid(problem, masks, pattern, text)
-    for cls, strategy in restriction.forced:
-        masks[cls] = np.zeros(len(masks[cls]), bool)
-        masks[cls][strategy] = True
-    for cls, mask in masks.items():
-        if not mask.any():
-            raise _nothing_left(problem, problem.vertices[cls], restriction)
-    return masks
-
-
-def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> StrategyError:
-    what = describe(v.node) if v.kind == "op" else f"the {v.kind} {v.node.meta['role'].name}"
-    return StrategyError(
-        f"{what} has no way to be sharded that {restriction.name} and the pins allow together", node=v.name,
-        source=v.node.meta.get("source") or None, mesh=problem.mesh, fix="use strategy auto, or leave out a pin",
-    )  # fmt: skip
-
-
-def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
-             fits: np.ndarray) -> np.ndarray:  # fmt: skip
-    """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
-    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits` are the
-    strategies that can be at all."""
-    mask = fits.copy()
-    for i, axis in enumerate(mesh.names):
-        role = roles[axis]
-        if role == FREE:
-            continue
-        chosen = [(s.choice[i] if s.choice else "") for s in strategies]
-        factors = [c.split("/")[0] for c in chosen]
-        if role == DATA:
-            fits = np.array([f in batch for f in factors]) & mask
-            mask &= fits if fits.any() else np.array([not f or f.startswith("+") for f in factors])
-        elif role == WHOLE:
-            mask &= np.array([not f or f.startswith("+") for f in factors])
-        elif role == TENSOR:
-            mask &= np.array([not f or f.startswith("+") or (f in weight and f not in batch) for f in factors])
-        else:
-            mask &= np.array([f not in batch for f in factors])
-        if must_cut and role in (TENSOR, TENSOR_SEQUENCE):
-            cuts = np.array([f in weight and f not in batch for f in factors]) & mask
-            mask = cuts if cuts.any() else mask
-    return mask
-
-
-def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.ndarray:
-    """Return a mask over the strategies of a parameter. `is_thin` marks a factor of a LoRA adapter, which tensor
-    parallelism cuts only where its base is cut along the same dim."""
-    layouts = [s.outputs[0] for s in strategies]
-    used = [set(layout.sharding_axes) for layout in layouts]
-    mask = np.array([not (u & set(restriction.whole_axes)) for u in used])
-    needed = set() if is_thin and _has_tensor(restriction) else set(restriction.sharded_axes)
-    if needed and (len(layouts[0].dims) > 1 or DATA in restriction.roles.values() and not _has_tensor(restriction)):
-        score = np.array([len(u & needed) if m else -1 for u, m in zip(used, mask)])
-        mask &= score == score.max()
-    return mask
-
-
-def _planned_mask(strategies, restriction: Restriction, name: str) -> np.ndarray:
-    """Return a mask over the strategies of a parameter: the tensor axes cut the dim that the model's own plan says, and
-    no other. Raise StrategyError if they cannot."""
-    layouts = [s.outputs[0] for s in strategies]
-    dim = restriction.tensor_plan.dim_of(name, len(layouts[0].dims))
-    mask = np.array([all(layout.dim_of(a) == dim for a in restriction.tensor_axes) for layout in layouts])
-    if not mask.any():
-        raise StrategyError(f"no layout of {name} cuts dim {dim}, as the model's own plan says")
-    return mask
-
-
-def _in_place_mask(problem: Problem, v: Vertex, strategies, restriction: Restriction) -> np.ndarray:
-    """Return a mask over the strategies of an op: a layer computes with the part of its weight that the device holds.
-    Raise StrategyError if it cannot."""
-    mask = np.ones(len(strategies), bool)
-    for slot, (producer, _) in enumerate(v.inputs):
-        parameter = problem.vertices[producer]
-        if parameter.kind == "parameter" and not is_factor(parameter.node.meta["role"].name):
-            dim = restriction.tensor_plan.dim_of(parameter.node.meta["role"].name, parameter.node.meta["val"].dim())
-            mask &= [all(s.inputs[slot].dim_of(a) == dim for a in restriction.tensor_axes) for s in strategies]
-    if not mask.any():
-        raise StrategyError(f"{v.name} cannot compute with its weight as the model's own plan cuts it")
-    return mask
-
-
-def _has_tensor(restriction: Restriction) -> bool:
-    return bool(restriction.tensor_axes)
-
-
-def _input_mask(strategies, restriction: Restriction, fits: np.ndarray) -> np.ndarray:
-    """Return a mask over the strategies of an input: dim 0 is cut over data axes only, and over as many as it can be
-    where the layout `fits`."""
-    data = {a for a, role in restriction.roles.items() if role == DATA}
-    fixed = {a for a, role in restriction.roles.items() if role != FREE}
-    layouts = [s.outputs[0] for s in strategies]
-    first = [set(layout.dims[0]) if layout.dims else set() for layout in layouts]
-    mask = fits & np.array([(f & fixed) <= data for f in first])
-    if data:
-        mask &= np.array([not (set(x.sharding_axes) & data) - f for x, f in zip(layouts, first)])
-        score = np.array([len(f & data) if m else -1 for f, m in zip(first, mask)])
-        mask &= score == score.max()
-    return mask
-
-
-def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str) -> None:
-    for v, fits in _named(problem, pattern, text, "pin"):
-        if not (masks[v.cls] & fits).any():
-            raise StrategyError(
-                f"no layout of {v.node.meta['role'].name} follows the pin {pattern}: {text}",
-                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
-                fix="pin a dim that the axis divides, or leave the parameter to the planner",
-            )  # fmt: skip
-        masks[v.cls] &= fits
-
-
-def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str) -> None:
-    for v, fits in _named(problem, pattern, text, "forbidden"):
-        left = masks[v.cls] & ~fits
-        if not left.any():
-            layouts = [
-                s.outputs[0].text() for s, allowed in zip(problem.classes[v.cls].strategies, masks[v.cls]) if allowed
-            ]
-            raise StrategyError(
-                f"{v.node.meta['role'].name} has no layout left when {text} is forbidden to {pattern}",
-                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
-                fix=f"forbid less: it may only be {', '.join(layouts[:3])}",
-            )  # fmt: skip
-        masks[v.cls] = left
-
-
-def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tuple[Vertex, np.ndarray]]:
-    """Iterate over the leaves that a glob matches, each with a mask of the strategies that place it as the text says.
-    Raise StrategyError if it matches none, MeshError for an axis that the mesh does not have."""
-    found = False
-    names = {}
-    for v in problem.vertices:
-        if v.kind not in ("parameter", "input", "buffer"):
-            continue
-        name = v.node.meta["role"].name
-        names[name] = v
-        if not fnmatch.fnmatchcase(name, pattern):
-            continue
-        found = True
-        wanted = Layout.parse(text, v.node.meta["val"].dim())
-        words = [word.split(":")[0] for word in text.replace(",", " ").split() if word != "R"]
-        for axis in words:
-            problem.mesh.size(axis)
-        options = problem.classes[v.cls].strategies
-        yield v, np.array([_follows(s.outputs[0], wanted, set(words) or None) for s in options])
-    if not found:
-        close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
-        raise StrategyError(
-            f"the {what} {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}"
-        )
-
-
-def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
-    """Return whether the named axes are placed as wanted; all axes if none is named ("R")."""
-    if axes is None:
-        return layout == wanted
-    for axis in axes:
-        if layout.dim_of(axis) != wanted.dim_of(axis):
-            return False
-    return all(w == 1 or w == p for w, p in zip(wanted.parts, layout.parts))
-
-
-def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-    """Return, by class, the factors that come from the batch dim of an input, and those that come from a parameter's
-    dim. Dims of tensors that share a factor of some op are one group; a dim of several factors joins its outermost one
-    only."""
-    parent: dict = {}
-
-    def find(x):
-        while parent.setdefault(x, x) != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    places: dict[int, dict[str, tuple]] = defaultdict(dict)
-    for cls in problem.classes:
-        v, rule = problem.vertices[cls], problem.rule_of.get(cls)
-        if v.kind != "op" or rule is None:
-            continue
-        tensors = [(problem.vertices[p].cls, o) for p, o in v.inputs]
-        tensors = list(zip(tensors, rule.inputs)) + [((cls, o), dims) for o, dims in enumerate(rule.outputs)]
-        for tensor, dims in tensors:
-            for d, dim in enumerate(dims):
-                for entry in entries_of(dim)[:1]:
-                    factor = name_of(entry)
-                    here = places[cls].setdefault(factor, (*tensor, d))
-                    parent[find((*tensor, d))] = find(here)
-    batch, weight = set(), set()
-    for cls in problem.classes:
-        v = problem.vertices[cls]
-        if v.kind == "input" and v.node.meta["val"].dim():
-            batch.add(find((cls, 0, 0)))
-        elif v.kind == "parameter":
-            weight |= {find((cls, 0, d)) for d in range(v.node.meta["val"].dim())}
-    of_batch = {cls: {f for f, x in places[cls].items() if find(x) in batch} for cls in problem.classes}
-    of_weight = {cls: {f for f, x in places[cls].items() if find(x) in weight} for cls in problem.classes}
-    return of_batch, of_weight
