@@ -4,19 +4,24 @@ model = autopar.compile(model, mesh, example_inputs=batch)   # an ordinary modul
 plan = autopar.plan(model, "dp=8,tp=8", batch)               # the decision alone, on a laptop
 """
 
-from .adapt import FakeQuant, LoRA, QLoRA
-from .api.asynchronous_pipeline import AsynchronousPipeline
-from .api.entry import compile, explain, plan
-from .api.estimate import Estimate, estimate
-from .api.export_quantized import convert
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from . import schedule  # noqa: F401
 from .errors import AdaptError, AutoparError
 from .hardware.profile import Hardware
 from .ir.compiler_pass import Pass
 from .ir.mesh import Mesh
-from .ops import canonical  # noqa: F401  registers the canonical ops
 from .plans.plan import Plan
-from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
-from .storage.quantized_folder import load_quantized
+
+if TYPE_CHECKING:
+    from .adapt import FakeQuant, LoRA, QLoRA
+    from .api.asynchronous_pipeline import AsynchronousPipeline
+    from .api.entry import compile, explain, plan
+    from .api.estimate import Estimate, estimate
+    from .api.export_quantized import convert
+    from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+    from .storage.quantized_folder import load_quantized
 
 __all__ = [
     "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA",
@@ -24,3 +29,22 @@ __all__ = [
     "load_quantized", "plan", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"
+
+_WITH_TORCH = {  # where the names are that are imported when they are first asked for, as `import torch` takes seconds
+    "FakeQuant": "adapt", "LoRA": "adapt", "QLoRA": "adapt", "AsynchronousPipeline": "api.asynchronous_pipeline",
+    "compile": "api.entry", "explain": "api.entry", "plan": "api.entry", "Estimate": "api.estimate",
+    "estimate": "api.estimate", "convert": "api.export_quantized", "Checkpoint": "storage.checkpoint",
+    "latest_checkpoint": "storage.checkpoint", "load_checkpoint": "storage.checkpoint",
+    "save_checkpoint": "storage.checkpoint", "load_quantized": "storage.quantized_folder",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_WITH_TORCH[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

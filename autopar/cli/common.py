@@ -14,7 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import models
 from ..errors import MemoryInfeasibleError, PipelineError, StrategyError
+from ..hardware import profile
+from ..ir.mesh import Mesh
+from ..planner.problem.recipes import RECIPES, Restriction
+from ..plans.pipeline import axis_of, inside
+from ..schedule.catalogue import KINDS
 
 if TYPE_CHECKING:
     from ..planner.objective.timeline import Timeline
@@ -50,11 +56,11 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool
 
 def add_planning(parser, hardware: str) -> None:
     """Add --hardware, --precision, --strategy, --memory, --offload and --pin."""
-    parser.add_argument("--hardware", default=hardware, help=f"profile or TOML file (default {hardware})")
+    profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware})"
+    parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
-    strategies = "ddp, zero1, zero2, fsdp, hsdp, megatron, megatron_sp (default: whatever is fastest)"
-    parser.add_argument("--strategy", help=strategies)
+    parser.add_argument("--strategy", help=f"{', '.join(RECIPES)} (default: whatever is fastest)")
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
     pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
     offload = (
@@ -92,7 +98,7 @@ def add_passes(parser) -> None:
 
 def add_pipeline(parser) -> None:
     """Add --schedule and --stages-per-rank."""
-    schedule = "order of the stages of a mesh with pp: gpipe, 1f1b, zb_h1, zbv, ... (default: the fastest of some)"
+    schedule = f"order of the stages of a mesh with pp: {', '.join(KINDS)} (default: the fastest of some)"
     parser.add_argument("--schedule", metavar="NAME", help=schedule)
     several = "of a schedule that may have several, such as interleaved_1f1b"
     parser.add_argument("--stages-per-rank", type=count, metavar="V", help=several)
@@ -132,14 +138,12 @@ def is_pipeline(planned: Planned | PipelinePlanned) -> bool:
 def search(args: argparse.Namespace, report: Report, **options) -> Planned | PipelinePlanned:
     """Search as the arguments of `add_search` and `add_pipeline` ask, for the model on the meta device; `options` of
     `api.search` come on top."""
-    from .. import models
-    from ..api import entry as api
-    from ..ir.mesh import Mesh
-    from ..planner import batch as accumulate
-
     quiet()
     if has_pipeline(args):
         return search_pipeline(args, report, **options)
+    from ..api import entry as api
+    from ..planner import batch as accumulate
+
     mesh = Mesh.parse(args.mesh) if args.mesh else None
 
     def planned(passes: int, **more) -> Planned:
@@ -171,9 +175,6 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned | Pip
 def has_pipeline(args: argparse.Namespace) -> bool:
     """Return whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has
     none and cannot get one."""
-    from ..ir.mesh import Mesh
-    from ..plans.pipeline import axis_of
-
     if args.mesh is not None and axis_of(Mesh.parse(args.mesh)):
         return True
     for name in ("schedule", "stages_per_rank"):
@@ -187,15 +188,12 @@ def has_pipeline(args: argparse.Namespace) -> bool:
 def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
     """Search as the arguments of `add_search` and `add_pipeline` ask, for a mesh with pp; the batch is that of one
     call, of which micro-batches are parts."""
-    from .. import models
     from ..adapt import order
     from ..api import entry as api
     from ..frontend.fake_parameters import forms_of
-    from ..ir.mesh import Mesh
     from ..planner import batch as accumulate
     from ..planner.options import options_of
     from ..planner.pipeline.plan import plan_pipeline
-    from ..plans.pipeline import inside
 
     quiet()
     mesh, many = Mesh.parse(args.mesh), None
@@ -231,6 +229,8 @@ def add_adapting(parser) -> None:
 
 def adaptations(args: argparse.Namespace) -> list:
     """Return the arguments of `add_adapting` as `adapt=` takes them."""
+    if args.lora is args.qlora is args.qat is None:
+        return []
     from ..adapt import FakeQuant, LoRA, QLoRA
     from ..adapt.order import checked
     from ..adapt.parse import parse
@@ -292,16 +292,12 @@ def planning(args: argparse.Namespace) -> dict:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise the errors of a mesh, profile, strategy, pin or folder to write to before a model is built."""
-    from ..hardware import profile as hardware
-    from ..ir.mesh import Mesh
-    from ..planner.problem.recipes import Restriction
-    from ..plans.pipeline import axis_of, inside
-
+    """Raise the errors of a model's name, mesh, profile, strategy, pin or folder to write to before a model is built."""
+    models.check(args.model)
     if args.mesh is not None:
         mesh = Mesh.parse(args.mesh)
         Restriction.of(args.strategy, inside(mesh) if axis_of(mesh) else mesh)
-    hardware.load(args.hardware)
+    profile.load(args.hardware)
     pins(args)
     if hasattr(args, "forbid"):
         forbidden(args)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..plans.compare import side_by_side
+from ..plans.plan import Plan
 from . import common
 
 EXAMPLE = "autopar compare dp8.json tp8.json"
@@ -18,10 +20,6 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the saved plans side by side, named after their files."""
-
-    from ..plans.compare import side_by_side
-    from ..plans.plan import Plan
-
     names = [Path(path).stem for path in args.plans]
     print(
         side_by_side([Plan.load(path) for path in args.plans], names if len(set(names)) == len(names) else args.plans),

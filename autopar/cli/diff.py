@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 
+from ..plans.diff import diff_text
+from ..plans.plan import Plan
 from . import common
 
 EXAMPLE = "autopar diff before.json after.json"
@@ -19,10 +21,6 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what differs between two saved plans; the exit code says whether anything does."""
-
-    from ..plans.diff import diff_text
-    from ..plans.plan import Plan
-
     text = diff_text(Plan.load(args.before), Plan.load(args.after))
     print(text, end="")
     return 1 if text else 0

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 
+from .. import models
 from ..errors import AutoparError
+from ..ir.mesh import Mesh
+from ..plans.pipeline import axis_of, rank_inside
 from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
@@ -38,12 +41,10 @@ def run(args: argparse.Namespace) -> int:
     if args.diff and not args.after:
         raise AutoparError("--diff shows what one pass changes", fix="name it, such as --after localize")
     common.check(args)
-    from .. import compiler, models
+    from .. import compiler
     from ..api import entry as api
     from ..codegen import pass_manager
     from ..codegen.graph_text import graph_text
-    from ..ir.mesh import Mesh
-    from ..plans.pipeline import axis_of
 
     names = [step.name for step in compiler.PASSES]
     if args.after not in (None, "plan", *names):
@@ -102,7 +103,6 @@ def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], te
     """Run the passes of a pipeline, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
     from ..compiler import lower_stage, stages_of
-    from ..plans.pipeline import rank_inside
 
     micro, stages = stages_of(captured, plan)
     coordinate, pipeline = plan.mesh.coordinate(args.rank), plan.pipeline

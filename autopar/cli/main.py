@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..planner.refusal_text import refusal_text
@@ -29,6 +28,8 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.metadata import version
+
         print(f"autopar {version('autopar')}")
         parser.exit()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..utils.format import size
 from . import common
 
 EXAMPLE = "autopar report --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --out report.html"
@@ -19,9 +20,6 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan the model and write the plan as an HTML page to --out."""
-
-    from ..utils.format import size
-
     planned, timeline = common.played(args)
     page = _pipeline(planned, args.no_baselines) if timeline is None else _flat(planned, timeline)
     Path(args.out).write_text(page, encoding="utf-8")

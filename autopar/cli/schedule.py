@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 
 from ..errors import PipelineError
+from ..plans.plan import Plan
+from ..schedule import files
+from ..schedule.catalogue import make
+from ..schedule.play import play
+from ..schedule.text import text
 from . import common
 
 EXAMPLE = "autopar schedule zbv --ranks 4 --micro-batches 8 --out zbv.svg"
@@ -22,12 +27,6 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the schedule, or that of the saved plan, and write it to --out if that is given."""
-
-    from ..schedule import files
-    from ..schedule.catalogue import make
-    from ..schedule.play import play
-    from ..schedule.text import text
-
     if args.out:
         files.check_name(args.out)
     if args.schedule.endswith(".json"):
@@ -43,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_plan(path: str):
-    from ..plans.plan import Plan
-
     plan = Plan.load(path)
     if plan.pipeline is None:
         raise PipelineError(

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..utils.format import ms
 from . import common
 
 EXAMPLE = "autopar trace --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128 --out trace.json"
@@ -28,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flat(planned, timeline) -> tuple[dict, str]:
-    from ..utils.format import ms
     from ..view.trace import trace_of
 
     exposed = f"{ms(timeline.exposed_seconds)} of communication exposed"
@@ -36,7 +36,6 @@ def _flat(planned, timeline) -> tuple[dict, str]:
 
 
 def _pipeline(planned) -> tuple[dict, str]:
-    from ..utils.format import ms
     from ..view.pipeline_trace import pipeline_trace_of
 
     judged = planned.judged

@@ -6,7 +6,10 @@ from __future__ import annotations
 import argparse
 import os
 
+from .. import models
 from ..errors import AdaptError, AutoparError, CheckpointError, MeshError, PipelineError
+from ..ir.mesh import Mesh
+from ..schedule import catalogue, files
 from . import common
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
@@ -46,9 +49,6 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, then train in processes of its own, or in this one if torchrun started it."""
     common.check(args)
-    from .. import models
-    from ..ir.mesh import Mesh
-
     if args.checkpoint is None and (args.every or args.keep or args.resume):
         raise CheckpointError(
             "--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
@@ -74,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
 def _check_pipeline(args: argparse.Namespace) -> None:
     """Raise PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
     written."""
-    from ..schedule import catalogue, files
-
     has_pipeline = common.has_pipeline(args)
     for name in ("micro_batches", "trace"):
         if getattr(args, name) is not None and not has_pipeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from .. import models
 from . import common
 
 EXAMPLE = "autopar verify --model gpt2-tiny --mesh dp=2,tp=2"
@@ -20,7 +21,6 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify a simulated step and print the report; the exit code says whether it matches."""
     common.check(args)
-    from .. import models
     from ..simulate.compare import verify_model
 
     common.quiet()

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,8 +44,10 @@ from .call import Call
 from .inputs import Inputs, WholeInputs
 from .modes import Modes
 from .parameters import table_of
-from .pipeline_step import PipelineStep
 from .step import Step
+
+if TYPE_CHECKING:
+    from .pipeline_step import PipelineStep
 
 LIMIT = 16  # captures of one module, if it is not told otherwise
 
@@ -299,6 +301,8 @@ class Captures:
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         if isinstance(program, PipelineProgram):
+            from .pipeline_step import PipelineStep  # loads torch.distributed.pipelining
+
             trains = any(
                 r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"]
             )  # on whatever rank
@@ -319,7 +323,7 @@ class Captures:
             self._load_deferred(capture.traced, capture.plan, capture.step)
 
     def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
-        if isinstance(step, PipelineStep):
+        if not isinstance(step, Step):
             step.prepare_no_sync()
         elif step.backward is not None and step.backward.unreduced is None:
             program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
@@ -330,7 +334,7 @@ class Captures:
         """Return the bytes of this rank's gradients before they are reduced, of those of the first capture that are
         partial then."""
         first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
-        if isinstance(first.step, PipelineStep):
+        if not isinstance(first.step, Step):
             return first.step.gradients.unreduced_bytes
         graph = first.traced.captured.graph
         shapes = {r.name: n.meta["val"] for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])

@@ -19,8 +19,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ortools.graph.python import max_flow
-
 from ..problem.multipliers import Prices
 from .evaluate import RESIDENT_LEAVES, Evaluation, Transfer
 
@@ -185,6 +183,8 @@ class Remake:
 
     def _cut(self, price: float, low: Collection[int], high: Collection[int]) -> frozenset[int]:
         """Return the cheapest set at a price in seconds a byte that contains `low` and is part of `high`."""
+        from ortools.graph.python import max_flow
+
         tails, heads, capacities = [], [], []
 
         def arc(tail: int, head: int, capacity: float) -> None:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from ortools.math_opt.python import mathopt
 
 from ...errors import MemoryInfeasibleError
 from ...utils.format import size
@@ -177,6 +176,8 @@ def fractional_step(pieces: Sequence[Piece], levels: Levels, flight: Sequence[fl
                     timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
     """Bound the step of every cut from below: pieces may be divided and be on any rank, with no shared parameter twice,
     the least transient of all and the cheapest cuts around every stage."""
+    from ortools.math_opt.python import mathopt
+
     model, amount = mathopt.Model(), [0.0] * len(levels.kinds)
     slowest, times = model.add_variable(lb=0.0), []
     cuts = [piece for piece in pieces[:-1] if piece.may_cut_after]

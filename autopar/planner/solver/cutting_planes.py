@@ -10,7 +10,6 @@ A point is (weight of hidden communication in the forward, the same in the backw
 from __future__ import annotations
 
 import numpy as np
-from ortools.math_opt.python import mathopt
 
 from ..objective.evaluate import Evaluation
 
@@ -47,6 +46,8 @@ class Cuts:
     def highest(self, bound: float) -> tuple[np.ndarray, float, list[Evaluation]]:
         """Return where to search next, how much more than `bound` other prices may prove (as a share of it), and the
         plans that meet at the highest point, those with the largest shares first."""
+        from ortools.math_opt.python import mathopt
+
         model = mathopt.Model()
         prices = [model.add_variable(lb=low, ub=high) for low, high in zip(self.low.tolist(), self.high.tolist())]
         most = model.add_variable()
