@@ -75,6 +75,10 @@ class OptimizerError(AutoparError):
     """An optimizer that cannot update the parameters of a compiled model as it would those of a plain one."""
 
 
+class RuleError(AutoparError):
+    """A sharding rule of the user's own that does not fit its op, or gives other numbers than the op."""
+
+
 class PassError(AutoparError):
     """A pass of the user's own that cannot run where it wants to, or left a graph that cannot be run."""
 
@@ -197,3 +201,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return up to three of the `known` names that look like `word`, else all of them, as text for a `fix`."""
     names = sorted(known)
     return ", ".join(difflib.get_close_matches(word, names, n=3, cutoff=0.5) or names)
+
+
+def check_new(error: type[AutoparError], what: str, name: object, known: Iterable[str], replace: bool) -> None:
+    """Raise `error` unless `name` can be that of a new thing: text without "+", and not one of the `known` names that it
+    is not to `replace`."""
+    if not isinstance(name, str) or not name or "+" in name:
+        raise error(f"{name!r} is no name of a {what}", fix="use a word")
+    if name in known and not replace:
+        raise error(
+            f"there is a {what} {name} already", fix="use another name, or put it in that one's place with replace=True"
+        )

@@ -339,3 +339,11 @@ def keeps_graph() -> bool:
 def is_in_backward() -> bool:
     """Return whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def overloads_of(op: object) -> list[torch._ops.OpOverload]:
+    """Return the overloads of an op of torch.ops, or of what torch.library.custom_op made; none of anything else."""
+    op = getattr(op, "_opoverload", op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return [op] if isinstance(op, torch._ops.OpOverload) else []

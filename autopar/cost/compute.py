@@ -24,7 +24,7 @@ from torch import fx
 
 from .._torch import op_name
 from ..hardware.profile import Hardware
-from ..ir.graph import tensor_arguments, values_of
+from ..ir.graph import is_foreign, tensor_arguments, values_of
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..ops import autopar
@@ -101,7 +101,16 @@ def flops_of(node: fx.Node) -> float:
         return 4.0 * arguments[0].numel() * (weight.numel() // weight.shape[0])
     if target in STREAM:
         return OPS_PER_NUMBER[target] * outputs[0].numel()
-    return 0.0
+    return _registered_flops(node) if is_foreign(node) else 0.0
+
+
+def _registered_flops(node: fx.Node) -> float:
+    """Return the FLOPs that torch.utils.flop_counter.register_flop_formula was told, 0 if it was not."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(node.target.overloadpacket)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda a: a.meta["val"])
+    return float(formula(*args, **kwargs, out_val=node.meta["val"])) if formula else 0.0
 
 
 def fused_inputs(node: fx.Node) -> list[bool]:

@@ -205,6 +205,11 @@ def call(node: fx.Node, target: Callable[..., object], *args: Argument, **kwargs
     return new
 
 
+def is_foreign(node: fx.Node) -> bool:
+    """Return whether an op is of another library than torch and autopar."""
+    return getattr(node.target, "namespace", "aten") not in ("aten", "prims", "autopar")
+
+
 def describe(node: fx.Node) -> str:
     """Describe a node as `mm_3: aten.mm.default (8, 16) (16, 4) -> (8, 4)` with global shapes, for errors and
     listings."""

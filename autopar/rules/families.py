@@ -7,6 +7,7 @@ positions that may be Partial together: [0] for a linear op, [0], [1] for a prod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -30,7 +31,7 @@ def each(node: fx.Node, dims: Callable[[Shape], tuple[Dim, ...]], linear: Linear
     return Rule(tuple(map(dims, input_shapes(node))), tuple(map(dims, output_shapes(node))), sets(linear))
 
 
-def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Always:
+def einsum(text: str, *linear: Sequence[int], reduction: str = "sum", contiguous: str = "") -> Always:
     """Build rules from factors written as in an einsum; "..." stands for any number of leading factors b0, b1, ... that
     tensors share. Arguments that the node lacks (an optional bias) drop from the end of the left side."""
     left, right = text.split("->")
@@ -43,8 +44,7 @@ def einsum(text: str, *linear: Sequence[int], contiguous: str = "") -> Always:
             if "..." in tensor:
                 batch = len(shape) - len(tensor.split()) + 1
         spelled = f"{','.join(tensors)}->{right}".replace("...", " ".join(f"b{i}" for i in range(batch)))
-        made = rule(spelled, linear)
-        return Rule(made.inputs, made.outputs, made.linear, contiguous=frozenset(contiguous.split()))
+        return replace(rule(spelled, linear, reduction), contiguous=frozenset(contiguous.split()))
 
     return build
 

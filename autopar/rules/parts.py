@@ -18,8 +18,8 @@ from torch import fx
 
 from ..ir.graph import tensor_arguments, tensor_of, values_of
 from .reading import input_shapes, output_indices, output_shapes
+from .register import rule_of
 from .rule import Inner, Rule, entries_of
-from .table import rule_of
 
 Tensor = tuple[fx.Node, int]  # a producer and which of its outputs, as `tensor_of` says
 Candidates = Mapping[Tensor, tuple[frozenset[int], ...]]

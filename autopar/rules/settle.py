@@ -22,13 +22,33 @@ INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 
 def settle(node: fx.Node, rule: Rule) -> Rule | None:
     """Restrict `rule` to what holds for the sizes and dtypes of `node`; return None if the node has other tensors."""
-    arguments, outputs = tensor_arguments(node), values_of(node)
-    values = [a.meta["val"] for a in arguments] + outputs
-    claimed = rule.inputs + rule.outputs
-    if len(rule.inputs) != len(arguments) or [v.dim() for v in values] != [len(dims) for dims in claimed]:
+    if _other_tensors(node, rule):
         return None
-    rule = without(rule, _inconsistent(rule, [tuple(v.shape) for v in values]) | _inexact(node, rule, outputs))
+    arguments, outputs = tensor_arguments(node), values_of(node)
+    unclear = {name for name, found in _sizes(node, rule).items() if len(found) > 1 or found & {0, 1}}
+    rule = without(rule, unclear | _inexact(node, rule, outputs))
     return replace(rule, linear=_linear_sets(rule, arguments, outputs))
+
+
+def contradiction(node: fx.Node, rule: Rule) -> str:
+    """Return what `rule` says of the tensors of `node` that is not so, "" if all of it is. A dim of size 1 may stand
+    for a factor of any size: it broadcasts."""
+    several = {name: found - {1} for name, found in _sizes(node, rule).items() if len(found - {1}) > 1}
+    sizes = (f"factor {name} has sizes {' and '.join(map(str, sorted(found)))}" for name, found in several.items())
+    return _other_tensors(node, rule) or next(sizes, "")
+
+
+def _other_tensors(node: fx.Node, rule: Rule) -> str:
+    """Return in what the number of tensors, or of the dims of one, differs between a rule and its node, "" if it does
+    not."""
+    arguments = [argument.meta["val"] for argument in tensor_arguments(node)]
+    for what, values, claimed in (("argument", arguments, rule.inputs), ("result", values_of(node), rule.outputs)):
+        if len(values) != len(claimed):
+            return f"it has {len(values)} tensors as {what}s, the rule {len(claimed)}"
+        for i, (value, dims) in enumerate(zip(values, claimed)):
+            if value.dim() != len(dims):
+                return f"{what} {i} has {value.dim()} dims, in the rule {len(dims)}"
+    return ""
 
 
 def without(rule: Rule, factors: set[str]) -> Rule:
@@ -45,15 +65,16 @@ def without(rule: Rule, factors: set[str]) -> Rule:
     return replace(rule, inputs=inputs, outputs=outputs, even=even)
 
 
-def _inconsistent(rule: Rule, shapes: list[tuple[int, ...]]) -> set[str]:
-    """Return the factors of size 0 or 1, or of several sizes."""
+def _sizes(node: fx.Node, rule: Rule) -> dict[str, set[int]]:
+    """Return the sizes that each factor has where it appears."""
     sizes: dict[str, set[int]] = {}
-    for dims, shape in zip(rule.inputs + rule.outputs, shapes):
-        for dim, size in zip(dims, shape):
+    values = [argument.meta["val"] for argument in tensor_arguments(node)] + values_of(node)
+    for dims, value in zip(rule.inputs + rule.outputs, values):
+        for dim, size in zip(dims, value.shape):
             for entry in entries_of(dim):
                 whole = size // entry.parts if isinstance(entry, Inner) else size
                 sizes.setdefault(name_of(entry), set()).add(rule.even.get(name_of(entry), whole))
-    return {name for name, found in sizes.items() if len(found) > 1 or found & {0, 1}}
+    return sizes
 
 
 def _inexact(node: fx.Node, rule: Rule, outputs: list[torch.Tensor]) -> set[str]:

@@ -1,17 +1,14 @@
 """The table of sharding rules: op -> what it does to factors. An op that is not here has no rule and is replicated.
 
-Names are those of ATen without "aten." and without an overload ".default". `linear` sets follow the rule text or the
-builder (see families.py). Random ops are left out on purpose: several devices need counter-based random numbers.
+Rows come in as a user's rules do (register.py). Names are those of ATen without "aten." and without an overload
+".default". `linear` sets follow the rule text or the builder (see families.py). Random ops are left out on purpose:
+several devices need counter-based random numbers.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import fx
-
 from . import indexing, layers, views
 from .families import (
-    Builder,
     affine,
     along,
     blocked,
@@ -28,9 +25,7 @@ from .families import (
     pointwise,
     reduce,
 )
-from .reading import is_zero
-from .rule import Rule
-from .settle import settle
+from .register import register_rule as enter
 
 UNARY = """
     abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1
@@ -58,22 +53,6 @@ POINTWISE_BACKWARDS = """
     leaky_relu_backward log_sigmoid_backward logit_backward mish_backward native_dropout_backward sigmoid_backward
     silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
     fake_quantize_per_tensor_affine_cachemask_backward fake_quantize_per_channel_affine_cachemask_backward"""
-
-TABLE: dict[str, Builder] = {}
-
-
-def full_name(name: str) -> str:
-    """Return the full name of an op: `mm` -> aten.mm.default, `add.Tensor` -> aten.add.Tensor; a name with two dots
-    stays."""
-    return name if name.count(".") == 2 else f"aten.{name}" if "." in name else f"aten.{name}.default"
-
-
-def enter(names: str, builder: Builder) -> None:
-    """Enter one builder for several ops."""
-    for name in map(full_name, names.split()):
-        assert name not in TABLE, f"two rules for {name}"
-        TABLE[name] = builder
-
 
 # element by element
 enter(UNARY + ACTIVATIONS + BINARY + INTEGER, pointwise())
@@ -219,28 +198,3 @@ enter("arange.start arange.start_step", counted)
 # random numbers
 enter("autopar.dropout.default autopar.uniform.default autopar.normal.default", drawn)
 enter("arange eye linspace", blocked)
-
-
-def rule_of(node: fx.Node) -> Rule | None:
-    """Return the sharding rule of a graph node, from the global shapes in its metadata; None if the op has none."""
-    if node.op != "call_function":
-        return None
-    key = (node.target, tuple(map(_seen, node.args)), tuple((k, _seen(v)) for k, v in node.kwargs.items()))
-    if key not in _KNOWN:
-        builder = TABLE.get(str(node.target))
-        made = builder(node) if builder else None
-        _KNOWN[key] = settle(node, made) if made else None
-    return _KNOWN[key]
-
-
-_KNOWN: dict[tuple[object, ...], Rule | None] = {}  # repeated blocks ask for the same rules again and again
-
-
-def _seen(argument: object) -> object:
-    """Return all that a rule may depend on: shape, dtype and zeroness of tensors, other arguments as they print."""
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(_seen, argument))
-    if not isinstance(argument, fx.Node):
-        return repr(argument)
-    value = argument.meta.get("val")
-    return (tuple(value.shape), value.dtype, is_zero(argument)) if isinstance(value, torch.Tensor) else "other"

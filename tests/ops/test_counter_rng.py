@@ -12,9 +12,9 @@ from autopar.ir.layout import Layout, dim_ranges, local_part
 from autopar.ops import counter_rng
 from autopar.ops.counter_rng import contiguous_strides, key_of, squares64
 from autopar.rules import Strategy, local_call
+from autopar.rules.numeric_check import make_node
 
 from ..helpers.random_layouts import random_layout, random_mesh, random_shape
-from ..rules.rule_check import make_node
 
 autopar = torch.ops.autopar
 CPU = torch.device("cpu")

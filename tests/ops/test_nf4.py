@@ -11,7 +11,7 @@ from autopar.ir.layout import Layout, is_legal, local_part
 from autopar.ir.mesh import Mesh
 from autopar.ops.nf4 import CODES, QUANT_TYPES, dequantize, forms_of_parts, quantize, tile_of
 from autopar.rules import rule_of, strategies
-from tests.rules.rule_check import make_node
+from autopar.rules.numeric_check import make_node
 
 PARTS = ("packed", "absmax", "scale", "offset")
 # arXiv 2305.14314, appendix E

@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 
 import autopar.ops  # noqa: F401  (registers autopar::*)
-from autopar.rules.table import full_name
+from autopar.rules.register import full_name
 
 INSTANCES: dict[str, list[tuple[tuple, dict]]] = defaultdict(list)
 generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from autopar.rules.table import ACTIVATIONS, BINARY, INTEGER, POINTWISE_BACKWARDS, UNARY, full_name
+from autopar.rules.register import full_name
+from autopar.rules.table import ACTIVATIONS, BINARY, INTEGER, POINTWISE_BACKWARDS, UNARY
 
 from .instances import INSTANCES, between, mask, op, positional, real, whole
 from .rule_check import zeros_node

@@ -1,47 +1,21 @@
-"""Checks a rule numerically: shard the inputs of an op as each strategy says, run on every device, combine, compare."""
+"""Tests' side of the numeric check of rules (autopar/rules/numeric_check.py)."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
-from torch.utils._pytree import tree_map
 
-from autopar.ir.graph import tensor_arguments, values_of
-from autopar.ir.layout import Layout, dim_ranges, local_part, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.rules import Rule, Strategy, local_call, rule_of, strategies
+from autopar.rules import rule_of
+from autopar.rules.numeric_check import check
 
-NOISE = torch.Generator().manual_seed(0)
+# an op that torch has no CPU kernel of, by its decomposition
+CPU = torch.library.Library("aten", "IMPL")
+CPU.impl("_fused_rms_norm_backward", decomposition_table[torch.ops.aten._fused_rms_norm_backward.default], "CPU")
 MESHES = {text: Mesh.parse(text) for text in ("x=2", "x=3", "x=2,y=2", "x=3,y=2")}
-
-
-# Ops without a CPU kernel, by a formula in other ops.
-FORMULAS = {op: decomposition_table[op] for op in [torch.ops.aten._fused_rms_norm_backward.default]}
-
-
-def make_node(target, *args, **kwargs) -> tuple[fx.Node, list[Tensor]]:
-    """A graph of one op on real tensors: the node, its metadata filled, and the values of its tensor arguments. An
-    argument that is itself a node keeps its op (so that the rule can see that it is zero)."""
-    graph = fx.Graph()
-
-    def placeholder(value):
-        if isinstance(value, fx.Node):
-            return graph.node_copy(value, lambda n: n)
-        if not isinstance(value, Tensor):
-            return value
-        node = graph.placeholder(f"t{len(graph.nodes)}")
-        node.meta["val"] = value
-        return node
-
-    node = graph.call_function(target, *tree_map(placeholder, (args, kwargs)))
-    inputs = [argument.meta["val"] for argument in tensor_arguments(node)]
-    node.meta["val"] = run(node, iter([x.clone() for x in inputs]))
-    return node, inputs
 
 
 def zeros_node(*size: int) -> fx.Node:
@@ -51,132 +25,6 @@ def zeros_node(*size: int) -> fx.Node:
     return node
 
 
-def run(node: fx.Node, tensors: Iterator[Tensor], localize=lambda args, kwargs: (args, kwargs)):
-    """The op with `tensors` in the places of the node's tensor arguments."""
-    args, kwargs = tree_map(lambda a: next(tensors) if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs)))
-    args, kwargs = localize(args, kwargs)
-    return FORMULAS.get(node.target, node.target)(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A strategy whose combined result is not the op's."""
-
-    strategy: Strategy
-    mesh: Mesh
-    reason: str
-
-    def __str__(self) -> str:
-        inputs, outputs = (", ".join(map(str, side)) for side in (self.strategy.inputs, self.strategy.outputs))
-        return f"{self.mesh}: {self.strategy.text(self.mesh)}: {inputs} -> {outputs}: {self.reason}"
-
-
-def check(
-    node: fx.Node, inputs: list[Tensor], mesh: Mesh, rule: Rule | None = None, parts=None
-) -> tuple[int, list[Wrong]]:
-    """(number of strategies, those that are wrong) of a node's rule over `mesh`."""
-    rule = rule or rule_of(node)
-    assert rule is not None, f"no rule for {node.target}"
-    expected = values_of(node)
-    shapes = [[tuple(t.shape) for t in side] for side in (inputs, expected)]
-    found = [s for s in strategies(rule, *shapes, mesh, parts) if not _is_seen_on_fewer_axes(s, mesh)]
-    wrong = [Wrong(s, mesh, reason) for s in found if (reason := _difference(node, inputs, expected, mesh, s))]
-    return len(found), wrong
-
-
-def _is_seen_on_fewer_axes(strategy: Strategy, mesh: Mesh) -> bool:
-    """Whether smaller checks say as much: an axis does nothing, or two axes of the same size have changed places."""
-    if len(mesh.names) == 1:
-        return False
-    mirrored = len(set(mesh.sizes)) == 1 and list(strategy.choice) != sorted(strategy.choice)
-    return mirrored or not all(strategy.choice)
-
-
-def _difference(node: fx.Node, inputs: list[Tensor], expected: list[Tensor], mesh: Mesh, strategy: Strategy) -> str:
-    scattered = [Scattered(value, layout, mesh) for value, layout in zip(inputs, strategy.inputs)]
-    results: list[list[Tensor]] = []
-    for rank in range(mesh.devices):
-        here = mesh.coordinate(rank)
-        tensors = iter([s.local(here) for s in scattered])
-        try:
-            value = run(node, tensors, lambda a, k, here=here: local_call(node, strategy, mesh, here, a, k))
-        except Exception as error:  # a local call that cannot run is a wrong rule as well
-            return f"rank {rank} raised {type(error).__name__}: {str(error).splitlines()[0]}"
-        results.append([value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)])
-    if "empty" in str(node.target):
-        return ""
-    narrow = {torch.float32, torch.float16, torch.bfloat16} & {t.dtype for t in inputs + expected}
-    tolerance = 1e-5 if narrow else 1e-9
-    for i, (whole, layout) in enumerate(zip(expected, strategy.outputs)):
-        problem = _compare(whole, layout, mesh, [local[i] for local in results], tolerance)
-        if problem:
-            return f"output {i}: {problem}"
-    return ""
-
-
-class Scattered:
-    """A tensor in some layout. A Partial one is random parts that add up to it (no rule takes a maximum's parts)."""
-
-    def __init__(self, value: Tensor, layout: Layout, mesh: Mesh):
-        self.layout, self.mesh, self.axes = layout, mesh, [axis for axis, _ in layout.partial]
-        positions = list(itertools.product(*(range(mesh.size(axis)) for axis in self.axes)))
-        noise = [torch.randn(value.shape, generator=NOISE, dtype=torch.float64).to(value.dtype) for _ in positions[1:]]
-        self.parts = dict(zip(positions, [value - sum(noise) if noise else value, *noise]))
-
-    def local(self, coordinate: dict[str, int]) -> Tensor:
-        part = self.parts[tuple(coordinate[axis] for axis in self.axes)]
-        return local_part(part, self.layout, self.mesh, coordinate).clone()
-
-
-def _compare(whole: Tensor, layout: Layout, mesh: Mesh, local: list[Tensor], tolerance: float) -> str:
-    """Why the local values are not `whole` in this layout, "" if they are."""
-    axes = [axis for axis, _ in layout.partial]
-    parts: dict[tuple[int, ...], Tensor] = {}
-    filled: dict[tuple[int, ...], Tensor] = {}
-    for rank, value in enumerate(local):
-        here = mesh.coordinate(rank)
-        if tuple(value.shape) != local_shape(whole.shape, layout, mesh, here):
-            return f"rank {rank} has shape {tuple(value.shape)}, not {local_shape(whole.shape, layout, mesh, here)}"
-        if value.dtype != whole.dtype:
-            return f"rank {rank} has {value.dtype}, not {whole.dtype}"
-        key = tuple(here[axis] for axis in axes)
-        part = parts.setdefault(key, torch.zeros_like(whole))
-        done = filled.setdefault(key, torch.zeros(whole.shape, dtype=torch.bool))
-        place = _places(whole, layout, mesh, here)
-        again = done[place]
-        if not _close(part[place][again], value[again], tolerance):
-            return f"rank {rank} differs from its replica"
-        part[place], done[place] = value, True
-    if not all(done.all() for done in filled.values()):
-        return "some elements are on no device"
-    combined, *others = parts.values()
-    if others and whole.numel():
-        assert len({reduction for _, reduction in layout.partial}) == 1, "mixed reductions"
-        largest = max(float(v.abs().nan_to_num(posinf=0).max()) for v in parts.values())
-        tolerance *= max(1.0, largest)  # parts may be larger than their sum
-        adds = layout.partial[0][1] == "sum"
-        combined = sum(others, combined) if adds else torch.stack([combined, *others]).amax(0)
-    if _close(combined, whole, tolerance):
-        return ""
-    return f"{int((combined != whole).sum())} of {whole.numel()} elements differ"
-
-
-def _places(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: dict[str, int]) -> tuple[Tensor, ...]:
-    """Indices of a device's elements in the whole."""
-    held = []
-    for d, size in enumerate(whole.shape):
-        ranges = dim_ranges(size, layout.dims[d], layout.parts[d], mesh, coordinate) if layout.dims[d] else [(0, size)]
-        places = torch.cat([torch.arange(a, b) for a, b in ranges])
-        held.append(places.reshape([-1 if e == d else 1 for e in range(whole.dim())]))
-    return tuple(held)
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    if not (a.dtype.is_floating_point or a.dtype.is_complex):
-        return torch.equal(a, b)
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
 def assert_right(
     nodes: Iterable[tuple[fx.Node, list[Tensor]]], meshes: Iterable[str] = ("x=2", "x=3", "x=2,y=2")
 ) -> int:
@@ -184,7 +32,7 @@ def assert_right(
     total, wrong = 0, []
     for node, inputs in nodes:
         for mesh in meshes:
-            count, bad = check(node, inputs, MESHES[mesh])
+            count, bad = check(node, inputs, MESHES[mesh], rule_of(node))
             total += count
             wrong += [f"{node.target} {[tuple(t.shape) for t in inputs]} {b}" for b in bad]
     assert not wrong, "\n".join(wrong[:20])

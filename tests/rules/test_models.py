@@ -6,9 +6,10 @@ import pytest
 
 from autopar.ir.graph import is_op, tensor_arguments
 from autopar.rules import factor_parts, propagate_parts, rule_of
+from autopar.rules.numeric_check import check
 
 from .joint_graphs import joint_graph
-from .rule_check import MESHES, check
+from .rule_check import MESHES
 
 MODELS = [(name, canonical) for name in ("mlp", "fused", "gpt2", "llama", "bert") for canonical in (True, False)]
 CHECKS_ONLY = ("aten._assert_tensor_metadata.default",)  # has no output

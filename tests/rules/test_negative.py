@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.rules.numeric_check import check, make_node
 from autopar.rules.rule import Inner, Rule, rule
 
 from .instances import real, whole
-from .rule_check import MESHES, check, make_node
+from .rule_check import MESHES
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 

@@ -8,10 +8,10 @@ import torch
 from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.mesh import Mesh
 from autopar.rules import factor_parts, propagate_parts, rule_of, strategies
+from autopar.rules.numeric_check import make_node
 
 from .instances import real, whole
 from .joint_graphs import joint_graph
-from .rule_check import make_node
 
 aten = torch.ops.aten
 

@@ -8,10 +8,11 @@ import torch
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.rules import local_call, rule_of, strategies
+from autopar.rules.numeric_check import make_node
 from autopar.rules.rule import rule
 
 from .instances import mask, real, whole
-from .rule_check import make_node, zeros_node
+from .rule_check import zeros_node
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 

@@ -6,11 +6,12 @@ import pytest
 
 from autopar.ir.graph import tensor_arguments, tensor_of
 from autopar.rules import factor_parts
+from autopar.rules.numeric_check import check, make_node
 from autopar.rules.reading import output_indices
-from autopar.rules.table import TABLE, rule_of
+from autopar.rules.register import TABLE, rule_of
 
 from .instances import overload
-from .rule_check import MESHES, assert_right, check, make_node
+from .rule_check import MESHES, assert_right
 from .rule_instances import INSTANCES
 
 WIDE = ["aten.mm.default", "aten.view.default", "aten.split.Tensor", *(n for n in TABLE if n.startswith("autopar."))]

@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
+from autopar.rules.numeric_check import make_node
 from autopar.rules.rule import Inner
 from autopar.rules.views import regroup
 
-from .rule_check import assert_right, make_node
+from .rule_check import assert_right
 
 aten = torch.ops.aten
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6)

@@ -11,7 +11,7 @@ from torch import fx
 from ... import rules
 from ...cost.compute import ComputeCost, fraction, fused_inputs
 from ...ir.casts import PASS_PARTIAL
-from ...ir.graph import bytes_of, tensor_arguments, values_of
+from ...ir.graph import bytes_of, is_foreign, tensor_arguments, values_of
 from ...ir.layout import Layout, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
 from ...rules import Rule, Strategy
@@ -124,7 +124,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         )
         options = [whole]
     else:
-        if node.target not in PASS_PARTIAL:
+        if node.target not in PASS_PARTIAL and not is_foreign(node):
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
