@@ -21,18 +21,10 @@ from ..plans.plan import Plan
 from .objective.evaluate import Evaluation
 from .objective.timeline import Timeline, simulate
 from .problem.problem import Problem
-from .problem.recipes import ALIASES, MODELS_OWN, RECIPES, Restriction
+from .problem.recipes import BASELINES, MODELS_OWN, Restriction, reduces_once
 from .solver.minimize import BeyondCutoff
 from .solver.search import Outcome
 from .solver.solver import Solver
-
-EVERY_PASS = ("zero2",)  # recipes that reduce in every pass by their definition
-ONCE = (
-    "ddp",
-    "zero1",
-    "megatron",
-    "megatron_sp",
-)  # and those that lose nothing by reducing once: gradients are whole anyway
 
 
 def check(micro_batches: object) -> None:
@@ -47,10 +39,8 @@ def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tup
     """Return the ways to reduce gradients that are worth a search: once a step (True) or in every pass (False). Where
     both make sense the expert's way comes first. Gradients that go to the host (`on_host`) are all reduced before that,
     in every pass."""
-    name = ALIASES.get(strategy, strategy) or "auto"
-    if micro_batches == 1 or on_host or name.endswith(EVERY_PASS):
-        return (False,)
-    return (True,) if name.endswith(ONCE) else (False, True)
+    once = False if micro_batches == 1 or on_host else reduces_once(strategy)
+    return (False, True) if once is None else (once,)
 
 
 def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
@@ -58,7 +48,7 @@ def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None
     the tensor parallelism of the model's own `styles`, if it has any."""
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
-    found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in RECIPES}
+    found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in BASELINES}
     if styles:
         found[MODELS_OWN] = by_way.get(passes > 1, solvers[0]).baseline(MODELS_OWN, styles)
     return found

@@ -115,7 +115,7 @@ class _Tour:
             return
         self.report(f"bounding {mesh}")
         solvers = plan.solvers_of(self.captured, mesh, self.options)
-        restriction = replace(Restriction.of(self.options.strategy, mesh), forbidden=self.options.forbid)
+        restriction = Restriction.of(self.options.strategy, mesh, self.options.forbid)
         yield _Try(mesh, solvers, min(_quick_bound(s, restriction, dict(self.options.pin)) for s in solvers))
 
     def _search(self, one: _Try) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -32,7 +32,7 @@ from .objective.timeline import Timeline, simulate
 from .problem import offload
 from .problem.overlay import fitting
 from .problem.problem import Problem, build
-from .problem.recipes import RECIPES, Restriction
+from .problem.recipes import RECIPES, Restriction, globs_of
 from .problem.symmetry import fold, unfolded
 from .solver.minimize import Search
 from .solver.search import Outcome
@@ -161,7 +161,7 @@ def search(
     gave, if it was called before. Raise what `make_plan` raises."""
     options.check(mesh)
     start = time.perf_counter()
-    restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
+    restriction = Restriction.of(options.strategy, mesh, options.forbid)
     solvers = solvers or solvers_of(captured, mesh, options, report)
     warnings = _unruled(solvers[0].problem, options.strict)
     others = passes.baselines(solvers, options.styles) if options.baselines else {}
@@ -187,7 +187,8 @@ def solvers_of(
     cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
     problem = build(
         captured, mesh, hardware, options.optimizer,
-        fold if options.folded else unfolded, dict(options.fixed), {**options.pin, **dict(options.forbid)},
+        fold if options.folded else unfolded, dict(options.fixed),
+        {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
         offload.Offload(options.offload, cost, options.on_host),
     )  # fmt: skip
     problem.fits = fitting(problem, options.beside) if options.beside is not None else {}

@@ -140,7 +140,7 @@ def _planned(change: _Change) -> plan.Planned:
     captured, mesh, options = change.captured(), change.mesh, change.options
     options.check(mesh)
     solvers = plan.solvers_of(captured, mesh, options)
-    restriction = replace(Restriction.of(options.strategy, mesh), forbidden=options.forbid)
+    restriction = Restriction.of(options.strategy, mesh, options.forbid)
     least = [(solver, solver.smallest(restriction, dict(options.pin))) for solver in solvers]
     solver, smallest = min(least, key=lambda pair: pair[1].bytes_)
     if smallest.bytes_ > solver.limit_bytes:

@@ -16,10 +16,10 @@ from autopar.models import registry
 from autopar.planner.objective.evaluate import Evaluation, Pricer, evaluate
 from autopar.planner.plan import PlanOptions, make_plan
 from autopar.planner.problem import symmetry as folding
+from autopar.planner.problem.allowed import allowed_strategies
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.problem.problem import Problem, build
 from autopar.planner.problem.recipes import Restriction
-from autopar.planner.problem.restrict import allowed_strategies
 from autopar.planner.solver.dual import Dual
 from autopar.planner.solver.hyperedges import HubPrices, hubs_of
 from autopar.planner.solver.ilp import Program, Solution

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from ...errors import AutoparError, not_compared
 from ..fixed_recompute import AUTO
-from ..problem.recipes import Restriction
+from ..problem.recipes import BASELINES, Restriction
 from .search import Estimate, Tried
 
-EXPERTS = ("ddp", "zero1", "fsdp", "megatron", "megatron_sp", "megatron_sp+zero1")
+LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis
+BESIDE = "megatron_sp+zero1"
 
 
 def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
@@ -18,7 +19,7 @@ def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
-    for name in EXPERTS:
+    for name in (*(name for name in BASELINES if name not in LEFT_OUT), BESIDE):
         try:
             Restriction.of(name, search.mesh)
             search.report(name)

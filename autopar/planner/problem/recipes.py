@@ -1,57 +1,124 @@
-"""Expert strategies by name, as restrictions of the search space; restrict.py applies them.
+"""Strategies by name: recipes, autopar's own and a user's, and the restriction that one is on a mesh.
 
 Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a
 *tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO
 says whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward.
 Everything else, such as which weight is cut by column and which by row, the same integer program decides as without a
-restriction.
+restriction (allowed.py).
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...errors import StrategyError
+from ...errors import StrategyError, check_new
 from ...ir.mesh import Mesh
 
 if TYPE_CHECKING:
     from .hf_tp_plan import TensorPlan
 
 DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE = "data", "tensor", "tensor with sequence", "whole", "free"
+ROLES = (DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named strategy. `shard`: which data axes store parameters sharded ("none", "last", "all"). `keep`: whether
-    gathered copies stay for the backward (None: as memory's price says)."""
+    """What a strategy says of the axes of a mesh and of parameters.
 
-    data: bool
+    data: all axes carry the batch.
+    tensor: what the tensor axis does, "tensor" or "tensor with sequence"; the others carry the batch.
+    roles: instead of these two, the role of each axis by its name: "data", "tensor", "tensor with sequence", "whole" (the
+        axis cuts no op) or "free" (the planner says).
+    shard: the data axes over which parameters are stored sharded: "none", "last", "all".
+    keep: whether gathered copies stay for the backward (None: as memory's price says).
+    replicates: over all data axes but those that shard, so that there must be two.
+    reduces_once: whether micro-batches reduce gradients once a step (True) or each (False); None tries both.
+    pin, forbid: layouts of parameters by glob, where a model has such; they go before all of the above.
+    """
+
+    data: bool = False
     tensor: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
     shard: str = "none"
     keep: bool | None = None
-    replicates: bool = False  # over all data axes but those that shard
+    replicates: bool = False
+    reduces_once: bool | None = None
+    pin: Mapping[str, str] = field(default_factory=dict)
+    forbid: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        kinds = self.data + (self.tensor is not None) + bool(self.roles)
+        roles = {*self.roles.values(), self.tensor or TENSOR}
+        if kinds != 1 or not roles <= set(ROLES) or self.shard not in ("none", "last", "all"):
+            raise StrategyError(
+                f"cannot read {self} as a recipe",
+                fix=f'give one of data=True, tensor="tensor" and roles={{"dp": "data", ...}} with roles '
+                f'{", ".join(ROLES)}; shard is "none", "last" or "all"',
+            )  # fmt: skip
+
+    def roles_on(self, name: str, mesh: Mesh) -> dict[str, str]:
+        """Return the role of every axis. Without roles by name, an axis named tp carries the tensors if one named dp
+        carries the batch; else the last axis does, and the others the batch. Raise StrategyError for a mesh with other
+        axes."""
+        if self.roles:
+            if missing := [axis for axis in mesh.names if axis not in self.roles]:
+                raise StrategyError(f"{name} gives no role to the axis {missing[0]}", mesh=mesh,
+                                    fix=f"name the axes {', '.join(self.roles)}")  # fmt: skip
+            return {axis: self.roles[axis] for axis in mesh.names}
+        tensor = () if self.data else ("tp",) if {"dp", "tp"} <= set(mesh.names) else mesh.names[-1:]
+        return {axis: self.tensor if axis in tensor else DATA for axis in mesh.names}
+
+    def on(self, name: str, mesh: Mesh) -> Restriction:
+        """Return what the strategy of this name restricts on a mesh. Raise StrategyError if that has not the axes."""
+        roles = self.roles_on(name, mesh)
+        data = tuple(axis for axis, role in roles.items() if role == DATA)
+        if self.replicates and len(data) < 2:
+            raise StrategyError(
+                f"{name} replicates over one axis and shards over another, the mesh has {len(mesh.names)}",
+                mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
+            )  # fmt: skip
+        stored = {"none": (), "last": data[-1:], "all": data}[self.shard]
+        return Restriction(
+            name, roles, tuple(a for a, role in roles.items() if a in stored or role in (TENSOR, TENSOR_SEQUENCE)),
+            tuple(a for a in data if a not in stored), self.keep,
+            own=(*((g, x, True) for g, x in self.pin.items()), *((g, x, False) for g, x in self.forbid.items())),
+        )  # fmt: skip
 
 
-RECIPES = {
-    "ddp": Recipe(data=True),
-    "zero1": Recipe(data=True, shard="all", keep=True),
-    "zero2": Recipe(data=True, shard="all", keep=True),
-    "fsdp": Recipe(data=True, shard="all", keep=False),
-    "hsdp": Recipe(data=True, shard="last", keep=False, replicates=True),
-    "megatron": Recipe(data=False, tensor=TENSOR),
-    "megatron_sp": Recipe(data=False, tensor=TENSOR_SEQUENCE),
-}
+RECIPES: dict[str, Recipe] = {}
+BASELINES: list[str] = []  # names that plans are compared with
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see hf_tp_plan.py)
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
+
+
+def register_strategy(name: str, recipe: Recipe, *, baseline: bool = False, replace: bool = False) -> None:
+    """Let `strategy=name` plan by a recipe, from the next plan on. With `baseline` plans without a strategy are compared
+    with it. Raises StrategyError for a name that is taken, unless it is to `replace` that strategy."""
+    check_new(StrategyError, "strategy", name, {*RECIPES, *ALIASES, MODELS_OWN}, replace and name in RECIPES)
+    if not isinstance(recipe, Recipe):
+        raise StrategyError(f"the strategy {name} is a {type(recipe).__name__}", fix="give an autopar.Recipe")
+    RECIPES[name] = recipe
+    BASELINES[:] = [other for other in BASELINES if other != name] + [name] * baseline
+
+
+register_strategy("ddp", Recipe(data=True, reduces_once=True), baseline=True)
+register_strategy("zero1", Recipe(data=True, shard="all", keep=True, reduces_once=True), baseline=True)
+register_strategy("zero2", Recipe(data=True, shard="all", keep=True, reduces_once=False), baseline=True)
+register_strategy("fsdp", Recipe(data=True, shard="all", keep=False), baseline=True)
+register_strategy("hsdp", Recipe(data=True, shard="last", keep=False, replicates=True), baseline=True)
+register_strategy("megatron", Recipe(tensor=TENSOR, reduces_once=True), baseline=True)
+register_strategy("megatron_sp", Recipe(tensor=TENSOR_SEQUENCE, reduces_once=True), baseline=True)
 
 
 @dataclass(frozen=True)
 class Restriction:
     """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a
-    glob and a layout that the parameters it matches may not take. `forced`: pairs of a class and the one strategy that
-    it may take. `tensor_plan`: which parameters the tensor axes cut, and that what it leaves whole is whole."""
+    glob and a layout that the parameters it matches may not take; `own`: the recipe's globs with a layout, and whether
+    it must be (True) or must not. `forced`: pairs of a class and the one strategy that it may take. `tensor_plan`: which
+    parameters the tensor axes cut, and that what it leaves whole is whole."""
 
     name: str
     roles: dict[str, str]
@@ -59,42 +126,28 @@ class Restriction:
     whole_axes: tuple[str, ...] = ()  # parameters must not be sharded over these
     keep: bool | None = None
     forbidden: tuple[tuple[str, str], ...] = ()
+    own: tuple[tuple[str, str, bool], ...] = ()
     forced: tuple[tuple[int, int], ...] = ()
     tensor_plan: TensorPlan | None = None
 
     @staticmethod
-    def of(strategy: str | None, mesh: Mesh) -> Restriction:
-        """Return the restriction of a strategy. Raise StrategyError for an unknown one, or one that the mesh has too
-        few axes for.
-
-        An axis named tp carries the tensors if one named dp carries the batch; else the last axis does, and the others
-        the batch. Strategies that are data-parallel alone spread the batch over all axes."""
+    def of(strategy: str | None, mesh: Mesh, forbid: Sequence[tuple[str, str]] = ()) -> Restriction:
+        """Return the restriction of a strategy, with what is forbidden beside it. Raise StrategyError for an unknown
+        one, or one that the mesh has not the axes for."""
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
-            return Restriction("auto", dict.fromkeys(mesh.names, FREE))
-        if "+" in str(name):
-            return _both(str(name), mesh)
-        if name not in RECIPES:
+            found = Restriction("auto", dict.fromkeys(mesh.names, FREE))
+        elif "+" in str(name):
+            found = _both(str(name), mesh)
+        elif name in RECIPES:
+            found = RECIPES[name].on(name, mesh)
+        else:
             known = ", ".join(["auto", *RECIPES])
             close = difflib.get_close_matches(str(strategy), list(RECIPES), 1)
             raise StrategyError(
                 f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}"
             )
-        recipe = RECIPES[name]
-        if recipe.replicates and len(mesh.names) < 2:
-            raise StrategyError(
-                f"{name} replicates over one axis and shards over another, the mesh has {len(mesh.names)}",
-                mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
-            )  # fmt: skip
-        if recipe.data:
-            sharded = {"none": (), "last": mesh.names[-1:], "all": mesh.names}[recipe.shard]
-            whole = tuple(a for a in mesh.names if a not in sharded)
-            roles = dict.fromkeys(mesh.names, DATA)
-            return Restriction(name, roles, sharded, whole, recipe.keep)
-        tensor = ("tp",) if {"dp", "tp"} <= set(mesh.names) else mesh.names[-1:]
-        data = tuple(a for a in mesh.names if a not in tensor)
-        roles = {a: recipe.tensor if a in tensor else DATA for a in mesh.names}
-        return Restriction(name, roles, tensor, data, None)
+        return replace(found, forbidden=tuple(forbid))
 
     @staticmethod
     def of_model(plan: TensorPlan, mesh: Mesh) -> Restriction:
@@ -106,6 +159,19 @@ class Restriction:
     def tensor_axes(self) -> tuple[str, ...]:
         """Return the axes that cut tensors, with or without the sequence."""
         return tuple(a for a, role in self.roles.items() if role in (TENSOR, TENSOR_SEQUENCE))
+
+
+def reduces_once(strategy: str | None) -> bool | None:
+    """Return what a strategy says of micro-batches: see Recipe. Of two it is the one of the data axes that says it."""
+    name = (strategy or "").rpartition("+")[2]
+    recipe = RECIPES.get(ALIASES.get(name, name))
+    return recipe.reduces_once if recipe else None
+
+
+def globs_of(strategy: str | None) -> list[str]:
+    """Return the globs by which a strategy, and those that plans are compared with, tell parameters apart."""
+    names = [*(strategy or "").split("+"), *BASELINES]
+    return [glob for name in names if (r := RECIPES.get(ALIASES.get(name, name))) for glob in (*r.pin, *r.forbid)]
 
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:

@@ -14,11 +14,11 @@ from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
 from ..objective.evaluate import Evaluation, Pricer
 from ..objective.memory_timeline import LiveBytes, live_bytes
+from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from ..problem.recipes import Restriction
-from ..problem.restrict import allowed_strategies
 from .hyperedges import HubPrices, hubs_of
 from .memory_limit import WithinLimit
 from .minimize import BeyondCutoff, Search

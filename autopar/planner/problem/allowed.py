@@ -1,4 +1,4 @@
-"""Which strategies each class may still choose under a restriction (recipes.py) and pins: masks over its strategies."""
+"""The strategies that each class may still choose under a restriction (recipes.py) and pins, as masks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from ...adapt.lora_site import is_factor
 from ...errors import StrategyError
 from ...ir.graph import describe
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
-from ...ops import autopar
 from ...rules.rule import entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
 from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction
 from .vertices import Vertex
 
+autopar = torch.ops.autopar
 LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
 TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
 
@@ -58,6 +59,10 @@ def allowed_strategies(
         elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
             mask = _input_mask(options.strategies, restriction, fits)
         masks[cls] = mask.copy()
+    for pattern, text, wanted in restriction.own:
+        for v, fits in _named(problem, pattern, text):
+            fits = fits if wanted else ~fits
+            masks[v.cls] = masks[v.cls] & fits if (masks[v.cls] & fits).any() else fits
     for pattern, text in (pins or {}).items():
         _pin(problem, masks, pattern, text)
     for pattern, text in restriction.forbidden:
@@ -185,9 +190,10 @@ def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: 
         masks[v.cls] = left
 
 
-def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tuple[Vertex, np.ndarray]]:
+def _named(problem: Problem, pattern: str, text: str, what: str = "") -> Iterator[tuple[Vertex, np.ndarray]]:
     """Iterate over the leaves that a glob matches, each with a mask of the strategies that place it as the text says.
-    Raise StrategyError if it matches none, MeshError for an axis that the mesh does not have."""
+    Raise MeshError for an axis that the mesh does not have, and StrategyError if it matches none: then it was not meant
+    for any model, but is `what` the user asked for of this one."""
     found = False
     names = {}
     for v in problem.vertices:
@@ -204,7 +210,7 @@ def _named(problem: Problem, pattern: str, text: str, what: str) -> Iterator[tup
             problem.mesh.size(axis)
         options = problem.classes[v.cls].strategies
         yield v, np.array([_follows(s.outputs[0], wanted, set(words) or None) for s in options])
-    if not found:
+    if what and not found:
         close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
         raise StrategyError(
             f"the {what} {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}"
