@@ -54,6 +54,8 @@ from ..runtime.inputs import global_example
 from ..runtime.module import ParallelModule
 from ..runtime.parameters import check_model, check_source
 from ..runtime.same_values import share_values
+from ..schedule import Schedule
+from ..schedule.catalogue import canonical
 from ..storage.weights import Weights, shapes_of
 
 
@@ -75,7 +77,7 @@ def plan(
     strict: bool = False,
     baselines: bool = True,
     micro_batches: int | None = None,
-    schedule: str = "auto",
+    schedule: str | Schedule = "auto",
     stages_per_rank: int | None = None,
     recompute: str = "auto",
     offload: str = "none",
@@ -95,10 +97,10 @@ def plan(
     `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
     one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a
     mesh with an axis pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a
-    `schedule` of autopar/schedule/catalogue.py ("auto": the best) with so many stages a rank. For a number of devices
-    the plan may have stages or not; it has some if a schedule is asked for. `recompute`:
-    "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the
-    host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them).
+    `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many stages a rank. For
+    a number of devices the plan may have stages or not; it has some if a schedule is asked for. `recompute`: "auto", or
+    "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
+    their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them).
     Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False`
     leaves that out: it takes several searches."""
     return search(
@@ -207,7 +209,7 @@ def compile(
     strict: bool = False,
     micro_batches: int | None = None,
     offload: str = "none",
-    schedule: str = "auto",
+    schedule: str | Schedule = "auto",
     stages_per_rank: int | None = None,
 ) -> nn.Module:
     """Return a drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same
@@ -225,9 +227,9 @@ def compile(
 
     An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it
     into `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a
-    name of autopar/schedule/catalogue.py, or "auto", with `stages_per_rank` (None: as many as are best). It computes
-    the gradients at once, `loss.backward()` hands them out. The loss is known on every rank; other outputs are known
-    (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
+    name of autopar/schedule/catalogue.py, a Schedule, or "auto", with `stages_per_rank` (None: as many as are best). It
+    computes the gradients at once, `loss.backward()` hands them out. The loss is known on every rank; other outputs are
+    known (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
     shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
     part, as those along tp do. Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
@@ -248,6 +250,8 @@ def compile(
         stages_per_rank=stages_per_rank,
     )  # fmt: skip
     accumulation.check(1 if micro_batches is None else micro_batches)
+    if isinstance(schedule, Schedule):  # every rank has to know it by its name
+        arguments["schedule"] = canonical(schedule)
 
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from ..errors import StageError
 from ..ir.mesh import Mesh
 from ..schedule.actions import Schedule
-from ..schedule.catalogue import make
+from ..schedule.catalogue import KINDS, Kind, canonical, make
 from ..schedule.play import play
 from ..schedule.played import Played
 
@@ -71,7 +71,8 @@ class Pipeline:
     @property
     def orders(self) -> Schedule:
         """Return the actions of all ranks. Raise StrategyError for a schedule that there is not."""
-        return _made(self.schedule, self.ranks, self.micro_batches, self.stages_per_rank)
+        kind = KINDS[canonical(self.schedule)]
+        return _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -99,7 +100,8 @@ class Pipeline:
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+def _made(name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+    """Make a schedule once for each kind that has the name: a user may put another in its place."""
     return make(name, ranks, micro_batches, stages_per_rank)
 
 

@@ -16,7 +16,7 @@ from ..errors import AutoparError, PlanFormatError, PlanIncompatible
 from ..hardware.profile import Link
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..schedule.catalogue import make
+from ..schedule import catalogue
 from . import file
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost, inside
@@ -237,7 +237,7 @@ def _pipeline_from_json(data: Json | None, mesh: Mesh) -> Pipeline | None:
     counts = {len(costs), len(pipeline.owners)}
     if mesh.size(pipeline.axis) != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
         raise ValueError("the pipeline does not match the mesh")
-    make(pipeline.schedule, pipeline.ranks, 1, pipeline.stages_per_rank)  # raises for one that there is not
+    catalogue.checked(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank)
     return pipeline
 
 

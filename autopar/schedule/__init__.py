@@ -2,9 +2,9 @@
 
 from .actions import Action, Schedule
 from .beside import beside
-from .catalogue import KINDS, make
+from .catalogue import KINDS, make, register_schedule
 from .files import save
 from .play import check, play
 from .played import Played
 
-__all__ = ["KINDS", "Action", "Played", "Schedule", "beside", "check", "make", "play", "save"]
+__all__ = ["KINDS", "Action", "Played", "Schedule", "beside", "check", "make", "play", "register_schedule", "save"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -60,6 +61,17 @@ class Schedule:
     micro_batches: int
     rank_of_stage: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
+
+    @staticmethod
+    def parse(name: str, orders: Sequence[str]) -> Schedule:
+        """Read one text of actions a rank, "0F0 0F1 0B0 0B1": a stage is on the rank that has its actions. Raise
+        ScheduleError for a text that has none, and for a stage that nobody has."""
+        read = tuple(tuple(map(Action.parse, order.split())) for order in orders)
+        rank_of = {action.stage: rank for rank, order in enumerate(read) for action in order}
+        if not rank_of or sorted(rank_of) != list(range(len(rank_of))):
+            raise ScheduleError(f"schedule {name} has the stages {sorted(rank_of)}", fix="count them from 0 on")
+        count = 1 + max(action.micro_batch for order in read for action in order)
+        return Schedule(name, len(read), count, tuple(rank_of[stage] for stage in sorted(rank_of)), read)
 
     @property
     def stages(self) -> int:

@@ -1,4 +1,5 @@
-"""The schedules by name: `make("1f1b", ranks=4, micro_batches=8)`.
+"""The schedules by name: `make("1f1b", ranks=4, micro_batches=8)`. `register_schedule` is the one door for them,
+autopar's own and a user's.
 
 | name                    | stages a rank | what it is                                                              |
 |-------------------------|---------------|-------------------------------------------------------------------------|
@@ -16,30 +17,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import StrategyError, nearest
+from ..errors import ScheduleError, StrategyError, check_new, nearest
 from . import building_block as blocks
 from . import phases
 from .actions import Action, Schedule
-from .play import play
+from .play import check, play
 from .weights import fill_weights
 
-Orders = list[list[Action]]
+Orders = Sequence[Sequence[Action | str] | str]
 Phases = Callable[[int, int, int, int], list[phases.Phase]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a named schedule is made."""
+    """How a named schedule is made: see `register_schedule`."""
 
-    orders: Callable[
-        [list[tuple[int, ...]], int], Orders
-    ]  # from the stages of each rank and the number of micro-batches
-    chunks: int | None = 1  # stages a rank; None: any number
+    orders: Callable[[list[tuple[int, ...]], int], Orders]
+    chunks: int | None  # stages a rank; None: any number
     v_shaped: bool = False
-    in_flight: Callable[[int, int, int], int] | None = None  # at most, of (p, v, m), while W's are put in; None: no W
+    in_flight: Callable[[int, int, int], int] | None = None
+    searched: bool = False
+    given: Schedule | None = None  # all that there is of it
+
+
+KINDS: dict[str, Kind] = {}
+ALIASES = {"pipedream_flush": "1f1b", "interleaved1f1b": "interleaved_1f1b",
+           "interleavedzerobubble": "interleaved_zero_bubble", "zbvzerobubble": "zbv", "zbh1": "zb_h1", "zbh2": "zb_h2",
+           "vhalf": "v_half", "vmin": "v_min"}  # fmt: skip
+
+
+def register_schedule(
+    name: str,
+    orders: Schedule | Callable[[list[tuple[int, ...]], int], Orders],
+    *,
+    stages_per_rank: int | None = 1,
+    v_shaped: bool = False,
+    in_flight: Callable[[int, int, int], int] | None = None,
+    searched: bool = False,
+    replace: bool = False,
+) -> None:
+    """Let `schedule=name` run the stages of a pipeline in these orders, from the next plan on.
+
+    orders: a function from the stages of each rank and the number of micro-batches to the actions of each rank, as
+        `Action`s or as text, "0F0 0F1 0B0 0B1"; or a Schedule, for its own ranks and micro-batches alone.
+    stages_per_rank: a number, or None if any from 2 on will do; `v_shaped` lays two on each rank as a V (rank r has the
+        stages r and 2p - 1 - r), else stage i is on rank i mod p.
+    in_flight: orders have F and I, autopar puts the W's in, while a rank holds so many micro-batches of
+        (p, stages a rank, m) at most. None: the orders have all actions.
+    searched: whether schedule="auto" tries it, if it is a function.
+
+    Raises StrategyError for a name that is taken, unless it is to `replace` that schedule, and ScheduleError for a
+    Schedule that cannot run; what a function makes is checked when it is planned with."""
+    word = _word(name)
+    check_new(StrategyError, "pipeline schedule", word, {*KINDS, *ALIASES, "auto"}, replace and word in KINDS)
+    if isinstance(orders, Schedule):
+        KINDS[word] = _kind_of(orders)
+    else:
+        KINDS[word] = Kind(orders, stages_per_rank, v_shaped, in_flight, searched)
+
+
+def _kind_of(schedule: Schedule) -> Kind:
+    """Return how the one schedule is made. Raise ScheduleError if it cannot run, or its stages lie otherwise than a
+    pipeline's."""
+    check(schedule)
+    p, v = schedule.ranks, schedule.stages_per_rank
+    v_shaped = p > 1 and schedule.rank_of_stage == placed(p, v, True)
+    if schedule.rank_of_stage != placed(p, v, v_shaped):
+        raise ScheduleError(f"schedule {schedule.name} has its stages on ranks {schedule.rank_of_stage}",
+                            fix=f"lay them as {placed(p, v, False)}, or two a rank as {placed(p, 2, True)}")  # fmt: skip
+    return Kind(lambda stages, m: schedule.orders, v, v_shaped, given=schedule)
+
+
+def placed(ranks: int, stages_per_rank: int, v_shaped: bool) -> tuple[int, ...]:
+    """Return the rank of each stage: stage i on rank i mod p, or as a V."""
+    stages = range(ranks * stages_per_rank)
+    return tuple(min(s, 2 * ranks - 1 - s) if v_shaped else s % ranks for s in stages)
+
+
+def _word(name: object) -> str:
+    return str(name).lower().replace("-", "_")
 
 
 def _phased(make_phases: Phases) -> Callable[..., Orders]:
@@ -57,45 +116,46 @@ def _repeated(block: Callable[[int], list[blocks.Times]]) -> Callable[..., Order
     return lambda stages, m: blocks.repeat(block(len(stages)), m)
 
 
-KINDS = {
-    "naive": Kind(_phased(lambda r, p, m, v: phases.one_stage(0, m, "B"))),
-    "gpipe": Kind(_phased(lambda r, p, m, v: phases.gpipe(m))),
-    "1f1b": Kind(_phased(lambda r, p, m, v: phases.one_stage(p - 1 - r, m, "B"))),
-    "interleaved_1f1b": Kind(_phased(lambda r, p, m, v: phases.interleaved(r, p, m, v, "B")), chunks=None),
-    "zb_h1": Kind(_phased(lambda r, p, m, v: phases.one_stage(p - 1 - r, m, "I")), in_flight=lambda p, v, m: p),
-    "zb_h2": Kind(_phased(lambda r, p, m, v: phases.one_stage(2 * (p - 1 - r), m, "I")), in_flight=lambda p, v,
-                  m: 2 * p - 1),
-    "interleaved_zero_bubble": Kind(_phased(lambda r, p, m, v: phases.interleaved(r, p, m, v, "I")), chunks=None,
-                                    in_flight=lambda p, v, m: (v - 1) * max(p, phases.round_size(p, m)) + p),
-    "zbv": Kind(_phased(lambda r, p, m, v: phases.zbv(r, p, m)), 2, True, lambda p, v, m: 2 * p),
-    "dualpipev": Kind(_phased(lambda r, p, m, v: phases.dualpipev(r, p, m)), 2, True),
-    "v_half": Kind(_repeated(blocks.v_half), 2, True, lambda p, v, m: 2 * (p // 2 + 1)),
-    "v_min": Kind(_repeated(blocks.v_min), 2, True, lambda p, v, m: 2 * -(-(p + 2) // 3)),
-}  # fmt: skip
-ALIASES = {"pipedream_flush": "1f1b", "interleaved1f1b": "interleaved_1f1b",
-           "interleavedzerobubble": "interleaved_zero_bubble", "zbvzerobubble": "zbv", "zbh1": "zb_h1", "zbh2": "zb_h2",
-           "vhalf": "v_half", "vmin": "v_min"}  # fmt: skip
+def _one(warmup: Callable[[int, int], int], backward: str) -> Callable[..., Orders]:
+    """Return orders of one stage a rank: `warmup` forwards of (rank, ranks) come before the first backward."""
+    return _phased(lambda r, p, m, v: phases.one_stage(warmup(r, p), m, backward))
 
 
-def canonical(name: str) -> str:
-    """Return the name in `KINDS`: no matter the case, `-` for `_`, or torch's spelling. Raise StrategyError for a name
-    not known."""
-    word = str(name).lower().replace("-", "_")
+def _interleaved(backward: str) -> Callable[..., Orders]:
+    return _phased(lambda r, p, m, v: phases.interleaved(r, p, m, v, backward))
+
+
+V = dict(stages_per_rank=2, v_shaped=True)
+register_schedule("naive", _one(lambda r, p: 0, "B"))
+register_schedule("gpipe", _phased(lambda r, p, m, v: phases.gpipe(m)))
+register_schedule("1f1b", _one(lambda r, p: p - 1 - r, "B"), searched=True)
+register_schedule("interleaved_1f1b", _interleaved("B"), stages_per_rank=None, searched=True)
+register_schedule("zb_h1", _one(lambda r, p: p - 1 - r, "I"), in_flight=lambda p, v, m: p, searched=True)
+register_schedule("zb_h2", _one(lambda r, p: 2 * (p - 1 - r), "I"), in_flight=lambda p, v, m: 2 * p - 1)
+register_schedule("interleaved_zero_bubble", _interleaved("I"), stages_per_rank=None, searched=True,
+                  in_flight=lambda p, v, m: (v - 1) * max(p, phases.round_size(p, m)) + p)  # fmt: skip
+register_schedule("zbv", _phased(lambda r, p, m, v: phases.zbv(r, p, m)), in_flight=lambda p, v, m: 2 * p,
+                  searched=True, **V)  # fmt: skip
+register_schedule("dualpipev", _phased(lambda r, p, m, v: phases.dualpipev(r, p, m)), **V)
+register_schedule("v_half", _repeated(blocks.v_half), in_flight=lambda p, v, m: 2 * (p // 2 + 1), **V)
+register_schedule("v_min", _repeated(blocks.v_min), in_flight=lambda p, v, m: 2 * -(-(p + 2) // 3), **V)
+
+
+def canonical(name: str | Schedule) -> str:
+    """Return the name in `KINDS`: no matter the case, `-` for `_`, or torch's spelling. A Schedule is registered by its
+    own. Raise StrategyError for a name not known, and what `register_schedule` raises."""
+    word = _word(name.name if isinstance(name, Schedule) else name)
+    if isinstance(name, Schedule) and (word not in KINDS or KINDS[word].given != name):
+        register_schedule(word, name)
     word = ALIASES.get(word, word)
     if word not in KINDS:
         raise StrategyError(f"there is no pipeline schedule {name!r}", fix=nearest(word, [*KINDS, *ALIASES]))
     return word
 
 
-def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None,
-         seconds: tuple[float, float, float] | None = None) -> Schedule:  # fmt: skip
-    """Make the schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no
-    choice.
-
-    Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer.
-    `seconds`: of F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for
-    these as well, and the shorter order is taken.
-    """
+def checked(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> tuple[str, Kind, int]:
+    """Return the name in `KINDS`, how the schedule is made, and its stages a rank. Raise StrategyError for one that there
+    is not, or not with such numbers."""
     name = canonical(name)
     kind = KINDS[name]
     for what, value in (("ranks", ranks), ("micro-batches", micro_batches), ("stages a rank", stages_per_rank)):
@@ -108,9 +168,26 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
         others = [other for other, k in KINDS.items() if k.chunks in (v, None) and v > 1 or k.chunks == v]
         raise StrategyError(f"schedule {name} has {kind.chunks} stage{'s' * (kind.chunks > 1)} a rank, not {v}",
                             fix=f"with {v}: {', '.join(others)}")  # fmt: skip
-    rank_of_stage = tuple(min(s, 2 * ranks - 1 - s) if kind.v_shaped else s % ranks for s in range(ranks * v))
+    own = (kind.given.ranks, kind.given.micro_batches) if kind.given else (ranks, micro_batches)
+    if own != (ranks, micro_batches):
+        raise StrategyError(f"schedule {name} is for {own[0]} ranks and {own[1]} micro-batches, not {ranks} and "
+                            f"{micro_batches}", fix="register a function, which makes it for any")  # fmt: skip
+    return name, kind, v
+
+
+def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None,
+         seconds: tuple[float, float, float] | None = None) -> Schedule:  # fmt: skip
+    """Make the schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no
+    choice.
+
+    Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer.
+    `seconds`: of F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for
+    these as well, and the shorter order is taken.
+    """
+    name, kind, v = checked(name, ranks, micro_batches, stages_per_rank)
+    rank_of_stage = placed(ranks, v, kind.v_shaped)
     stages = [tuple(s for s, r in enumerate(rank_of_stage) if r == rank) for rank in range(ranks)]
-    orders = kind.orders(stages, micro_batches)
+    orders = [list(map(_action, _split(order))) for order in kind.orders(stages, micro_batches)]
     if kind.in_flight is None:
         return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
     limit, units = kind.in_flight(ranks, v, micro_batches), (1.0, 1.0, 1.0)
@@ -119,3 +196,11 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
                        tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs))))
               for costs in dict.fromkeys((units, known))]  # fmt: skip
     return filled[0] if len(filled) == 1 else min(filled, key=lambda schedule: play(schedule, *known).seconds)
+
+
+def _split(order: Sequence[Action | str] | str) -> Sequence[Action | str]:
+    return order.split() if isinstance(order, str) else order
+
+
+def _action(one: Action | str) -> Action:
+    return one if isinstance(one, Action) else Action.parse(one)

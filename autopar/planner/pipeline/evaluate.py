@@ -147,4 +147,6 @@ def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 /
         "gpipe": GPIPE, "naive": replace(GPIPE, in_flight=lambda p, s, m: 1),
         "zb_h1": replace(ZB_H1, bubble_factor=left), "zb_h2": ZB_H2,
     }  # fmt: skip
+    if kind.in_flight is not None and schedule not in by_name:
+        return Timing(schedule, left, lambda stages, stage, m: min(m, kind.in_flight(ranks, v, m)))
     return replace(by_name.get(schedule, ONE_F_ONE_B), name=schedule)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...cost.compute import flops_of
-from ...errors import AutoparError, MicroBatchError, StageError
+from ...errors import AutoparError, MicroBatchError, StageError, StrategyError
 from ...frontend.export import Captured
 from ...ir.graph import is_op
 from ...ir.mesh import Mesh
 from ...plans.pipeline import AXIS
 from ...plans.plan import MeshTried
+from ...schedule.catalogue import KINDS
 from .. import mesh_search
 from ..batch import samples_of
 from ..fixed_recompute import AUTO
@@ -31,7 +32,7 @@ from .evaluate import timing_of
 from .plan import PipelinePlanned, described, kinds_of, promise
 from .search import Estimate, PipelineSearch, Tried
 
-SCHEDULES = ("zb_h1", "interleaved_zero_bubble", "zbv")  # others take no less, as they are priced
+DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried
 MOST_SEARCHED = 4  # combinations
 MOST_JUDGED = 6  # estimates, until none that is left is faster than the best that fits
@@ -221,7 +222,11 @@ class _Tour:
 
 def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
     kinds = kinds_of(schedule, stages_per_rank)
-    return [one for one in kinds if one[0] in SCHEDULES] or kinds
+    if given := KINDS[kinds[0][0]].given if len(kinds) == 1 else None:
+        raise StrategyError(
+            f"schedule {given.name} is for {given.ranks} ranks", fix=f"give a mesh with pp={given.ranks}"
+        )
+    return [one for one in kinds if one[0] not in DOMINATED] or kinds
 
 
 def _pieces(captured: Captured) -> int:

@@ -21,6 +21,7 @@ from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched
 from ...plans.pipeline import axis_of, inside
 from ...plans.plan import Alternative, Plan
+from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ..batch import data_ways, samples_of
@@ -30,13 +31,6 @@ from .baselines import experts, judged_if_faster
 from .evaluate import Judged
 from .search import Estimate, PipelineSearch, Tried
 
-SCHEDULES = (
-    "1f1b",
-    "interleaved_1f1b",
-    "zb_h1",
-    "interleaved_zero_bubble",
-    "zbv",
-)  # that are tried if none is asked for
 COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
 
 Report = Callable[[str], None]
@@ -56,7 +50,7 @@ class PipelinePlanned:
     best: Tried
 
 
-def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str = AUTO,
+def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str | Schedule = AUTO,
                   micro_batches: int | None = None, stages_per_rank: int | None = None,
                   report: Report = lambda text: None) -> PipelinePlanned:  # fmt: skip
     """Find the best pipeline for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
@@ -68,6 +62,9 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     _check_options(options, axis)
     options.check(inside(mesh, axis))
     kinds = kinds_of(schedule, stages_per_rank)
+    given = KINDS[kinds[0][0]].given
+    if given is not None and micro_batches is None:
+        micro_batches = given.micro_batches
     batch = samples_of(captured.signature)
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
     estimates = [one for search in searches for one in search.estimates()]
@@ -117,10 +114,11 @@ def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]]) -> li
     return [tried.judged for tried in planned.best.search.with_kinds(planned.best.base, kinds)]
 
 
-def kinds_of(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
+def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[str, int]]:
     """Return the schedules to try, with their stages a rank. Raise StrategyError for one that there is not, or not with
     so many."""
-    names = SCHEDULES if schedule in (None, AUTO) else (canonical(schedule),)
+    searched = [name for name, kind in KINDS.items() if kind.searched]
+    names = searched if schedule in (None, AUTO) else [canonical(schedule)]
     found = [
         (name, v) for name in names if (v := stages_per_rank or KINDS[name].chunks or 2) == (KINDS[name].chunks or v)
     ]

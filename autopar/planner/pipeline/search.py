@@ -169,7 +169,7 @@ class PipelineSearch:
         if self.options.recompute != AUTO:
             return
         solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
-        restriction = replace(Restriction.of(self.options.strategy, self.mesh), forbidden=self.options.forbid)
+        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
         run = Run(solver, restriction, solver.allowed(restriction, dict(self.options.pin)), solver.search)
         for price in MEMORY_PRICES:
             one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
