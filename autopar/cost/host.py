@@ -5,7 +5,7 @@ that it computes in, and the reduced gradient back; the optimizer steps on the h
 For e elements of a shard, with bytes an element as in autopar/cost/memory.py:
 
     copies a pass       e * (computing + gradient) / link
-    optimizer a step    e * (gradient + 2 * (master + optimizer)) / host memory
+    optimizer a step    sweeps * e * (gradient + 2 * (master + optimizer)) / host memory
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .memory import StateBytes
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds and bytes of shards on the host, of a device's share of it. A step has `passes`. The optimizer is taken
-    to be fused, one sweep over its tensors, and nothing to hide behind anything."""
+    """Seconds and bytes of shards on the host, of a device's share of it. A step has `passes`. Optimizers of autopar's
+    own table are taken to be fused, one sweep over their tensors, and nothing to hide behind anything."""
 
     host: Host
     passes: int = 1
@@ -32,7 +32,7 @@ class HostCost:
     def optimizer_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return the seconds of a step for the optimizer on the host, 0 for what is not trained."""
         touched = state.gradient + 2 * (state.master + state.optimizer) if trainable else 0
-        return elements * touched / self.host.memory_bytes_per_second
+        return state.sweeps * elements * touched / self.host.memory_bytes_per_second
 
     def pass_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return the seconds of a pass, with its part of the optimizer's step."""

@@ -8,21 +8,58 @@ precision).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from ..errors import StrategyError
+from ..errors import OptimizerError, StrategyError, check_new
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "none": 0}  # tensors like the parameter
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer holds and how often it goes through memory: see `register_optimizer`."""
+
+    tensors: float
+    bytes_per_element: float
+    sweeps: float
+
+
+OPTIMIZERS: dict[str, Optimizer] = {}
+
+
+def register_optimizer(
+    name: str, *, tensors: float = 0, bytes_per_element: float = 0, sweeps: float = 1, replace: bool = False
+) -> None:
+    """Let `optimizer=name` make room for an optimizer's state, from the next plan on.
+
+    tensors: how many it keeps that are like the parameter, in its shape and type: two moments for AdamW.
+    bytes_per_element: what it keeps besides for each element of a parameter, whatever the parameter's type.
+    sweeps: how often a step on the host (`offload=`) reads and writes parameter, gradient and state; 1 if it is fused.
+
+    Raises OptimizerError for numbers that cannot be, and for a name that is taken, unless it is to `replace` that."""
+    check_new(OptimizerError, "optimizer", name, OPTIMIZERS, replace)
+    for what, value in (("tensors", tensors), ("bytes_per_element", bytes_per_element), ("sweeps", sweeps)):
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise OptimizerError(f"optimizer {name} has {what}={value!r}", fix="give a number from 0 on")
+    OPTIMIZERS[name] = Optimizer(tensors, bytes_per_element, sweeps)
+
+
+register_optimizer("adamw", tensors=2)
+register_optimizer("adam", tensors=2)
+register_optimizer("sgd")
+register_optimizer("sgd_momentum", tensors=1)
+register_optimizer("none")
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes for each element of a parameter; gradient and optimizer only if it is trained."""
+    """Bytes for each element of a parameter; gradient and optimizer only if it is trained. `sweeps` of a step go through
+    them."""
 
     master: int
     copy: int
     gradient: int
-    optimizer: int
+    optimizer: float
+    sweeps: float = 1
 
     @property
     def computing(self) -> int:
@@ -33,13 +70,14 @@ class StateBytes:
     def of(optimizer: str, master: int, copy: int) -> StateBytes:
         """Return the bytes for a parameter of `master` bytes an element that computes in a copy of `copy` bytes, 0 if
         in itself. Raise StrategyError for an unknown optimizer."""
-        if optimizer not in OPTIMIZER_STATES:
+        if optimizer not in OPTIMIZERS:
             raise StrategyError(
-                f"no optimizer {optimizer!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZER_STATES))}"
+                f"no optimizer {optimizer!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZERS))}"
             )
-        return StateBytes(master, copy, master, OPTIMIZER_STATES[optimizer] * master)
+        one = OPTIMIZERS[optimizer]
+        return StateBytes(master, copy, master, one.tensors * master + one.bytes_per_element, one.sweeps)
 
-    def resident(self, trainable: bool) -> int:
+    def resident(self, trainable: bool) -> float:
         """Return the bytes that an element takes all through training. The copy that computes comes and goes; a
         gradient lives from the backward to the optimizer's step alone."""
         return self.master + (self.optimizer if trainable else 0)
