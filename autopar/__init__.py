@@ -12,7 +12,9 @@ from .errors import AdaptError, AutoparError
 from .hardware.profile import Hardware
 from .ir.compiler_pass import Pass
 from .ir.mesh import Mesh
+from .planner.problem.recipes import Recipe, register_strategy
 from .plans.plan import Plan
+from .schedule import Schedule, register_schedule
 
 if TYPE_CHECKING:
     from .adapt import FakeQuant, LoRA, QLoRA
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
     from .api.entry import compile, explain, plan
     from .api.estimate import Estimate, estimate
     from .api.export_quantized import convert
+    from .cost.memory import register_optimizer
+    from .rules import check_rule, register_rule
     from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
     from .storage.quantized_folder import load_quantized
 
 __all__ = [
     "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA",
-    "Mesh", "Pass", "Plan", "QLoRA", "compile", "convert", "estimate", "explain", "latest_checkpoint", "load_checkpoint",
-    "load_quantized", "plan", "save_checkpoint",
+    "Mesh", "Pass", "Plan", "QLoRA", "Recipe", "Schedule", "check_rule", "compile", "convert", "estimate", "explain",
+    "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "register_optimizer", "register_rule",
+    "register_schedule", "register_strategy", "save_checkpoint",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -36,6 +41,7 @@ _WITH_TORCH = {  # where the names are that are imported when they are first ask
     "estimate": "api.estimate", "convert": "api.export_quantized", "Checkpoint": "storage.checkpoint",
     "latest_checkpoint": "storage.checkpoint", "load_checkpoint": "storage.checkpoint",
     "save_checkpoint": "storage.checkpoint", "load_quantized": "storage.quantized_folder",
+    "check_rule": "rules", "register_rule": "rules", "register_optimizer": "cost.memory",
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +20,7 @@ def build_from_file(text: str, **wanted) -> tuple[nn.Module, object]:
     The function is given those of `wanted` (batch, seq, device, dtype) that it has parameters for. Raises ModelError if
     the file or function is missing, fails, or returns something else."""
     file, _, name = text.rpartition(":")
-    module = _load(Path(file).expanduser())
+    module = load(text)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
@@ -38,11 +39,20 @@ def build_from_file(text: str, **wanted) -> tuple[nn.Module, object]:
     return result
 
 
-def _load(path: Path) -> ModuleType:
+def load(text: str) -> ModuleType:
+    """Return the module of a text's file, which runs once, with all that it registers. Raises ModelError if it is not
+    there, or cannot be imported."""
+    path = Path(text.rpartition(":")[0]).expanduser()
     if not path.is_file():
         beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         known = f"use {nearest(path.name, beside)}" if beside else "check the path"
         raise ModelError(f"there is no file {path}", fix=known)
+    return _imported(path, path.stat().st_mtime_ns)
+
+
+@lru_cache
+def _imported(path: Path, written: int) -> ModuleType:
+    """Import a file, once for each time that it was written."""
     spec = importlib.util.spec_from_file_location(f"autopar_user_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up by name

@@ -60,7 +60,8 @@ def add_planning(parser, hardware: str) -> None:
     parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
-    parser.add_argument("--strategy", help=f"{', '.join(RECIPES)} (default: whatever is fastest)")
+    known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"
+    parser.add_argument("--strategy", help=known)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
     pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
     offload = (
@@ -293,6 +294,10 @@ def planning(args: argparse.Namespace) -> dict:
 
 def check(args: argparse.Namespace) -> None:
     """Raise the errors of a model's name, mesh, profile, strategy, pin or folder to write to before a model is built."""
+    if ".py:" in args.model:
+        from ..models.user_file import load
+
+        load(args.model)  # which may register the strategy, schedule or optimizer that is asked for
     models.check(args.model)
     if args.mesh is not None:
         mesh = Mesh.parse(args.mesh)
