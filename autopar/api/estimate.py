@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-import torch
 from torch import fx, nn
 
 from ..cost.compute import ATTENTION, DTYPE_NAMES, flops_of
 from ..ir.graph import is_op, tensor_arguments, values_of
+from ..ops import autopar
 from ..planner.objective.evaluate import Evaluation
 from ..planner.pipeline.plan import PipelinePlanned
 from ..planner.plan import Planned
@@ -131,7 +131,7 @@ def model_flops(node: fx.Node) -> float:
     """Count the FLOPs of one op by the model's mathematics, see above."""
     if node.target not in ATTENTION:
         return flops_of(node)
-    is_forward = node.target is torch.ops.autopar.attention.default
+    is_forward = node.target is autopar.attention.default
     q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
     forward = 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
     return forward if is_forward else 2.0 * forward

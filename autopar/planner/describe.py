@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
+from ..ops import autopar
 from ..plans.plan import Alternative, Collective, Plan
 from ..plans.sharding import NodeSharding, Sharding
 from .accumulation import of_step, samples_of
@@ -82,7 +83,7 @@ def _elements(problem: Problem, trained: bool) -> int:
     found = {n for n in leaves if n.meta["role"].kind == "parameter" and isinstance(n.meta["val"], torch.Tensor)}
     if trained:
         return sum(n.meta["val"].numel() for n in found if n.meta["role"].trainable)
-    packed = {n.args[0]: n for n in problem.graph.nodes if n.target is torch.ops.autopar.dequantize.default}
+    packed = {n.args[0]: n for n in problem.graph.nodes if n.target is autopar.dequantize.default}
     parts = {part for n in packed.values() for part in n.all_input_nodes}
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
