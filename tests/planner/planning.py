@@ -84,7 +84,7 @@ class Instance:
         return minimize(Dual(self.problem, self.hubs, masks or self.allowed, prices, keep), search=search)
 
     def program(self, prices: Prices = Prices(), keep: bool | None = None) -> Program:
-        return Program(self.problem, self.hubs, self.allowed, prices, keep)
+        return Program(self.problem, self.hubs, self.allowed, [prices], keep)
 
     def evaluate(self, choice: dict[int, int], prices: Prices = Prices(), keep: bool | None = None) -> Evaluation:
         """Cost of a choice by class on the unfolded graph."""

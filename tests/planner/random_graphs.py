@@ -160,7 +160,7 @@ def check(
             judged = instance.objective(choice, prices, keep)
             assert math.isclose(costs[place], judged, rel_tol=1e-9, abs_tol=1e-15), (costs[place], judged)
     found = instance.minimize(prices, keep, masks)
-    exact = Program(instance.problem, instance.hubs, masks, prices, keep).solve(60, 1e-7)
+    exact = Program(instance.problem, instance.hubs, masks, [prices], keep).solve(60, 1e-7)
     assert math.isclose(exact.objective, best, rel_tol=2e-6), (exact.objective, best)
     assert math.isclose(found.objective, instance.objective(found.choice, prices, keep), rel_tol=1e-9)
     assert best * (1 - 1e-9) <= found.objective <= best * (1 + Search().gap), (found.objective, best)

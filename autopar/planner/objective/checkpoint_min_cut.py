@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..problem.multipliers import Prices
-from .evaluate import RESIDENT_LEAVES, Evaluation, Transfer
+from .evaluate import Evaluation, Transfer
+from .modes import RESIDENT_LEAVES
 
 if TYPE_CHECKING:
     from .checkpoint_blocks import Blocks

@@ -1,18 +1,8 @@
 """What a plan costs, recomputed on the unfolded graph: every tensor, every redistribution, every byte that stays.
 
 This is the judge of the solver: the objective of a solution must equal the cost found here. A tensor is redistributed
-once for all consumers of a phase that want the same layout. A forward tensor that the backward reads is saved in its
-producer's layout, in a copy that the forward made anyway, or both; with a price on memory each tensor decides that for
-itself:
-
-    keep copy q          price * bytes(q)
-    make q again         seconds(p -> q), and the base must be saved: price * bytes(p), nothing for a parameter (always there)
-
-Where the passes of a step may share copies of parameters (`gathers_once`), one that the forward reads may be made
-before the first pass and kept to the end of the step, for both phases of all m passes:
-
-    keep copy q          seconds(p -> q) / m + price * bytes(q)
-    make q in each pass  seconds(p -> q) for each phase that reads it
+once for all consumers of a phase that want the same layout, and served in the cheapest of its modes
+(autopar/planner/objective/modes.py).
 """
 
 from __future__ import annotations
@@ -31,8 +21,7 @@ from ...ir.layout import Layout, largest_local_numel
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Use
-
-RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "random")  # their base never has to be saved
+from .modes import BACKWARD, FORWARD, MAKE, ONCE, Copy, cheapest, modes_of, waits
 
 
 @dataclass(frozen=True)
@@ -181,6 +170,14 @@ class Pricer:
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self.prices = TransferPrices(redistribute, collectives)
         self._local: dict[tuple, float] = {}
+        self._known: tuple[tuple, dict] = ((), {})
+
+    def known(self, *prices) -> dict:
+        """Return what is remembered of evaluations at these prices, of the last ones alone: plans that are compared
+        differ in few tensors."""
+        if self._known[0] != prices:
+            self._known = prices, {}
+        return self._known[1]
 
     def is_bucketed(self, producer: int, slots) -> bool:
         """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
@@ -264,9 +261,21 @@ def evaluate(
             result.offload_seconds += seconds
         result.resident_bytes += float(options.resident_bytes[k]) * v.copies
         result.gradient_bytes += float(options.gradient_bytes[k]) * v.copies
-    uses_of = uses_by_tensor(problem)
-    for (producer, output), uses in uses_of.items():
-        _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses)
+    known = pricer.known(prices, keep_parameters)
+    for (producer, output), uses in uses_by_tensor(problem).items():
+        key = (
+            producer,
+            output,
+            problem.vertices[producer].copies,
+            choice[producer],
+            *(choice[u.consumer] for u in uses),
+        )
+        served = known.get(key)
+        if served is None:
+            served = known[key] = _serve(problem, choice, pricer, prices, keep_parameters, producer, output, uses)
+        result.transfers.extend(served.transfers)
+        result.kept.update(served.kept)
+        result.saved.update(served.saved)
         if pricer.reduces_once:
             made = problem.choices(producer).strategies[choice[producer]].outputs[output]
             result.whole_gradient_bytes += unreduced_bytes(problem, choice, pricer, uses, made)
@@ -283,81 +292,67 @@ def unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, us
     return max(0.0, pricer.bytes_of(master, made) - pricer.bytes_of(master, shard)) * consumer.copies
 
 
-def _tensor(problem, choice, pricer, prices, keep_parameters, result, producer, output, uses) -> None:
+@dataclass(frozen=True)
+class _Served:
+    """What one tensor moves, which copies are kept, and the bytes of what of it waits for the backward."""
+
+    transfers: tuple[Transfer, ...]
+    kept: tuple[tuple[int, int, Layout], ...]
+    saved: tuple[tuple[tuple[int, int, Layout], float], ...]
+
+
+def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Prices, keep_parameters: bool | None,
+           producer: int, output: int, uses: list[Use]) -> _Served:  # fmt: skip
+    """Serve one tensor to all its uses in its cheapest mode."""
     vertex = problem.vertices[producer]
     source = problem.choices(producer).strategies[choice[producer]].outputs[output]
-    bytes_, copies = problem.tensor_bytes[producer, output], vertex.copies
-    is_hidden = pricer.is_bucketed(producer, [u.slot for u in uses])
-    times = pricer.times(producer, [u.slot for u in uses], source)
-    wanted: dict[str, dict[Layout, list[int]]] = {"forward": {}, "backward": {}}
+    readers: dict[str, dict[Layout, list[int]]] = {"forward": {}, "backward": {}}
     reads_base = False
     for use in uses:
         strategy = problem.choices(use.consumer).strategies[choice[use.consumer]]
         target = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
         if target != source:
-            wanted[use.phase].setdefault(target, []).append(use.consumer)
-        elif use.phase == "backward":
-            reads_base = True
+            readers[use.phase].setdefault(target, []).append(use.consumer)
+        reads_base |= target == source and use.phase == "backward"
 
-    def transfer(target: Layout, phase: str, consumers: list[int], times: int = times) -> None:
-        seconds = pricer.seconds(source, target, bytes_, is_hidden) * times / pricer.micro_batches
-        moves = pricer.redistribute(source, target)
-        result.transfers.append(
-            Transfer(
-                producer,
-                output,
-                phase,
-                source,
-                target,
-                seconds,
-                moves,
-                bytes_,
-                tuple(consumers),
-                copies,
-                is_hidden,
-                times,
-            )
+    def bytes_in(layout: Layout) -> float:
+        return pricer.local_bytes(producer, output, layout)
+
+    def saved(layout: Layout) -> tuple[tuple[int, int, Layout], float]:
+        return (producer, output, layout), bytes_in(layout) * vertex.copies
+
+    saves, has_base = waits(vertex), vertex.kind != "parameter"
+    targets = dict.fromkeys((*readers["forward"], *readers["backward"]))
+    if not targets:
+        return _Served((), (), (saved(source),) if saves and has_base and reads_base else ())
+    bytes_, slots = problem.tensor_bytes[producer, output], [u.slot for u in uses]
+    is_hidden, times = pricer.is_bucketed(producer, slots), pricer.times(producer, slots, source)
+    byte_seconds = prices.byte_seconds if prices.saved and saves else 0.0
+    seconds = {target: pricer.seconds(source, target, bytes_, is_hidden) for target in targets}
+    early, late = (prices.hidden(phase) if is_hidden else 1.0 for phase in readers)
+    copies = {
+        target: Copy(
+            FORWARD * (target in readers["forward"]) | BACKWARD * (target in readers["backward"]),
+            seconds[target] * early, seconds[target] * late, byte_seconds and byte_seconds * bytes_in(target),
         )
+        for target in targets
+    }  # fmt: skip
+    base = byte_seconds * bytes_in(source) if has_base else 0.0
+    modes = modes_of(vertex, pricer.gathers_once, keep_parameters)
+    ways = cheapest(modes, copies, base, reads_base, pricer.micro_batches)
 
-    def price(target: Layout, phase: str) -> float:
-        return pricer.seconds(source, target, bytes_, is_hidden) * (prices.hidden(phase) if is_hidden else 1.0)
+    def transfer(target: Layout, phase: str) -> Transfer:
+        made = 1 if ways[target] == ONCE else times
+        return Transfer(
+            producer, output, phase, source, target, seconds[target] * made / pricer.micro_batches,
+            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), vertex.copies, is_hidden, made,
+        )  # fmt: skip
 
-    is_parameter, is_leaf = vertex.kind == "parameter", vertex.kind in RESIDENT_LEAVES
-    byte_seconds = prices.byte_seconds if prices.saved else 0.0
-    size = {t: pricer.local_bytes(producer, output, t) for phase in wanted.values() for t in phase}
-    once: set[Layout] = set()
-    if is_parameter and pricer.gathers_once and keep_parameters is not False:
-        spared = {t: price(t, "forward") * (1 - 1 / pricer.micro_batches) for t in wanted["forward"]}
-        spared |= {t: s + price(t, "backward") for t, s in spared.items() if t in wanted["backward"]}
-        once = {t for t, s in spared.items() if keep_parameters or byte_seconds * size[t] <= s}
-    for target, consumers in wanted["forward"].items():
-        transfer(target, "forward", consumers, 1 if target in once else times)
-    if vertex.phase == "backward" and not is_leaf:
-        for target, consumers in wanted["backward"].items():
-            transfer(target, "backward", consumers)
-        return
-    shared = [t for t in wanted["backward"] if t in wanted["forward"]]
-    if is_leaf and not is_parameter:
-        keep = set(shared)
-    elif is_parameter and pricer.gathers_once:
-        keep = once
-    elif is_parameter and keep_parameters is not None:
-        keep = set(shared) if keep_parameters else set()
-    else:
-        redo = {t: price(t, "backward") for t in shared}
-        held = {t: byte_seconds * size[t] for t in shared}
-        keep = {t for t in shared if held[t] <= redo[t]}
-        needs_base = is_leaf or reads_base or len(shared) < len(wanted["backward"])
-        if not needs_base and keep != set(shared):
-            base = byte_seconds * pricer.local_bytes(producer, output, source)
-            if sum(held.values()) <= base + sum(held[t] if t in keep else redo[t] for t in shared):
-                keep = set(shared)
-    redone = [t for t in wanted["backward"] if t not in keep]
-    for target in redone:
-        transfer(target, "backward", wanted["backward"][target])
-    for target in keep:
-        result.kept.add((producer, output, target))
-        if not is_leaf or is_parameter:
-            result.saved[producer, output, target] = size[target] * copies
-    if (redone or reads_base) and not is_leaf:
-        result.saved[producer, output, source] = pricer.local_bytes(producer, output, source) * copies
+    kept = [target for target in targets if ways[target] != MAKE]
+    remade = [target for target in readers["backward"] if ways[target] == MAKE]
+    waiting = [*kept, *([source] if has_base and (reads_base or remade) else [])]
+    return _Served(
+        (*(transfer(t, "forward") for t in readers["forward"]), *(transfer(t, "backward") for t in remade)),
+        tuple((producer, output, t) for t in kept),
+        tuple(map(saved, waiting)) if saves else (),
+    )

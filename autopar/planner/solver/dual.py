@@ -14,23 +14,28 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from ..objective.modes import BACKWARD
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .factor import IMPOSSIBLE_SECONDS, End, Factor, Side
-from .hyperedges import BACKWARD, HubPrices, Mode
+from .hyperedges import HubPrices, PricedMode
 
 MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost
 
 
-def own_cost(problem: Problem, cls: int, prices: Prices) -> np.ndarray:
-    """Return, for every strategy of a class, the priced seconds and bytes of all its copies."""
+def own_cost(problem: Problem, cls: int, prices: Prices, reruns: Collection[int] = ()) -> np.ndarray:
+    """Return, for every option of a class, the priced seconds and bytes of all its copies: for its strategies, and, if
+    it is one of `reruns`, again for each of them run twice."""
     options, v = problem.classes[cls], problem.vertices[cls]
     weight = (
         prices.compute(v.phase) if v.kind == "op" else 1.0
     )  # communication hides behind compute, not behind the host
     bytes_ = options.resident_bytes + prices.gradients * options.gradient_bytes
-    return (options.seconds * weight + prices.byte_seconds * bytes_) * options.copies
+    once = (options.seconds * weight + prices.byte_seconds * bytes_) * options.copies
+    if cls not in reruns:
+        return once
+    return np.concatenate([once, once + options.seconds * (prices.compute("backward") * options.copies)])
 
 
 def _order(problem: Problem) -> list[int]:
@@ -128,15 +133,11 @@ class Dual:
 
     def own(self, cls: int) -> np.ndarray:
         """Return, for every option of a class, the priced seconds and bytes of all its copies."""
-        once, options = own_cost(self.problem, cls, self.prices), self.problem.classes[cls]
-        if cls not in self.reruns:
-            return once
-        return np.concatenate([once, once + options.seconds * (self.prices.compute("backward") * options.copies)])
+        return own_cost(self.problem, cls, self.prices, self.reruns)
 
-    def modes(self, hub: HubPrices) -> list[Mode]:
+    def modes(self, hub: HubPrices) -> list[PricedMode]:
         """Return the ways to serve one copy of a hub at the prices of the dual."""
-        is_read_again = any(cls in self.reruns for cls, _, _ in hub.hub.consumers)
-        return hub.modes(self.prices, self.keep_parameters, is_read_again)
+        return hub.modes(self.prices, self.keep_parameters, self.reruns)
 
     def strategies(self, choice: dict[int, int]) -> dict[int, int]:
         """Return the strategies of a choice, without what runs again."""

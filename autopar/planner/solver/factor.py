@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .hyperedges import BACKWARD, BOTH, FORWARD, HubPrices, Mode
+from ..objective.modes import BACKWARD, BOTH, FORWARD
+from .hyperedges import HubPrices, PricedMode
 
 IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 _least = np.minimum.reduce
@@ -70,7 +71,7 @@ class _Block:
         least = (self.once if self.least is None else self.least) + (other.once if other.least is None else other.least)
         return _Block(self.phases | other.phases, self.once + other.once, least)
 
-    def seconds(self, mode: Mode, phases: int = 0) -> np.ndarray:
+    def seconds(self, mode: PricedMode, phases: int = 0) -> np.ndarray:
         """Return what the block costs by producer layout and column, with one more consumer that reads in `phases`."""
         if not self.phases:
             return mode.block[phases]
@@ -100,15 +101,17 @@ class Factor:
         self.first, self.last = min(positions), max(positions)
         self.others = {id(head): [h for h in heads if h is not head] for head in heads}
 
-    def price(self, modes: list[Mode]) -> None:
+    def price(self, modes: list[PricedMode]) -> None:
         """Take over the part of a hub's prices that is allowed, times its share of the copies. Where others of the
         hub's consumers are in other factors, a block costs no more than with these: what both phases read may be
         cheaper than what one does."""
         if len(self.heads) < len(self.hub.hub.consumers):
-            modes = [Mode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes]
+            modes = [
+                PricedMode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes
+            ]
         place, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
         modes = [
-            Mode(
+            PricedMode(
                 np.minimum(mode.base[rows] * self.scale, IMPOSSIBLE_SECONDS),
                 {
                     phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS)
@@ -122,7 +125,7 @@ class Factor:
         else:
             self.modes = modes
 
-    def _alone(self, mode: Mode, head: End) -> np.ndarray:
+    def _alone(self, mode: PricedMode, head: End) -> np.ndarray:
         """Return what the only consumer costs, by the producer's layouts and its own, either twice if it may run
         again."""
         columns = np.hstack([mode.block[head.phase], mode.block[head.phase | BACKWARD]][: 1 + head.twice])
@@ -142,7 +145,7 @@ class Factor:
             blocks += [one, *(blocks[rest].joined(one) for rest in range(1, 1 << i))]
         return blocks
 
-    def _partitions(self, mode: Mode, blocks: list[_Block]) -> list[np.ndarray]:
+    def _partitions(self, mode: PricedMode, blocks: list[_Block]) -> list[np.ndarray]:
         """Return, for every set of consumers, by p, the minimum over all ways in which they share payments."""
         best = [np.zeros(len(self.sources))]
         alone = [None, *(_least(block.seconds(mode), axis=1) for block in blocks[1:])]

@@ -1,25 +1,22 @@
 """Hubs: a tensor with all its uses. Each layout that any of them wants is paid for once.
 
-Hubs of one producer class with the same consumer classes are copies of each other. A forward tensor that the backward
-reads can be served in several ways, each a `Mode`: it is saved as it is, and the backward makes copies again or keeps
-those of the forward; or it is not saved, and the backward reads kept copies alone. If its producer runs again, it is
-there without being saved; a forward consumer that runs again reads in both phases. Copies of a parameter that all
-passes of a step share are kept for both.
+Hubs of one producer class with the same consumer classes are copies of each other. How a tensor is served is said in
+autopar/planner/objective/modes.py; here its modes are priced for all layouts at once. If its producer runs again in the
+backward, a tensor is there without being saved; a forward consumer that runs again reads in both phases.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..objective.evaluate import RESIDENT_LEAVES, Pricer
+from ..objective.evaluate import Pricer
+from ..objective.modes import BACKWARD, BOTH, FORWARD, cost, modes_of, waits
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
-
-FORWARD, BACKWARD = 1, 2  # phases of consumers, as bits
-BOTH = FORWARD | BACKWARD
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ def hubs_of(problem: Problem) -> list[Hub]:
 
 
 @dataclass
-class Mode:
-    """One way to serve all consumers of a hub: a price by producer layout p, in two rows, the second if the producer
+class PricedMode:
+    """A mode at some prices: what the tensor itself costs by producer layout p, in two rows, the second if the producer
     runs again; and for every column q what a block of consumers that takes q pays, by the phases in the block:
     {FORWARD: (p, q), BACKWARD: (p, q), BOTH: (p, q)}."""
 
@@ -74,60 +71,49 @@ class HubPrices:
         ]
         self.sources, self.targets = tuple(sources), tuple(targets)
         self.phases = [BACKWARD if phase == "backward" else FORWARD for _, _, phase in hub.consumers]
-        vertex = problem.vertices[hub.example[0]]
-        self.phase, self.is_parameter = vertex.phase, vertex.kind == "parameter"
-        self.gathers_once = self.is_parameter and pricer.gathers_once
-        self.is_saved = vertex.phase == "forward" and (self.is_parameter or vertex.kind not in RESIDENT_LEAVES)
-        self.reads_saved = BACKWARD in self.phases
-        self.is_hidden = pricer.is_bucketed(hub.example[0], [slot for _, slot, _ in hub.consumers])
-        self.once = pricer.matrix(self.sources, self.targets, problem.tensor_bytes[hub.example], self.is_hidden)
-        times = [pricer.times(hub.example[0], [slot for _, slot, _ in hub.consumers], p) for p in self.sources]
-        self.once = self.once * (np.array(times) / pricer.micro_batches)[:, None]
-        self.is_possible = np.isfinite(self.once)
-        self.once[~self.is_possible] = 0.0
+        self.vertex = problem.vertices[hub.example[0]]
+        slots = [slot for _, slot, _ in hub.consumers]
+        self.is_hidden = pricer.is_bucketed(hub.example[0], slots)
+        self.seconds = pricer.matrix(self.sources, self.targets, problem.tensor_bytes[hub.example], self.is_hidden)
+        times = [pricer.times(hub.example[0], slots, p) for p in self.sources]
+        self.seconds = self.seconds * (np.array(times) / pricer.micro_batches)[:, None]
+        self.is_possible = np.isfinite(self.seconds)
+        self.seconds[~self.is_possible] = 0.0
         number = {layout: i for i, layout in enumerate(self.sources)}
         self.same_as = np.array([number.get(q, -1) for q in self.targets])  # the source that is a column's layout
-        self.held_bytes = np.array([pricer.local_bytes(*hub.example, q) for q in self.targets])
-        self.base_bytes = np.array([pricer.local_bytes(*hub.example, p) for p in self.sources])
-
-    @property
-    def _unmoved(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places (rows, columns) where a column is the producer's own layout."""
         columns = np.flatnonzero(self.same_as >= 0)
-        return self.same_as[columns], columns
+        self._unmoved = self.same_as[columns], columns  # where a column is the producer's own layout
+        self._copy_bytes = np.tile([pricer.local_bytes(*hub.example, q) for q in self.targets], (len(self.sources), 1))
+        self._copy_bytes[self._unmoved] = 0.0
+        self._base_bytes = np.array([pricer.local_bytes(*hub.example, p) for p in self.sources])
 
-    def modes(self, prices: Prices, keep_parameters: bool | None, is_read_again: bool = False) -> list[Mode]:
-        """Return the ways to serve one copy of the hub. `keep_parameters` says whether gathered parameters are kept for
-        the backward (None: as prices say), `is_read_again` whether a forward consumer may run again."""
-        forward, backward = ((prices.hidden(p) if self.is_hidden else 1.0) for p in ("forward", "backward"))
-        early, late = (np.where(self.is_possible, self.once * weight, np.inf) for weight in (forward, backward))
-        nothing = np.zeros((2, len(self.sources)))
-        if self.is_parameter and keep_parameters is False:
-            return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early + late})]
-        if self.gathers_once:
-            kept = early / self.pricer.micro_batches + (prices.byte_seconds if prices.saved else 0.0) * self.held_bytes
-            kept[self._unmoved] = 0.0
-            if keep_parameters:
-                return [Mode(nothing, {FORWARD: kept, BACKWARD: late, BOTH: kept})]
-            return [
-                Mode(nothing, {FORWARD: np.minimum(kept, early), BACKWARD: late, BOTH: np.minimum(kept, early + late)})
-            ]
-        if not (prices.saved and self.is_saved and (self.reads_saved or is_read_again)):
-            return [Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: early})]
-        keep = early + prices.byte_seconds * self.held_bytes
-        both = keep if self.is_parameter and keep_parameters else np.minimum(keep, early + late)
-        both[self._unmoved] = 0.0
-        saved = Mode(nothing, {FORWARD: early, BACKWARD: late, BOTH: both})
-        if self.is_parameter:
-            return [saved]
-        saved = Mode(np.stack([prices.byte_seconds * self.base_bytes, nothing[1]]), saved.block)
-        gone = keep.copy()
-        gone[self._unmoved] = np.inf
-        return [saved, Mode(nothing, {FORWARD: early, BACKWARD: np.full_like(late, np.inf), BOTH: gone})]
+    def modes(self, prices: Prices, keep_parameters: bool | None, reruns: Collection[int] = ()) -> list[PricedMode]:
+        """Return the modes in which one copy of the hub may be served, at these prices. `keep_parameters` says whether
+        gathered parameters are kept for the backward (None: as prices say); classes of `reruns` may run again."""
+        weights = ((prices.hidden(phase) if self.is_hidden else 1.0) for phase in ("forward", "backward"))
+        early, late = (np.where(self.is_possible, self.seconds * weight, np.inf) for weight in weights)
+        is_priced, is_parameter = prices.saved and waits(self.vertex), self.vertex.kind == "parameter"
+        held = prices.byte_seconds * self._copy_bytes if is_priced else 0.0
+        base = np.zeros((2, len(self.sources)))
+        is_read_late = BACKWARD in self.phases or any(cls in reruns for cls, _, _ in self.hub.consumers)
+        if is_priced and is_read_late and not is_parameter:
+            base[0] = prices.byte_seconds * self._base_bytes
+        priced = []
+        for mode in modes_of(self.vertex, self.pricer.gathers_once, keep_parameters):
+            if not mode.saves_base and not (is_priced and is_read_late):
+                continue  # what waits costs nothing
+            block = {}
+            for phases, ways in mode.ways.items():
+                costs = [cost(way, phases, early, late, held, self.pricer.micro_batches) for way in ways]
+                block[phases] = np.minimum.reduce(costs) if costs else np.full_like(late, np.inf)
+            if not mode.saves_base:
+                block[BOTH][self._unmoved] = np.inf
+            priced.append(PricedMode(base if mode.saves_base else np.zeros_like(base), block))
+        return priced
 
 
 def served(
-    modes: list[Mode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0
+    modes: list[PricedMode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0
 ) -> float | np.ndarray:
     """Return the seconds of the cheapest mode when the consumers take these columns; `again` is 1 if the producer runs
     again."""

@@ -1,36 +1,26 @@
-"""The integer program: one strategy for every class, flows of layouts on every use, one payment for every
-redistribution.
+"""The integer program: one strategy for every class, flows of layouts on every use, one payment for every copy.
 
-For classes v with strategies k (x one-hot) and uses e = (tensor u -> consumer v) with flows y_e[p, q] >= 0 over the
-layouts p that u may come out in and q that v may want:
-
-    min   sum copies_v (seconds_{v,k} + price * bytes_{v,k}) x_{v,k}  +  sum_hubs copies * (payments)
-    s.t.  sum_k x_{v,k} = 1                              -> Program._one_hot
-          sum_q y_e[p, q] = sum_{k: out(k) = p} x_{u,k}  -> Program._flow
-          sum_p y_e[p, q] = sum_{k: in_e(k) = q} x_{v,k} -> Program._flow
-          y_e[p, q] <= z[p, q]                           one payment for all uses of a hub        -> Program._pay_once
-          y_e[p, q] <= b[p, q] + k[p, q], k <= f         made again in the backward, or kept      -> Program._keep_or_redo
-          f[p, q] <= sum of the forward's y_e[p, q]      only what the forward reads is kept      -> Program._keep_or_redo
-          y_e[p, p] <= s[p], b[p, q] <= s[p]             what the backward reads must be saved    -> Program._keep_or_redo
-
-A hub is a tensor with all its uses; hubs of one producer class with the same consumer classes are copies of each other.
-Only x is integer: the flow polytope is integral in all but pathological cases, so the linear relaxation is the bound
-that certifies the plan. Memory enters as a price per byte (Lagrange), so the program has no coupling row that would
-break that structure.
+Its sets, variables and rows are in autopar/planner/problem/__init__.py; what a copy costs comes from the modes in which
+its tensor may be served (autopar/planner/objective/modes.py). A hub is a tensor with all its uses; hubs of one producer
+class with the same consumer classes are copies of each other. Only the strategies are integer: the flow polytope is
+integral in all but pathological cases, so the linear relaxation is the bound that certifies the plan. At given prices of
+memory and of hidden communication the program has no row that couples all classes and would break that structure.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..objective.modes import BACKWARD, BOTH, FORWARD
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .dual import own_cost
-from .hyperedges import Hub, HubPrices
+from .hyperedges import HubPrices
 
 SCALE = 1e6  # objective in microseconds, well inside the solver's tolerances
 
@@ -44,37 +34,104 @@ class Solution:
     bound: float
 
 
+class _Readers(dict):
+    """The flows that read copies of a tensor in a phase: by source and target the variables of each reader, of which
+    one is 1 if it reads this copy. `unmoved`: the same, with the source, of what is read as it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.unmoved: list[tuple[int, list[int]]] = []
+
+    def add(self, p: np.ndarray, q: np.ndarray, flow: np.ndarray, same_as: np.ndarray) -> None:
+        """Add a reader with its flows (-1: none) from ends in the layouts `p` to ends in the layouts `q`."""
+        i, j = np.nonzero(flow >= 0)
+        own: dict[tuple[int, int], list[int]] = {}
+        for pair, variable in zip(zip(p[i].tolist(), q[j].tolist()), flow[i, j].tolist()):
+            own.setdefault(pair, []).append(variable)
+        source_of = same_as.tolist()
+        for pair, variables in own.items():
+            if source_of[pair[1]] == pair[0]:
+                self.unmoved.append((pair[0], variables))
+            else:
+                self.setdefault(pair, []).append(variables)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What serving all copies of a hub costs, with a first axis for the prices: of a copy that is made in the forward,
+    in the backward, or for both, of what `kept` ones cost more than they did in the forward, and of the tensor itself
+    (`base`) where it waits."""
+
+    early: np.ndarray
+    late: np.ndarray
+    both: np.ndarray
+    kept: np.ndarray
+    base: np.ndarray
+
+    @classmethod
+    def of(cls, hub: HubPrices, prices: Sequence[Prices], keep: bool | None, reruns: Collection[int]) -> _Costs:
+        """Read the costs of a hub off its modes: those of kept copies off the first, which may save no base, all others
+        off the last, which does."""
+        modes = [hub.modes(p, keep, reruns) for p in prices]
+
+        def stacked(mode: int, phases: int) -> np.ndarray:
+            block = np.stack([found[mode].block[phases] for found in modes])
+            return np.where(hub.is_possible, block, 0.0) * hub.hub.copies
+
+        early = stacked(-1, FORWARD)
+        base = np.stack([found[-1].base[0] for found in modes]) * hub.hub.copies
+        return cls(early, stacked(-1, BACKWARD), stacked(-1, BOTH), stacked(0, BOTH) - early, base)
+
+    @property
+    def has_base(self) -> bool:
+        return bool(self.base.any())
+
+    @property
+    def is_the_same_for_all(self) -> bool:
+        """Return whether a copy costs the same whoever reads it."""
+        return not self.has_base and np.array_equal(self.early, self.late) and np.array_equal(self.early, self.both)
+
+
 class Program:
-    """Assembles and solves the program for given allowed strategies (a boolean mask a class)."""
+    """The program for given allowed strategies (a boolean mask a class), priced in several ways at once: every variable
+    has a cost for each of `prices`."""
 
     def __init__(
         self,
         problem: Problem,
         hubs: Sequence[HubPrices],
         allowed: dict[int, np.ndarray],
-        prices: Prices,
+        prices: Sequence[Prices],
         keep_parameters: bool | None = None,
+        reruns: Collection[int] = (),
+        most_variables: float = math.inf,
     ):
-        self.problem, self.allowed, self.prices, self.keep_parameters = problem, allowed, prices, keep_parameters
+        """Assemble the program. Classes of `reruns` may run again in the backward: their options are as those of Dual.
+        Beyond `most_variables` it is left incomplete, and of no use."""
+        self.problem, self.allowed, self.prices = problem, allowed, prices
+        self.keep_parameters, self.reruns = keep_parameters, frozenset(reruns)
         self._cost: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
         self._columns: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
         self._low: list[np.ndarray] = []
         self._high: list[np.ndarray] = []
-        self._extra: list[tuple[int, float]] = []  # seconds added to variables that exist already
+        self._extra: list[tuple[np.ndarray, np.ndarray]] = []  # costs added to variables that exist already
         self.variables = self.constraints = 0
         self._one_hot()
         self.binaries = self.variables
         for hub in hubs:
+            if self.variables > most_variables:
+                break
             self._hub(hub)
 
     # assembly
 
     def _new_variables(self, cost: np.ndarray) -> np.ndarray:
+        """Add variables; `cost` has a row for each of the prices."""
         first = self.variables
-        self.variables += len(cost)
-        self._cost.append(np.asarray(cost, float))
+        self.variables += cost.shape[1]
+        self._cost.append(cost)
         return np.arange(first, self.variables)
 
     def _new_rows(self, count: int, low: float, high: float) -> np.ndarray:
@@ -90,150 +147,134 @@ class Program:
         self._columns.append(np.broadcast_to(columns, size))
         self._values.append(np.full(size, value))
 
+    def _at_most(self, less: Sequence[int], more: Sequence[int]) -> None:
+        """Add a row: some variables are together no more than others are."""
+        row = self._new_rows(1, 0.0, np.inf)
+        self._entries(row, np.array(more), 1.0)
+        self._entries(row, np.array(less), -1.0)
+
     def _one_hot(self) -> None:
         self.first: dict[int, int] = {}
         self.index: dict[int, np.ndarray] = {}
         for cls in self.problem.classes:
-            index = np.flatnonzero(self.allowed[cls])
-            variables = self._new_variables(own_cost(self.problem, cls, self.prices)[index])
+            once = np.flatnonzero(self.allowed[cls])
+            index = np.concatenate([once, once + len(self.allowed[cls])]) if cls in self.reruns else once
+            costs = [own_cost(self.problem, cls, prices, self.reruns)[index] for prices in self.prices]
+            variables = self._new_variables(np.stack(costs))
             self.first[cls], self.index[cls] = int(variables[0]), index
             self._entries(self._new_rows(1, 1.0, 1.0), variables, 1.0)
 
-    def _flow(self, producer: int, sources, source_of, consumer: int, targets, target_of, possible) -> np.ndarray:
-        """Add flow variables for the possible pairs, and return them as an array of variable numbers (-1: no
+    def _ends(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ends of flows at a class: their layouts, whether the class runs again, and the end of each
+        option."""
+        again, k = np.divmod(self.index[cls], len(layout_of))
+        ends, end_of = np.unique(layout_of[k] + again * (layout_of.max() + 1), return_inverse=True)
+        again, layouts = np.divmod(ends, layout_of.max() + 1)
+        return layouts, again, end_of
+
+    def _flow(self, producer: int, source_of, consumer: int, target_of, possible) -> np.ndarray:
+        """Add flow variables for the possible pairs of ends, and return them as an array of variable numbers (-1: no
         variable)."""
         p, q = np.nonzero(possible)
-        variables = self._new_variables(np.zeros(len(p)))
-        rows = self._new_rows(len(sources), 0.0, 0.0)
-        self._entries(rows[p], variables, 1.0)
-        self._entries(rows[source_of], self.first[producer] + np.arange(len(source_of)), -1.0)
-        rows = self._new_rows(len(targets), 0.0, 0.0)
-        self._entries(rows[q], variables, 1.0)
-        self._entries(rows[target_of], self.first[consumer] + np.arange(len(target_of)), -1.0)
+        variables = self._new_variables(np.zeros((len(self.prices), len(p))))
+        for ends, at, cls, end_of in zip(possible.shape, (p, q), (producer, consumer), (source_of, target_of)):
+            rows = self._new_rows(ends, 0.0, 0.0)
+            self._entries(rows[at], variables, 1.0)
+            self._entries(rows[end_of], self.first[cls] + np.arange(len(end_of)), -1.0)
         flow = np.full(possible.shape, -1)
         flow[p, q] = variables
         return flow
 
     def _hub(self, priced: HubPrices) -> None:
-        hub, prices = priced.hub, self.prices
-        sources, source_of = np.unique(priced.source_of[self.index[hub.producer]], return_inverse=True)
-        flows = {"forward": [], "backward": []}
-        for i, (cls, _, phase) in enumerate(hub.consumers):
-            targets, target_of = np.unique(priced.target_of[i][self.index[cls]], return_inverse=True)
-            seconds = priced.once[np.ix_(sources, targets)] * (prices.hidden(phase) if priced.is_hidden else 1.0)
-            possible = priced.is_possible[np.ix_(sources, targets)]
-            flow = self._flow(hub.producer, sources, source_of, cls, targets, target_of, possible)
-            same = priced.same_as[targets][None, :] == sources[:, None]
-            i, j = np.nonzero(flow >= 0)
-            columns = (sources[i], targets[j], same[i, j], flow[i, j], seconds[i, j])
-            flows[phase] += zip(*(column.tolist() for column in columns))
-        is_once = priced.gathers_once and self.keep_parameters is not False
-        if is_once or prices.saved and priced.is_saved and flows["backward"]:
-            self._keep_or_redo(priced, flows)
-        elif priced.is_parameter and self.keep_parameters is False:
-            self._pay_once(hub, flows["forward"])
-            self._pay_once(hub, flows["backward"])
-        else:
-            self._pay_once(hub, flows["forward"] + flows["backward"])
+        """Add the flows of a hub, and what its modes say about them."""
+        hub = priced.hub
+        p, again, source_of = self._ends(hub.producer, priced.source_of)
+        readers = {FORWARD: _Readers(), BACKWARD: _Readers()}
+        for i, (cls, _, _) in enumerate(hub.consumers):
+            q, late, target_of = self._ends(cls, priced.target_of[i])
+            flow = self._flow(hub.producer, source_of, cls, target_of, priced.is_possible[np.ix_(p, q)])
+            phases = priced.phases[i] | np.where(late, BACKWARD, 0)
+            for phase, found in readers.items():
+                found.add(p, q, np.where(phases & phase, flow, -1), priced.same_as)
+        made_again = {
+            layout: (self.first[hub.producer] + np.flatnonzero(again[source_of] & (p[source_of] == layout))).tolist()
+            for layout in p.tolist()
+        }
+        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, made_again)
 
-    def _grouped(self, flows) -> dict[tuple, tuple[float, list[int]]]:
-        """Group flow variables by (source, target) where something must be moved, with the seconds of the move."""
-        groups: dict[tuple, tuple[float, list[int]]] = {}
-        for p, q, same, variable, seconds in flows:
-            if not same:
-                groups.setdefault((p, q), (seconds, []))[1].append(variable)
-        return groups
+    def _serve(self, costs: _Costs, readers: dict[int, _Readers], made_again: dict[int, list[int]]) -> None:
+        """Add a payment for every copy. Those of the forward may be kept for the backward; what the backward makes, or
+        reads as it is, it makes of the tensor itself, which is saved or `made_again` by its producer."""
+        if costs.is_the_same_for_all:
+            for pair, own in readers[BACKWARD].items():
+                readers[FORWARD].setdefault(pair, []).extend(own)
+            self._pay_once(readers[FORWARD], costs.early)
+            return
+        saved: dict[int, list[int]] = {}
 
-    def _pay_once(self, hub: Hub, flows) -> dict[tuple, int]:
-        """Add a payment variable per (source, target), or charge the flow itself where it is the only one. Return those
-        variables."""
-        paid = {}
-        groups = self._grouped(flows)
-        shared = {pair: g for pair, g in groups.items() if len(g[1]) > 1}
-        for pair, (seconds, variables) in groups.items():
-            if pair not in shared:
-                self._extra.append((variables[0], seconds * hub.copies))
-                paid[pair] = variables[0]
-        if shared:
-            payments = self._new_variables(np.array([s * hub.copies for s, _ in shared.values()]))
-            sharers = np.concatenate([variables for _, variables in shared.values()])
-            rows = self._new_rows(len(sharers), 0.0, np.inf)
-            self._entries(rows, np.repeat(payments, [len(variables) for _, variables in shared.values()]), 1.0)
-            self._entries(rows, sharers, -1.0)
-            paid |= zip(shared, payments.tolist())
+        def base(layout: int) -> list[int]:
+            if layout not in saved:
+                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *made_again[layout]]
+            return saved[layout]
+
+        made, redone = self._pay_once(readers[FORWARD], costs.early), {}
+        for layout, own in readers[BACKWARD].unmoved if costs.has_base else ():
+            self._at_most(own, base(layout))
+        for pair, own in readers[BACKWARD].items():
+            late, kept = (amount[:, [pair[0]], [pair[1]]] for amount in (costs.late, costs.kept))
+            if not costs.has_base and (pair not in made or (kept >= late).all()):
+                redone[pair] = own
+                continue
+            cover = self._new_variables(late).tolist()
+            if costs.has_base:
+                self._at_most(cover, base(pair[0]))
+            if pair in made:
+                if (costs.both > costs.early + costs.late)[:, pair[0], pair[1]].any():  # what is made is kept
+                    self._entries(row := self._new_rows(1, -np.inf, 1.0), np.array(made[pair]), 1.0)
+                    self._entries(row, np.array(cover), 1.0)
+                keep = self._new_variables(kept).tolist()
+                self._at_most(keep, made[pair])  # only a copy that the forward made can be kept,
+                if len(readers[FORWARD][pair]) > 1:  # and it makes none that only the backward reads
+                    self._at_most(made[pair], [v for reader in readers[FORWARD][pair] for v in reader])
+                cover += keep
+            for reader in own:
+                self._at_most(reader, cover)
+        self._pay_once(redone, costs.late)
+
+    def _pay_once(self, readers: dict, cost: np.ndarray) -> dict[tuple[int, int], list[int]]:
+        """Charge each copy once for all its readers: by a payment, or as part of the flow to its only reader. Return
+        the variables that say whether a copy is made."""
+        p, q = (np.array([pair[end] for pair in readers], int) for end in (0, 1))
+        prices = cost[:, p, q]
+        is_shared = np.array([len(own) > 1 for own in readers.values()], bool)
+        payments = iter(self._new_variables(prices[:, is_shared]).tolist())
+        paid = {pair: [next(payments)] if len(own) > 1 else own[0] for pair, own in readers.items()}
+        shared = [(paid[pair][0], reader) for pair, own in readers.items() if len(own) > 1 for reader in own]
+        rows = self._new_rows(len(shared), 0.0, np.inf)
+        self._entries(rows, np.array([payment for payment, _ in shared], int), 1.0)
+        self._entries(np.repeat(rows, [len(reader) for _, reader in shared]),
+                      np.array([v for _, reader in shared for v in reader], int), -1.0)  # fmt: skip
+        alone = [(v, i) for i, own in enumerate(readers.values()) if len(own) == 1 for v in own[0]]
+        self._extra.append((np.array([v for v, _ in alone], int), prices[:, [i for _, i in alone]]))
         return paid
 
-    def _keep_or_redo(self, priced: HubPrices, flows) -> None:
-        """Add what decides about a forward tensor that the backward reads: copies kept or made again, base saved or
-        not, at the price of memory. A copy that all passes share takes 1 / m of its seconds in each; where that spares
-        more than keeping it costs, it is kept for the forward alone already."""
-        hub, is_parameter = priced.hub, priced.is_parameter
-        price = self.prices.byte_seconds * hub.copies if self.prices.saved else 0.0
-        early = {pair: seconds for pair, (seconds, _) in self._grouped(flows["forward"]).items()}
-        more = {(p, q): price * priced.held_bytes[q] for p, q in early}  # what keeping a copy costs
-        if priced.gathers_once and self.keep_parameters is not False:
-            more = {
-                pair: m - early[pair] * hub.copies * (1 - 1 / priced.pricer.micro_batches) for pair, m in more.items()
-            }
-            at_once = {pair: m for pair, m in more.items() if m <= 0 or self.keep_parameters}
-            flows["forward"] = [(p, q, same, variable, s + at_once.get((p, q), 0.0) / hub.copies)
-                                for p, q, same, variable, s in flows["forward"]]  # fmt: skip
-            more |= dict.fromkeys(at_once, 0.0)
-        made = self._pay_once(hub, flows["forward"])
-        readers = self._grouped(flows["forward"])
-        base: dict = {}
-
-        def base_of(p) -> int | None:
-            if is_parameter:
-                return None
-            if p not in base:
-                base[p] = int(self._new_variables(np.array([price * priced.base_bytes[p]]))[0])
-            return base[p]
-
-        for p, _, same, variable, _ in flows["backward"]:
-            if same and not is_parameter:
-                row = self._new_rows(1, 0.0, np.inf)
-                self._entries(row, np.array([base_of(p)]), 1.0)
-                self._entries(row, np.array([variable]), -1.0)
-        for (p, q), (seconds, variables) in self._grouped(flows["backward"]).items():
-            redo = int(self._new_variables(np.array([seconds * hub.copies]))[0])
-            cover = [redo]
-            may_keep = not (is_parameter and self.keep_parameters is False)
-            if (p, q) in made and may_keep:
-                keep = int(self._new_variables(np.array([more[p, q]]))[0])
-                row = self._new_rows(1, 0.0, np.inf)  # only a copy that the forward made can be kept
-                self._entries(row, np.array([made[p, q]]), 1.0)
-                self._entries(row, np.array([keep]), -1.0)
-                cover.append(keep)
-                if len(readers[p, q][1]) > 1:  # and it makes none that only the backward reads
-                    row = self._new_rows(1, 0.0, np.inf)
-                    self._entries(row, np.array(readers[p, q][1]), 1.0)
-                    self._entries(row, np.array([made[p, q]]), -1.0)
-                if is_parameter and self.keep_parameters:  # what the forward made is kept, not made again
-                    row = self._new_rows(1, -np.inf, 1.0)
-                    self._entries(row, np.array([made[p, q]]), 1.0)
-                    self._entries(row, np.array([redo]), 1.0)
-            rows = self._new_rows(len(variables), 0.0, np.inf)
-            for variable in cover:
-                self._entries(rows, variable, 1.0)
-            self._entries(rows, np.array(variables), -1.0)
-            if base_of(p) is not None:
-                row = self._new_rows(1, 0.0, np.inf)
-                self._entries(row, np.array([base_of(p)]), 1.0)
-                self._entries(row, np.array([redo]), -1.0)
-
     # solving
+
+    def _costs(self) -> np.ndarray:
+        """Return the cost of every variable, in a row for each of the prices."""
+        costs = np.concatenate(self._cost, axis=1)
+        for variables, prices in self._extra:
+            costs[:, variables] += prices
+        return costs
 
     def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False) -> Solution | None:
         """Solve the program: return what is optimal within `relative_gap`, or the best found in the time; None if
         nothing was found. The result is deterministic but for the time limit: one thread, fixed seed."""
         from ortools.math_opt import model_pb2
         from ortools.math_opt.python import mathopt
+        from ortools.math_opt.solvers import highs_pb2
 
-        cost = np.concatenate(self._cost)
-        for variable, seconds in self._extra:
-            cost[variable] += seconds
-        cost *= SCALE
+        cost = self._costs()[0] * SCALE
         rows, columns = np.concatenate(self._rows), np.concatenate(self._columns)
         values = np.concatenate(self._values)
         rows, columns, values = _summed(rows, columns, values, self.variables)
@@ -255,6 +296,7 @@ class Program:
             time_limit=datetime.timedelta(seconds=seconds_limit),
             relative_gap_tolerance=None if relax else relative_gap,
             random_seed=0,
+            highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),  # one thread
         )
         result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)
         if not result.has_primal_feasible_solution():

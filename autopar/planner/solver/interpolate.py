@@ -19,7 +19,8 @@ import networkx
 from ...frontend.repeated_blocks import FIRST
 from ..objective.checkpoint_blocks import block_of
 from ..objective.checkpoint_min_cut import FULL, key_of
-from ..objective.evaluate import RESIDENT_LEAVES, Evaluation, Pricer, held, uses_by_tensor
+from ..objective.evaluate import Evaluation, Pricer, held, uses_by_tensor
+from ..objective.modes import waits
 from ..problem.problem import Problem
 
 
@@ -110,8 +111,8 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
     made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(homes[c] for c in t.consumers)}
     redone = []
     for i, t in enumerate(e.transfers):
-        key, kind = key_of(t), problem.vertices[t.producer].kind
-        if t.phase == "backward" and key in made and (kind == "parameter" or kind not in RESIDENT_LEAVES):
+        key = key_of(t)
+        if t.phase == "backward" and key in made and waits(problem.vertices[t.producer]):
             bytes_ = pricer.local_bytes(*key)
             more = bytes_ * t.copies - e.saved.get(key, 0.0)  # a block may hold it for what it computes again
             redone.append((-t.seconds / max(bytes_, 1.0), i, key, more))

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..objective.modes import BACKWARD
 from .dual import Dual
 from .factor import IMPOSSIBLE_SECONDS
-from .hyperedges import BACKWARD, HubPrices, Mode, served
+from .hyperedges import HubPrices, PricedMode, served
 
 
 class Tied:
@@ -22,7 +23,7 @@ class Tied:
     def __init__(self, dual: Dual):
         self.dual, self.problem = dual, dual.problem
         self.own = {cls: dual.own(cls) for cls in dual.classes}
-        self.modes: list[list[Mode]] = [dual.modes(hub) for hub in dual.hubs]
+        self.modes: list[list[PricedMode]] = [dual.modes(hub) for hub in dual.hubs]
         self.hubs_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
         for number, hub in enumerate(dual.hubs):
             for cls in dict.fromkeys([hub.hub.producer, *(c for c, _, _ in hub.hub.consumers)]):
@@ -93,7 +94,7 @@ class Tied:
 
 
 def _by_column(
-    modes: Sequence[Mode], source: int, again: int, columns: list[int], phases: list[int], mine: int
+    modes: Sequence[PricedMode], source: int, again: int, columns: list[int], phases: list[int], mine: int
 ) -> np.ndarray:
     """Return the cost of one copy by the column that one consumer takes: a payment of its own, or what joining
     another's adds."""

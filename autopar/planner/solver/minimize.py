@@ -83,13 +83,13 @@ def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int
         return best
     base, reduced = dual.reduced_costs()
     slack = (best.objective - base) * (1 + 1e-9)
-    left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced])
+    left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced], search.largest_program)
     if left.variables > search.largest_program:
         best = _promising(dual, tied, best, pool, reduced, search)
         if _is_near(best, best.bound, search.gap):
             return best
         slack = (best.objective - base) * (1 + 1e-9)
-        left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced])
+        left = _program(dual, best, [np.flatnonzero(r <= slack) for r in reduced], search.largest_program)
     if left.variables > search.largest_program:
         return best
     solved = left.solve(search.program_seconds, search.gap / 2)
@@ -109,7 +109,7 @@ def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.nd
     met = [np.searchsorted(index, ks) for index, ks in zip(dual.index, found)]
     for count in (8, 4, 2, 1, 0):
         keep = [np.union1d(np.argsort(r, kind="stable")[:count], m) for r, m in zip(reduced, met)]
-        program = _program(dual, best, keep)
+        program = _program(dual, best, keep, 2 * search.largest_choice)
         if program.variables <= search.largest_choice or not count:
             break
     solved = (
@@ -124,12 +124,14 @@ def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.nd
     return Solution(choice, value, best.bound) if value < best.objective else best
 
 
-def _program(dual: Dual, best: Solution, keep: list[np.ndarray]) -> Program:
-    """Return the integer program over these of the allowed strategies, and those of `best`."""
+def _program(dual: Dual, best: Solution, keep: list[np.ndarray], most_variables: int) -> Program:
+    """Return the integer program over these of the allowed strategies, and those of `best`; an incomplete one if it has
+    more variables."""
     remaining = {}
     for cls, index, chosen in zip(dual.classes, dual.index, keep):
         mask = np.zeros(len(dual.problem.classes[cls].strategies), bool)
         mask[index[chosen]] = True
         mask[best.choice[cls]] = True
         remaining[cls] = mask
-    return Program(dual.problem, dual.hubs, remaining, dual.prices, dual.keep_parameters)
+    return Program(dual.problem, dual.hubs, remaining, [dual.prices], dual.keep_parameters,
+                   most_variables=most_variables)  # fmt: skip
