@@ -23,7 +23,7 @@ from .objective.timeline import Timeline, simulate
 from .problem.problem import Problem
 from .problem.recipes import BASELINES, MODELS_OWN, Restriction, reduces_once
 from .solver.minimize import BeyondCutoff
-from .solver.search import Outcome
+from .solver.search import Outcome, Starts
 from .solver.solver import Solver
 
 
@@ -45,22 +45,32 @@ def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tup
 
 def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
     """Return the plan of every expert strategy, or why it has none, with gradients reduced as experts do; and that of
-    the tensor parallelism of the model's own `styles`, if it has any."""
+    the tensor parallelism of the model's own `styles`, if it has any. Each search starts from what those before it
+    found."""
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
-    found = {name: by_way.get(ways(name, passes)[0], solvers[0]).baseline(name) for name in BASELINES}
-    if styles:
-        found[MODELS_OWN] = by_way.get(passes > 1, solvers[0]).baseline(MODELS_OWN, styles)
+    found: dict[str, Outcome | AutoparError] = {}
+    for name in (*BASELINES, *([MODELS_OWN] if styles else [])):
+        once, own = (passes > 1, styles) if name == MODELS_OWN else (ways(name, passes)[0], None)
+        found[name] = by_way.get(once, solvers[0]).baseline(name, own, met(found))
     return found
 
 
-def fastest(solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str]) -> tuple[Solver, Outcome]:
-    """Return the fastest plan of all ways that fits, and the solver that found it. Its bound holds for all ways. Raise
-    MemoryInfeasibleError if none fits, BeyondCutoff if none that fits can be fast enough."""
+def met(found: Mapping[str, Outcome | AutoparError]) -> Starts:
+    """Return the choices of the last of some searches, each of which started from those of the searches before it."""
+    return next((one.found for one in reversed(found.values()) if isinstance(one, Outcome)), ())
+
+
+def fastest(
+    solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str], starts: Starts = ()
+) -> tuple[Solver, Outcome]:
+    """Return the fastest plan of all ways that fits, and the solver that found it; for `starts` see `Solver.run`. Its
+    bound holds for all ways. Raise MemoryInfeasibleError if none fits, BeyondCutoff if none that fits can be fast
+    enough."""
     found, refused, bounds = [], [], []
     for solver in solvers:
         try:
-            found.append((solver, solver.solve(restriction, pins)))
+            found.append((solver, solver.solve(restriction, pins, starts)))
             bounds.append(found[-1][1].bound_seconds)
         except MemoryInfeasibleError as error:
             refused.append(error)

@@ -174,6 +174,7 @@ class _Explainer:
         self.problem, self.evaluation = planned.problem, planned.evaluation
         self.restriction, self.pins = planned.chosen.restriction, dict(planned.options.pin)
         self.allowed = planned.solver.allowed(self.restriction, self.pins)
+        self.chosen = {cls: self.evaluation.choice[cls] for cls in self.problem.classes}
         self.solver = self._solver(planned.solver.limit_bytes)
         self.roomy = self._without_limit()
 
@@ -202,18 +203,16 @@ class _Explainer:
             )  # fmt: skip
 
     def _solver(self, limit_bytes: float) -> Solver:
-        """Make another solver, which starts from the chosen plan and leaves the finished search as it is."""
+        """Make another solver, whose searches are short."""
         search = self.planned.options.search
         search = replace(search, gap=max(search.gap, BASELINE_GAP), rounds=ROUNDS, largest_program=0)
-        solver = Solver(self.problem, self.planned.pricer, limit_bytes, search)
-        solver.found = [{cls: self.evaluation.choice[cls] for cls in self.problem.classes}]
-        return solver
+        return Solver(self.problem, self.planned.pricer, limit_bytes, search)
 
     def _without_limit(self) -> Outcome | None:
         """Return the plan that would be the fastest if memory were no matter, or None unless it is faster than the
         chosen one and needs more memory than there is."""
         limit = self.planned.solver.limit_bytes
-        found = self._solver(limit * FAR_MORE).solve(self.restriction, self.pins)
+        found = self._solver(limit * FAR_MORE).solve(self.restriction, self.pins, [self.chosen])
         is_faster = found.evaluation.seconds < self.evaluation.seconds * (1 - 1e-6)
         return found if is_faster and found.evaluation.bytes_ > limit else None
 
@@ -244,9 +243,9 @@ class _Explainer:
     def _instead(self, cls: int, k: int) -> Instead:
         text = strategy_text(self.problem.vertices[cls].kind, self.problem.classes[cls].strategies[k])
         self.report(f"{_name(self.problem.vertices[cls])} as {text}")
-        self.solver.found.append({c: self.evaluation.choice[c] for c in self.problem.classes} | {cls: k})
+        forced, starts = replace(self.restriction, forced=((cls, k),)), [self.chosen | {cls: k}]
         try:
-            found = self.solver.solve(replace(self.restriction, forced=((cls, k),)), self.pins).evaluation
+            found = self.solver.solve(forced, self.pins, starts).evaluation
         except MemoryInfeasibleError:
             return Instead(text, False)
         (compute, here, all_), (compute_now, here_now, all_now) = (

@@ -11,7 +11,7 @@ from ..utils.format import size
 from . import accumulation
 from .objective.checkpoint_min_cut import FULL, SELECTIVE
 from .problem.recipes import Restriction
-from .solver.search import Outcome
+from .solver.search import Outcome, Starts
 from .solver.solver import Solver
 
 AUTO, NONE = "auto", "none"
@@ -25,19 +25,25 @@ def check(level: object) -> None:
 
 
 def fastest(
-    solvers: Sequence[Solver], restriction: Restriction, pins: dict[str, str], level: str = AUTO, refuses: bool = True
+    solvers: Sequence[Solver],
+    restriction: Restriction,
+    pins: dict[str, str],
+    level: str = AUTO,
+    refuses: bool = True,
+    starts: Starts = (),
 ) -> tuple[Solver, Outcome]:
     """Return the fastest plan with every block at a level, or with as much recomputation as the memory demands
-    ("auto"), and the solver that found it. Raise MemoryInfeasibleError if none fits, unless `refuses` is False: then
-    return the plan that misses least, which under "auto" recomputes all."""
+    ("auto"), and the solver that found it; for `starts` see `Solver.run`. Raise MemoryInfeasibleError if none fits,
+    unless `refuses` is False: then return the plan that misses least, which under "auto" recomputes all."""
     if level == AUTO:
         try:
-            return accumulation.fastest(solvers, restriction, pins)
+            return accumulation.fastest(solvers, restriction, pins, starts)
         except MemoryInfeasibleError:
             if refuses:
                 raise
             level = FULL
-    found = [(solver, at_level(solver, solver.fastest(restriction, pins), level)) for solver in solvers]
+    runs = [solver.run(restriction, pins, starts) for solver in solvers]
+    found = [(run.solver, at_level(run.solver, run.fastest(), level)) for run in runs]
     fitting = [(solver, outcome) for solver, outcome in found if outcome.fits]
     if not fitting and refuses:
         solver, outcome = min(found, key=lambda pair: pair[1].evaluation.bytes_)

@@ -136,7 +136,8 @@ class _Tour:
 
     def _planned(self, one: _Try, search: Search, tell: Callable[[str], None]) -> plan.Planned:
         one.solvers = [replaced(solver, search) for solver in one.solvers]
-        return plan.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers)
+        starts = one.planned.chosen.found if one.planned else ()
+        return plan.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers, starts)
 
     def settle(self, one: _Try) -> None:
         """Search a mesh in full."""

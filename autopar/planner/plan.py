@@ -35,7 +35,7 @@ from .problem.problem import Problem, build
 from .problem.recipes import RECIPES, Restriction, globs_of
 from .problem.symmetry import fold, unfolded
 from .solver.minimize import Search
-from .solver.search import Outcome
+from .solver.search import Outcome, Starts
 from .solver.solver import Solver
 
 
@@ -88,7 +88,7 @@ class PlanOptions:
         StateBytes.of(self.optimizer, 4, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """A finished search with all that it knows: what explanations, reports and traces read."""
 
@@ -156,9 +156,10 @@ def search(
     model: str = "model",
     report: Callable[[str], None] = lambda t: None,
     solvers: list[Solver] | None = None,
+    starts: Starts = (),
 ) -> Planned:
     """Find the best plan of a captured graph and return it with the search that found it; `solvers`: what `solvers_of`
-    gave, if it was called before. Raise what `make_plan` raises."""
+    gave, if it was called before; for `starts` see `Solver.run`. Raise what `make_plan` raises."""
     options.check(mesh)
     start = time.perf_counter()
     restriction = Restriction.of(options.strategy, mesh, options.forbid)
@@ -166,8 +167,9 @@ def search(
     warnings = _unruled(solvers[0].problem, options.strict)
     others = passes.baselines(solvers, options.styles) if options.baselines else {}
     report("searching")
+    starts = [*passes.met(others), *starts]
     solver, chosen = fixed_recompute.fastest(
-        solvers, restriction, dict(options.pin), options.recompute, options.refuses
+        solvers, restriction, dict(options.pin), options.recompute, options.refuses, starts
     )
     chosen = not_worse(chosen, others, options)
     if options.refuses:
@@ -244,5 +246,5 @@ def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], option
         if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
             restriction = other.restriction if name in RECIPES else chosen.restriction  # one that can be asked for
             bound = min(chosen.bound_seconds, other.evaluation.seconds)
-            chosen = Outcome(restriction, other.evaluation, bound, True)
+            chosen = Outcome(restriction, other.evaluation, bound, True, chosen.found)
     return chosen

@@ -141,7 +141,7 @@ def _planned(change: _Change) -> plan.Planned:
     options.check(mesh)
     solvers = plan.solvers_of(captured, mesh, options)
     restriction = Restriction.of(options.strategy, mesh, options.forbid)
-    least = [(solver, solver.smallest(restriction, dict(options.pin))) for solver in solvers]
+    least = [(solver, solver.run(restriction, dict(options.pin)).smallest()) for solver in solvers]
     solver, smallest = min(least, key=lambda pair: pair[1].bytes_)
     if smallest.bytes_ > solver.limit_bytes:
         raise solver.refusal("the smallest plan needs", smallest)

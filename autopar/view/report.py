@@ -299,7 +299,7 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
         node.meta["role"].name: second[name]
         for v in problem.vertices
         if v.kind in ("parameter", "input") and second.get(name := v.node.meta["role"].name, ("", 0.0))[1] > 0
-        for node in problem.whole_nodes(v.node)
+        for node in problem.whole_nodes(v.node, planned.evaluation.first)
     }
 
 

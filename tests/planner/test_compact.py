@@ -34,14 +34,16 @@ def deep(model: str) -> Captured:
     return api.trace_to_plan(module, inputs, None, forms_of(module))
 
 
-def whole_choice(small: Instance, whole: Instance, choice: dict[int, int]) -> dict[int, int]:
+def whole_choice(small: Instance, whole: Instance, choice: dict[int, int], first: int) -> dict[int, int]:
     """A choice by vertex of the small problem as one of the whole problem."""
     by_node = {v.node: v for v in whole.problem.vertices if v.kind != "output"}
     outputs = {v.name: v for v in whole.problem.vertices if v.kind == "output"}
     result = {}
     for v in small.problem.vertices:
-        twins = [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.problem.whole_nodes(v.node)]
-        assert len(twins) == v.copies
+        twins = (
+            [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.problem.whole_nodes(v.node, first)]
+        )
+        assert len(twins) == small.problem.copies(first)[v.index]
         for twin in twins:
             assert small.problem.choices(v.index).strategies == whole.problem.choices(twin.index).strategies
             result[twin.index] = choice[v.index]
@@ -62,14 +64,13 @@ def test_costs_are_those_of_the_whole_graph(model, mesh):
     prices = Prices(1e-9, True, 0.5, 0.4, 0.7, 0.5)
     found = [small.minimize(p).choice for p in (Prices(), Prices(1e-6, True))]
     for first in rng.sample(range(1, small.problem.compact.most), 2):
-        small.problem.split(first)
         for one, other in ((found[0], found[0]), (found[0], found[1]), (found[1], found[0])):
             choice = {
                 v.index: (one if v.block is None or v.block <= FIRST + 1 else other)[v.cls]
                 for v in small.problem.vertices
             }
-            a = evaluate(small.problem, choice, small.pricer, prices)
-            b = evaluate(whole.problem, whole_choice(small, whole, choice), whole.pricer, prices)
+            a = evaluate(small.problem, choice, small.pricer, prices, first=first)
+            b = evaluate(whole.problem, whole_choice(small, whole, choice, first), whole.pricer, prices)
             for field in (
                 "seconds",
                 "compute_seconds",

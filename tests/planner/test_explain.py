@@ -96,9 +96,9 @@ def test_bounds_of_the_next_best_layouts(planned):
 
 
 def test_the_finished_search_stays_as_it_was(planned):
-    before = len(planned.solver.found), planned.plan.hash
+    before = len(planned.chosen.found), planned.plan.hash
     explain_plan(planned, "*.bias", alternatives=1)
-    assert (len(planned.solver.found), planned.plan.hash) == before
+    assert (len(planned.chosen.found), planned.plan.hash) == before
 
 
 def test_what_binds():

@@ -99,7 +99,7 @@ class Remake:
     def __init__(self, blocks: Blocks, e: Evaluation, block: str, moves: Moves, prices: Prices):
         self.blocks, self.problem, self.e, self.block, self.moves = blocks, blocks.problem, e, block, moves
         self.ops = blocks.members[block]
-        self.copies = self.problem.vertices[self.ops[0]].copies
+        self.copies = self.problem.copies(e.first)[self.ops[0]]
         transfers = [t for t in moves.alone[block] if key_of(t) not in moves.in_backward]
         self.elements: list[int | Transfer] = [*self.ops, *transfers]
         self.number = {v: i for i, v in enumerate(self.ops)} | {

@@ -7,8 +7,7 @@ once for all consumers of a phase that want the same layout, and served in the c
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -66,7 +65,7 @@ class Evaluation:
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
     kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
-    first: int = 0  # how a compact graph was split, see Problem.split
+    first: int = 0  # how the blocks that a compact graph leaves out decide, see Problem.copies
     recomputed: dict[str, dict] = field(
         default_factory=dict
     )  # block -> level -> (step, copies that take it), see checkpoint_blocks.py
@@ -227,69 +226,59 @@ def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -
     ]  # fmt: skip
 
 
-def uses_by_tensor(problem: Problem) -> dict[tuple[int, int], list[Use]]:
-    """Return all uses of every tensor, in order of the graph."""
-    if problem.uses_of is None:
-        problem.uses_of = defaultdict(list)
-        for use in problem.uses:
-            problem.uses_of[use.producer, use.output].append(use)
-    return problem.uses_of
-
-
 def evaluate(
     problem: Problem,
     choice: dict[int, int],
     pricer: Pricer,
     prices: Prices = Prices(),
     keep_parameters: bool | None = None,
+    first: int | None = None,
 ) -> Evaluation:
-    """Return the cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph.
+    """Return the cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph. Of the blocks that a
+    compact graph leaves out `first` decide as block 2 does, or half of them if that is not said.
 
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False
     gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
-    result = Evaluation(
-        {"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=problem.first
-    )
+    first = problem.half if first is None else first
+    copies = problem.copies(first)
+    result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=first)
     result.reduces_once, result.gathers_once = pricer.reduces_once, pricer.gathers_once
-    for v in problem.vertices:
+    for v, times in zip(problem.vertices, copies):
         options, k = problem.choices(v.index), choice[v.index]
         phase = "backward" if v.phase == "backward" else "forward"
-        seconds = float(options.seconds[k]) * v.copies
+        seconds = float(options.seconds[k]) * times
         if v.kind == "op":
             result.compute[phase] += seconds
         else:
             result.offload_seconds += seconds
-        result.resident_bytes += float(options.resident_bytes[k]) * v.copies
-        result.gradient_bytes += float(options.gradient_bytes[k]) * v.copies
+        result.resident_bytes += float(options.resident_bytes[k]) * times
+        result.gradient_bytes += float(options.gradient_bytes[k]) * times
     known = pricer.known(prices, keep_parameters)
-    for (producer, output), uses in uses_by_tensor(problem).items():
-        key = (
-            producer,
-            output,
-            problem.vertices[producer].copies,
-            choice[producer],
-            *(choice[u.consumer] for u in uses),
-        )
-        served = known.get(key)
-        if served is None:
-            served = known[key] = _serve(problem, choice, pricer, prices, keep_parameters, producer, output, uses)
+    for (producer, output), uses in problem.uses_of.items():
+        key = (producer, output, copies[producer], choice[producer], *(choice[u.consumer] for u in uses))
+        if key not in known:
+            known[key] = _serve(problem, choice, pricer, prices, keep_parameters, uses, copies[producer])
+        served = known[key]
         result.transfers.extend(served.transfers)
         result.kept.update(served.kept)
         result.saved.update(served.saved)
         if pricer.reduces_once:
             made = problem.choices(producer).strategies[choice[producer]].outputs[output]
-            result.whole_gradient_bytes += unreduced_bytes(problem, choice, pricer, uses, made)
+            whole = unreduced_bytes(problem, choice, pricer, uses, made)
+            result.whole_gradient_bytes += whole * copies[uses[0].consumer]
     return result
 
 
-def unreduced_bytes(problem: Problem, choice: dict[int, int], pricer: Pricer, uses: list[Use], made: Layout) -> float:
-    """Return the bytes of a gradient as it is made beyond those of its shard; 0 for other tensors."""
+def unreduced_bytes(
+    problem: Problem, choice: dict[int, int], pricer: Pricer, uses: Sequence[Use], made: Layout
+) -> float:
+    """Return the bytes of one gradient as it is made beyond those of its shard; 0 for other tensors."""
     consumer = problem.vertices[uses[0].consumer]
     if consumer.kind != "parameter" or not any(u.slot == STATE and u.phase == "backward" for u in uses):
         return 0.0
     shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
     master = consumer.node.meta["val"]  # a gradient has the type of its parameter, not of the copy that computes
-    return max(0.0, pricer.bytes_of(master, made) - pricer.bytes_of(master, shard)) * consumer.copies
+    return max(0.0, pricer.bytes_of(master, made) - pricer.bytes_of(master, shard))
 
 
 @dataclass(frozen=True)
@@ -302,8 +291,9 @@ class _Served:
 
 
 def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Prices, keep_parameters: bool | None,
-           producer: int, output: int, uses: list[Use]) -> _Served:  # fmt: skip
+           uses: Sequence[Use], copies: int) -> _Served:  # fmt: skip
     """Serve one tensor to all its uses in its cheapest mode."""
+    producer, output = uses[0].producer, uses[0].output
     vertex = problem.vertices[producer]
     source = problem.choices(producer).strategies[choice[producer]].outputs[output]
     readers: dict[str, dict[Layout, list[int]]] = {"forward": {}, "backward": {}}
@@ -319,7 +309,7 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
         return pricer.local_bytes(producer, output, layout)
 
     def saved(layout: Layout) -> tuple[tuple[int, int, Layout], float]:
-        return (producer, output, layout), bytes_in(layout) * vertex.copies
+        return (producer, output, layout), bytes_in(layout) * copies
 
     saves, has_base = waits(vertex), vertex.kind != "parameter"
     targets = dict.fromkeys((*readers["forward"], *readers["backward"]))
@@ -330,7 +320,7 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     byte_seconds = prices.byte_seconds if prices.saved and saves else 0.0
     seconds = {target: pricer.seconds(source, target, bytes_, is_hidden) for target in targets}
     early, late = (prices.hidden(phase) if is_hidden else 1.0 for phase in readers)
-    copies = {
+    priced = {
         target: Copy(
             FORWARD * (target in readers["forward"]) | BACKWARD * (target in readers["backward"]),
             seconds[target] * early, seconds[target] * late, byte_seconds and byte_seconds * bytes_in(target),
@@ -339,13 +329,13 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     }  # fmt: skip
     base = byte_seconds * bytes_in(source) if has_base else 0.0
     modes = modes_of(vertex, pricer.gathers_once, keep_parameters)
-    ways = cheapest(modes, copies, base, reads_base, pricer.micro_batches)
+    ways = cheapest(modes, priced, base, reads_base, pricer.micro_batches)
 
     def transfer(target: Layout, phase: str) -> Transfer:
         made = 1 if ways[target] == ONCE else times
         return Transfer(
             producer, output, phase, source, target, seconds[target] * made / pricer.micro_batches,
-            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), vertex.copies, is_hidden, made,
+            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden, made,
         )  # fmt: skip
 
     kept = [target for target in targets if ways[target] != MAKE]

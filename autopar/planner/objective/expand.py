@@ -11,37 +11,37 @@ from dataclasses import replace
 from ...ir.graph import output_node
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, vertices_of
-from .checkpoint_blocks import Blocks
+from .checkpoint_blocks import taking
 from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
-from .evaluate import Evaluation, Pricer, uses_by_tensor
+from .evaluate import Evaluation
 
 
 def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
     """Return the problem of the whole graph and the same plan of it, both as they are if no blocks were left out."""
     if problem.compact is None:
         return problem, evaluation
-    problem.split(evaluation.first)
     return _Writer(problem, evaluation).write()
 
 
-def few_of(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[Problem, Evaluation]:
+def few_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
     """Return a problem of the compact graph's few blocks, each once, and the same plan of it, both as they are if no
-    blocks were left out. All blocks must compute again as much as one level says (see `recomputes_alike`)."""
+    blocks were left out. What is computed again must be so in all copies of a block (see `recomputes_alike`)."""
     if problem.compact is None:
         return problem, evaluation
-    problem.split(evaluation.first)
-    copies = [v.copies for v in problem.vertices]
-    few = replace(
-        problem,
-        vertices=[replace(v, copies=1, block=None) for v in problem.vertices],
-        whole=problem.graph,
-        compact=None,
-    )
+    copies = problem.copies(evaluation.first)
+    few = replace(problem, whole=problem.graph, compact=None)
+
     base = _without_again(evaluation)
+    transfers = [replace(t, copies=1) for t in evaluation.transfers]
     saved = {key: bytes_ / copies[key[0]] for key, bytes_ in base.saved.items()}
-    base = replace(base, saved=saved, transfers=[replace(t, copies=1) for t in evaluation.transfers], first=0)
-    (level,) = _levels(evaluation) or ("",)
-    return few, Blocks(few, pricer).at_level(base, level) if level else base
+    base = replace(base, saved=saved, transfers=transfers, first=0)
+    steps = [
+        replace(step, copies=1, moved=tuple(replace(t, copies=1) for t in step.moved),
+                freed=tuple((key, bytes_ / step.copies) for key, bytes_ in step.freed),
+                needed=tuple((key, bytes_ / step.copies) for key, bytes_ in step.needed))
+        for levels in evaluation.recomputed.values() for step, _ in levels.values()
+    ]  # fmt: skip
+    return few, taking(base, [(step, 1) for step in steps]) if steps else base
 
 
 def recomputes_alike(evaluation: Evaluation) -> bool:
@@ -78,12 +78,14 @@ class _Writer:
         ] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
         for v in small.vertices:
             self.twins[v.index] = (
-                [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.whole_nodes(v.node)]
+                [outputs[v.name]]
+                if v.kind == "output"
+                else [by_node[n] for n in small.whole_nodes(v.node, evaluation.first)]
             )
             for twin in self.twins[v.index]:
                 vertices[twin].cls = v.cls
         self.problem = replace(
-            small, vertices=vertices, uses=uses, graph=small.whole, compact=None, uses_of=None, first=0,
+            small, vertices=vertices, uses=uses, graph=small.whole, compact=None,
             tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.twins[v]},
             rule_of={t: rule for v, rule in small.rule_of.items() for t in self.twins[v]},
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
@@ -129,7 +131,7 @@ class _Writer:
     def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
         for twin in self.twins[transfer.producer]:
             readers = []
-            for use in uses_by_tensor(self.problem)[twin, transfer.output]:
+            for use in self.problem.uses_of[twin, transfer.output]:
                 strategy = self.problem.choices(use.consumer).strategies[choice[use.consumer]]
                 wanted = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
                 if wanted == transfer.target and use.phase == transfer.phase:
@@ -139,7 +141,7 @@ class _Writer:
     def _recomputed(self) -> Iterator[tuple[str, dict]]:
         for block, levels in self.evaluation.recomputed.items():
             most = max(count for _, count in levels.values())
-            for i, name in enumerate(names_of(self.small, block)[:most]):
+            for i, name in enumerate(names_of(self.small, block, self.evaluation.first)[:most]):
                 yield (
                     name,
                     {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count},
@@ -168,9 +170,10 @@ class _Writer:
         )  # fmt: skip
 
 
-def names_of(problem: Problem, block: str) -> list[str]:
-    """Return the names of the blocks of the whole graph that a block of the planned graph stands for."""
+def names_of(problem: Problem, block: str, first: int) -> list[str]:
+    """Return the names of the blocks of the whole graph that a block of the planned graph stands for; for `first` see
+    `Problem.copies`."""
     tower, _, number = block.rpartition(".")
     if problem.compact is None or tower != problem.compact.tower:
         return [block]
-    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), problem.first)]
+    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), first)]

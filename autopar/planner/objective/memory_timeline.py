@@ -84,7 +84,7 @@ def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
 def staying_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
     """Return the bytes of one vertex that stay on a device all through training, by kind."""
     options, k = problem.choices(v.index), e.choice[v.index]
-    resident = float(options.resident_bytes[k]) * v.copies
+    resident = float(options.resident_bytes[k]) * problem.copies(e.first)[v.index]
     if options.strategies[k].on_host:
         return {PARAMETERS: resident}
     if v.kind != "parameter":
@@ -121,6 +121,7 @@ class _Lives:
     def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
+        self.copies = problem.copies(evaluation.first)
         self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
         self.reads: dict[tuple, int] = defaultdict(
             lambda: -1
@@ -175,7 +176,12 @@ class _Lives:
         yield from self._beside()
         for v in self.problem.vertices:
             if v.kind == "input":
-                yield PASSING, 0, len(self.order.runs), self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
+                yield (
+                    PASSING,
+                    0,
+                    len(self.order.runs),
+                    self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index],
+                )
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -197,9 +203,10 @@ class _Lives:
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
         """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
         leaves out hold it until that backward ends."""
-        yield kind, first, last, bytes_ / vertex.copies
-        if vertex.copies > 1:
-            yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / vertex.copies)
+        copies = self.copies[vertex.index]
+        yield kind, first, last, bytes_ / copies
+        if copies > 1:
+            yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / copies)
 
     def _computing_copies(self):
         """Iterate over the spans of parameters in the type that they compute in, from the first to the last time that
@@ -212,7 +219,7 @@ class _Lives:
             asked[travel.transfer.producer].append(min(travel.start, len(self.order.runs) - 1))
         for v in self.problem.vertices:
             if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self._strategy(v.index).on_host:
-                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * v.copies
+                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
                 yield from self._of_all_copies(PARAMETERS, min(asked[v.index]), max(asked[v.index]), v, bytes_)
 
     def _strategy(self, vertex: int):
@@ -236,11 +243,11 @@ class _Lives:
                 continue
             bytes_ = float(problem.choices(v.index).gradient_bytes[e.choice[v.index]])
             if accumulated:
-                yield GRADIENTS, 0, count, bytes_ * v.copies
+                yield GRADIENTS, 0, count, bytes_ * self.copies[v.index]
                 continue
             yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
-            if v.copies > 1:
-                yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (v.copies - 1)
+            if self.copies[v.index] > 1:
+                yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (self.copies[v.index] - 1)
 
     def _end_of_backward(self, block: int) -> int:
         """Return the last run in the backward of a block of a compact graph."""

@@ -17,7 +17,7 @@ from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .checkpoint_blocks import block_of, recomputed_vertices
 from .checkpoint_min_cut import key_of
-from .evaluate import Evaluation, Transfer, uses_by_tensor
+from .evaluate import Evaluation, Transfer
 from .module_table import module_of
 
 
@@ -87,7 +87,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
 def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:
     """Iterate over the ops of the backward that read a copy which would be kept for them if it had not to be made
     again."""
-    for use in uses_by_tensor(problem)[t.producer, t.output]:
+    for use in problem.uses_of[t.producer, t.output]:
         strategy = problem.choices(use.consumer).strategies[e.choice[use.consumer]]
         if use.phase == "backward" and use.slot != STATE and strategy.inputs[use.slot] == t.target:
             yield use.consumer

@@ -86,16 +86,16 @@ def judged(estimates: Sequence[Estimate]) -> list[Tried]:
     """Judge the most promising estimates and return them, the best first: those that fit by their seconds, then others
     by their bytes. With one schedule of a number of micro-batches all of its schedules are judged; another number only
     if it may be faster than all of those."""
-    best_of: dict[tuple[int, str, int], Estimate] = {}
+    best_of: dict[tuple[PipelineSearch, str, int], Estimate] = {}
     for one in sorted(estimates, key=promise):
-        best_of.setdefault((id(one.search), one.schedule, one.stages_per_rank), one)
+        best_of.setdefault((one.search, one.schedule, one.stages_per_rank), one)
     tried: list[Tried] = []
-    cut: set[int] = set()
+    cut: set[PipelineSearch] = set()
     for one in best_of.values():
         fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
-        if not tried or id(one.search) in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
+        if not tried or one.search in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
             tried.append(one.search.judged(one))
-            cut.add(id(one.search))
+            cut.add(one.search)
     return _sorted(tried)
 
 
@@ -214,7 +214,7 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged),
         peak_bytes=judged.peak_bytes, memory=judged.memory[rank], at_peak=judged.memory[rank],
         alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
-        planning_seconds=sum({id(t.inner): t.inner.seconds for t in tried}.values()),
+        planning_seconds=sum({t.inner: t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
     return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried), best)
 

@@ -34,7 +34,6 @@ from ..objective.expand import recomputes_alike
 from ..plan import Planned, PlanOptions, search, solvers_of
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
-from ..solver.search import Run
 from ..solver.solver import Solver, replaced
 from .checkpoint import Again
 from .cut import cut_stages
@@ -108,9 +107,7 @@ class PipelineSearch:
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
-        self._known: dict[
-            int, tuple[Planned, tuple[Planned, Chain, Again | None]]
-        ] = {}  # with what has the id, so that it stays
+        self._prepared: dict[Planned, tuple[Planned, Chain, Again | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
@@ -147,7 +144,7 @@ class PipelineSearch:
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
-        other.options, other.kinds, other._known = replace(self.options, strategy=strategy), kinds, {}
+        other.options, other.kinds, other._prepared = replace(self.options, strategy=strategy), kinds, {}
         other.__dict__.pop("fastest", None)
         return other
 
@@ -170,7 +167,7 @@ class PipelineSearch:
             return
         solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
         restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
-        run = Run(solver, restriction, solver.allowed(restriction, dict(self.options.pin)), solver.search)
+        run = solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
         for price in MEMORY_PRICES:
             one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
             if one.evaluation.choice not in seen:
@@ -200,13 +197,15 @@ class PipelineSearch:
     def _planned(self, limit: float) -> Planned:
         """Return the fastest plan of a micro-batch that holds so many bytes at most."""
         solvers = [replaced(solver, solver.search, min(limit, self.ranks * self.limit)) for solver in self.solvers]
-        options = replace(self.options, refuses=True)
-        if limit == math.inf:
+        options, starts = replace(self.options, refuses=True), ()
+        if limit < math.inf:
+            starts = self.fastest.chosen.found
+        else:
             level = NONE if self.options.recompute == AUTO else self.options.recompute
             options = replace(self.options, refuses=False, recompute=level)
             for solver in solvers:
                 solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
-        return search(self.few, self.mesh, options, self.name, self.report, solvers)
+        return search(self.few, self.mesh, options, self.name, self.report, solvers, starts)
 
     def _chain(self, inner: Planned) -> Chain:
         fewest = self.ranks * max(1, min(v for _, v in self.kinds))
@@ -334,11 +333,11 @@ class PipelineSearch:
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
         """Return a plan of the whole graph, its pieces, and what may be computed again, if that is left to the
         search."""
-        if id(inner) not in self._known:
+        if inner not in self._prepared:
             whole = self._of_whole(inner)
             is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
-            self._known[id(inner)] = inner, (whole, self._chain(whole), Again(whole) if is_free else None)
-        return self._known[id(inner)][1]
+            self._prepared[inner] = whole, self._chain(whole), Again(whole) if is_free else None
+        return self._prepared[inner]
 
     def _of_whole(self, inner: Planned) -> Planned:
         """Return the same plan of the whole graph; it is searched anew if the graph's blocks are not cut alike."""

@@ -73,7 +73,7 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     if not recomputes_alike(e):
         (problem, e), compact = whole_of(problem, e), None
     else:
-        problem, e = few_of(problem, e, pricer)
+        problem, e = few_of(problem, e)
     nodes = {node.name: node for node in problem.graph.nodes}
     copies = {n: len(compact.stands_for(compact.block(n), first)) for n in compact.home} if compact else {}
     places = places_to_cut(problem, e, pricer, stages, seconds / stages, copies)

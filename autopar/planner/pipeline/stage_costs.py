@@ -23,7 +23,7 @@ from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from ...ir.stage_placement import Places, first_of
 from ..objective.checkpoint_blocks import block_of, recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
-from ..objective.evaluate import Evaluation, Pricer, Transfer, unreduced_bytes, uses_by_tensor
+from ..objective.evaluate import Evaluation, Pricer, Transfer, unreduced_bytes
 from ..objective.memory_timeline import (
     AGAIN,
     BUCKETS,
@@ -240,7 +240,7 @@ class Parts:
     def _is_read_alone(self, parameter: int) -> bool:
         """Return whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered
         once."""
-        uses = [u for u in uses_by_tensor(self.problem)[parameter, 0] if u.slot != STATE]
+        uses = [u for u in self.problem.uses_of[parameter, 0] if u.slot != STATE]
         return any((parameter, 0, self._strategy(u.consumer).inputs[u.slot]) not in self.once for u in uses) or not uses
 
     def _kind(self, node: fx.Node) -> str:
@@ -253,7 +253,7 @@ class Parts:
         micro-batches."""
         found: dict[int, float] = {}
         if self.e.reduces_once:
-            for (producer, output), uses in uses_by_tensor(self.problem).items():
+            for (producer, output), uses in self.problem.uses_of.items():
                 made = self._strategy(producer).outputs[output]
                 if bytes_ := unreduced_bytes(self.problem, self.e.choice, self.pricer, uses, made):
                     found[uses[0].consumer] = found.get(uses[0].consumer, 0.0) + bytes_
@@ -287,7 +287,7 @@ class Parts:
                 part.work[kind].moved += seconds
 
     def _saved(self) -> None:
-        uses_of, vertices = uses_by_tensor(self.problem), self.problem.vertices
+        uses_of, vertices = self.problem.uses_of, self.problem.vertices
         for (v, output, layout), bytes_ in self.e.saved.items():
             if (v, output, layout) in self.once:
                 for part in self._charged(self.once[v, output, layout]):

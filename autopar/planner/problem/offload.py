@@ -73,16 +73,16 @@ def break_even(problem: Problem, gradients: float) -> float | None:
 def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
     """Return what an evaluated plan has on the host. Seconds are of a step, bytes of a device's share."""
     parameters, bytes_, copies, steps = 0, 0.0, 0.0, 0.0
-    for v in problem.vertices:
+    for v, times in zip(problem.vertices, problem.copies(e.first)):
         strategy = problem.choices(v.index).strategies[e.choice[v.index]]
         if not strategy.on_host:
             continue
         cost, state, trainable = problem.offload.cost, v.state_bytes(problem.optimizer), v.node.meta["role"].trainable
         elements = float(largest_local_numel(v.node.meta["val"].shape, strategy.outputs[0], problem.mesh))
-        parameters += v.copies
-        bytes_ += v.copies * elements * (state.master + (state.gradient + state.optimizer if trainable else 0))
-        copies += v.copies * cost.copy_seconds(elements, state, trainable) * cost.passes
-        steps += v.copies * cost.optimizer_seconds(elements, state, trainable)
+        parameters += times
+        bytes_ += times * elements * (state.master + (state.gradient + state.optimizer if trainable else 0))
+        copies += times * cost.copy_seconds(elements, state, trainable) * cost.passes
+        steps += times * cost.optimizer_seconds(elements, state, trainable)
     return Offloaded(parameters, bytes_, copies, steps)
 
 

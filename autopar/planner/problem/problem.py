@@ -8,8 +8,9 @@ Every vertex belongs to a class; the vertices of a class share one choice, as th
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from torch import fx
@@ -46,24 +47,37 @@ class Problem:
     reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
     offload: Offload = Offload()
     compact: Compact | None = None
-    uses_of: dict[tuple[int, int], list[Use]] | None = None  # filled by autopar/planner/objective/evaluate.py
     fits: dict[int, np.ndarray] = field(
         default_factory=dict
     )  # by class, strategies that another graph allows (see overlay.py)
-    first: int = 0  # of the blocks that the compact graph leaves out, those that decide as block 2 does
+    _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
-    def split(self, first: int) -> None:
-        """Let `first` of the blocks left out decide as block 2 does, the others as block 5."""
-        if first == self.first:
-            return
-        self.first = first
-        for v in self.vertices:
-            if v.block is not None:
-                v.copies = len(self.compact.stands_for(v.block, first))
+    @property
+    def half(self) -> int:
+        """Return half of the blocks that the compact graph leaves out, 0 if it leaves none out."""
+        return self.compact.most // 2 if self.compact else 0
 
-    def whole_nodes(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes of the whole graph that a node of the planned graph stands for."""
-        return [node] if self.compact is None else self.compact.nodes(node, self.first)
+    def copies(self, first: int) -> Sequence[int]:
+        """Return how many vertices of the whole graph each vertex stands for, where `first` of the blocks left out
+        decide as block 2 does, the others as block 5."""
+        if first not in self._copies:
+            self._copies[first] = [
+                1 if v.block is None or self.compact is None else len(self.compact.stands_for(v.block, first))
+                for v in self.vertices
+            ]
+        return self._copies[first]
+
+    @cached_property
+    def uses_of(self) -> Mapping[tuple[int, int], Sequence[Use]]:
+        """Return all uses of every tensor, in order of the graph."""
+        found: dict[tuple[int, int], list[Use]] = {}
+        for use in self.uses:
+            found.setdefault((use.producer, use.output), []).append(use)
+        return found
+
+    def whole_nodes(self, node: fx.Node, first: int) -> list[fx.Node]:
+        """Return the nodes of the whole graph that a node of the planned graph stands for; for `first` see `copies`."""
+        return [node] if self.compact is None else self.compact.nodes(node, first)
 
     def choices(self, vertex: int) -> Choices:
         """Return what the class of a vertex may choose."""
@@ -113,9 +127,9 @@ def build(
     classes: dict[int, Choices] = {}
     for v in vertices:
         if v.cls not in classes:
-            pins = (fixed or {}).get(v.name)
+            pinned = (fixed or {}).get(v.name)
             classes[v.cls] = choices_of(
-                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pins, offload
+                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pinned, offload
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
@@ -139,10 +153,8 @@ def build(
         offload,
         compact,
     )
-    if compact:
-        problem.split(compact.most // 2)
-    for v in vertices:
-        classes[v.cls].copies += v.copies
+    for v, copies in zip(vertices, problem.copies(problem.half)):
+        classes[v.cls].copies += copies
     return problem
 
 

@@ -39,7 +39,6 @@ class Vertex:
     cls: int = -1
     casts: dict[int, fx.Node] = field(default_factory=dict)
     block: int | None = None  # of a compact graph (see autopar/frontend/repeated_blocks.py)
-    copies: int = 1  # vertices of the whole graph that it stands for
 
     @property
     def values(self) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ backward, a tensor is there without being saved; a forward consumer that runs ag
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -33,15 +32,12 @@ class Hub:
 def hubs_of(problem: Problem) -> list[Hub]:
     """Return the hubs of a problem, those that are copies of each other as one."""
     members: dict[tuple, list[tuple[int, int]]] = {}
-    consumers: dict[tuple[int, int], set] = defaultdict(set)
-    for use in problem.uses:
-        key = (problem.vertices[use.consumer].cls, use.slot, use.phase)
-        consumers[use.producer, use.output].add(key)
-    for tensor, found in consumers.items():
+    for tensor, uses in problem.uses_of.items():
         cls = problem.vertices[tensor[0]].cls
+        found = {(problem.vertices[use.consumer].cls, use.slot, use.phase) for use in uses}
         members.setdefault((cls, tensor[1], tuple(sorted(found))), []).append(tensor)
-    vertices = problem.vertices
-    return [Hub(cls, o, found, sum(vertices[v].copies for v, _ in t), t[0]) for (cls, o, found), t in members.items()]
+    copies = problem.copies(problem.half)
+    return [Hub(cls, o, found, sum(copies[v] for v, _ in t), t[0]) for (cls, o, found), t in members.items()]
 
 
 @dataclass

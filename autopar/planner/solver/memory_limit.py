@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -68,7 +67,7 @@ class WithinLimit:
             raise self.solver.refusal(
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
-        return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True)
+        return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True, tuple(self.run.found))
 
     def _search(self, early: bool, is_sure: bool) -> bool:
         """Search for plans at changing prices of what is held at one of the two peaks. Return False if memory does not
@@ -98,7 +97,7 @@ class WithinLimit:
                 break
             prices = self._prices(free, point)
             dual.price(prices)
-            starts = [*self.solver.found, *([] if self.best is None else [self._joint(dual, self.best)])]
+            starts = [*self.run.found, *([] if self.best is None else [self._joint(dual, self.best)])]
             solution = minimize(dual, starts, replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP))))
             self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
             if self.bound >= run.search.cutoff_seconds:
@@ -118,13 +117,13 @@ class WithinLimit:
         """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it
         recomputes."""
 
-        def judge(choice: dict[int, int]) -> Evaluation:
-            e = self.run.judge(prices, choice)
+        def judge(choice: dict[int, int], first: int) -> Evaluation:
+            e = self.run.judge(prices, choice, first, one.passing_bytes)
             return self.solver.blocks.fit(e, self.limit_bytes, prices)[0] or e
 
         self.solver.report("mixing plans")
-        mixed = between(self.problem, one, other, judge, self.limit_bytes)  # leaves the problem split as in the mixture
-        self._keep(self._fitted(self.run.settled(self.run.judge(prices, mixed.choice)), prices)[0])
+        mixed = between(self.problem, one, other, judge, self.limit_bytes)
+        self._keep(self._fitted(self.solver.settled(self.run.judge(prices, mixed.choice, mixed.first)), prices)[0])
 
     def _keep(self, e: Evaluation | None) -> None:
         """Remember a plan that fits if it is the fastest."""
@@ -186,7 +185,8 @@ class WithinLimit:
         if choice is None:
             tried = self.run.at(prices, self.rough).evaluation
         else:
-            tried = self.run.settled(self.run.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
+            tried = self.run.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
+            tried = self.solver.settled(tried)
         self.smallest = min(self.smallest, tried, key=self.solver.blocks.least_bytes)
         fitted, dearest = self._fitted(tried, prices)
         self._keep(fitted)
@@ -198,9 +198,8 @@ class WithinLimit:
         """Return `tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is room for of
         a faster plan and of copies kept for the backward; and the price in seconds a byte of what it recomputes. Return
         None and infinity if it does not fit."""
-        limit, judge = self.limit_bytes, partial(self.run.judge, prices)
+        limit, judge = self.limit_bytes, partial(self.run.judge, prices, passing_bytes=tried.passing_bytes)
         for _ in range(MOST_TRIES):
-            self.run.passing_bytes = tried.passing_bytes
             fitted, dearest = self._recomputed(tried, limit, prices)
             if fitted is None:
                 break
@@ -209,9 +208,9 @@ class WithinLimit:
                 fitted = mix(self.problem, fitted, self.fast, limit, judge)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
-            fitted = self.run.settled(fitted)
+            fitted = self.solver.settled(fitted)
             if fitted.bytes_ <= self.limit_bytes:
-                return self._filled(fitted, judge), dearest
+                return self._filled(fitted, prices), dearest
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
         return None, math.inf
 
@@ -227,24 +226,25 @@ class WithinLimit:
         # what is gathered again is hidden, or is not: the backward may have compute enough for it or not
         for again, weight in itertools.product((most, math.sqrt(most * least), least), (1.0 - prices.overlap, 1.0)):
             dear = replace(prices, byte_seconds=again, hidden_backward=weight, saved=True)
-            leaner, last = fit(self.run.judge(dear, tried.choice), limit_bytes, dear)
+            leaner, last = fit(self.run.judge(dear, tried.choice, tried.first, tried.passing_bytes), limit_bytes, dear)
             if leaner is not None and (best is None or leaner.seconds < best.seconds):
                 best, dearest = leaner, last
         return best, dearest
 
-    def _filled(self, fitted: Evaluation, judge: Callable[[dict[int, int]], Evaluation]) -> Evaluation:
+    def _filled(self, fitted: Evaluation, prices: Prices) -> Evaluation:
         """Return a plan that has parameters on the host, with as many of them on the device as there is room for, or as
         what is cheaper to compute again makes room for."""
         price = break_even(self.problem, self.run.prices.gradients)
         if price is None or not fitted.offload_seconds:
             return fitted
-        blocks = self.solver.blocks
-        room = self.limit_bytes + blocks.freed_bytes(judge(fitted.choice), price, self.run.prices)
-        for _ in range(MOST_TRIES):
-            self.run.passing_bytes = fitted.passing_bytes
-            more = mix(self.problem, judge(fitted.choice), self.fast, room, judge)
+        blocks, room = self.solver.blocks, self.limit_bytes
+        for turn in range(MOST_TRIES):
+            judge = partial(self.run.judge, prices, passing_bytes=fitted.passing_bytes)
+            plain = judge(fitted.choice, fitted.first)
+            room += 0.0 if turn else blocks.freed_bytes(plain, price, self.run.prices)
+            more = mix(self.problem, plain, self.fast, room, judge)
             less, _ = blocks.fit(more, self.limit_bytes, self.run.prices)
-            less = self.run.settled(less or more)
+            less = self.solver.settled(less or more)
             if less.bytes_ <= self.limit_bytes and less.seconds >= fitted.seconds:
                 break
             if less.bytes_ <= self.limit_bytes:

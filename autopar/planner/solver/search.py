@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from .minimize import Search, minimize
 if TYPE_CHECKING:
     from .solver import Solver
 
+Starts = Sequence[dict[int, int]]  # choices by class
 MOST_WEIGHTS = 10
 DEAREST_PRICE = 1e4  # units, at which nothing but memory counts
 LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
@@ -40,6 +42,7 @@ class Outcome:
     evaluation: Evaluation
     bound_seconds: float
     fits: bool
+    found: Starts = ()  # choices by class that the search found on its way, the later the better
 
     @property
     def gap(self) -> float:
@@ -49,16 +52,18 @@ class Outcome:
 
 
 class Run:
-    """One search: the allowed strategies of one restriction at changing prices."""
+    """One search: the allowed strategies of one restriction at changing prices. Each minimization does at least as well
+    as `starts` and all choices found before."""
 
-    def __init__(self, solver: Solver, restriction: Restriction, allowed: dict[int, np.ndarray], search: Search):
+    def __init__(self, solver: Solver, restriction: Restriction, allowed: dict[int, np.ndarray], search: Search,
+                 starts: Starts = ()):  # fmt: skip
+        self.found = list(starts)
         self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
         self.dual = Dual(solver.problem, solver.hubs, allowed, solver.free, restriction.keep)
         self.prices = solver.free
         least = 1.0 - solver.free.overlap
         self.cuts = Cuts((least, least, 0.0), (1.0, 1.0, 0.0))
-        self.passing_bytes = 0.0  # of the last plan: a guess for the next one
         self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
 
     def fastest(self, is_limited: bool = False) -> Outcome:
@@ -79,7 +84,7 @@ class Run:
                 best = self._mixed(best, met)
                 break
             self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
-        return replace(best, bound_seconds=min(bound, best.evaluation.seconds))
+        return replace(best, bound_seconds=min(bound, best.evaluation.seconds), found=tuple(self.found))
 
     def _far_from_limit(self, doubt: float) -> bool:
         """Return whether fast plans are so much too large that prices of memory will change everything."""
@@ -106,19 +111,19 @@ class Run:
     def _mixed(self, best: Outcome, plans: list[Evaluation]) -> Outcome:
         """Return the best of all mixtures of two of the plans, or what there is."""
         for one, other in itertools.combinations(plans, 2):
-            mixed = self.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
+            mixed = self.solver.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
             if mixed.seconds < best.evaluation.seconds:
-                best = Outcome(self.restriction, mixed, best.bound_seconds, mixed.bytes_ <= self.limit_bytes)
+                best = replace(best, evaluation=mixed, fits=mixed.bytes_ <= self.limit_bytes)
         return best
 
     def at(self, prices: Prices, search: Search | None = None) -> Outcome:
         """Return the plan that costs least at these prices, as exactly as a search goes, by default the run's own."""
         self.dual.price(prices)
-        solution = minimize(self.dual, self.solver.found, search or self.search)
-        self.solver.found.append(solution.choice)
+        solution = minimize(self.dual, self.found, search or self.search)
+        self.found.append(solution.choice)
         evaluation = self.judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, prices)
-        evaluation = self.settled(evaluation)
+        evaluation = self.solver.settled(evaluation)
         bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
 
@@ -128,21 +133,18 @@ class Run:
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
         dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, blocks.reruns)
-        choice = dual.strategies(minimize(dual, self.solver.found, self.search).choice)
-        last = self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
+        choice = dual.strategies(minimize(dual, self.found, self.search).choice)
+        last = self.solver.settled(self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
         least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)
-        return self.settled(blocks.at_level(least, FULL))
+        return self.solver.settled(blocks.at_level(least, FULL))
 
-    def judge(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
-        """Return the cost of a choice by vertex, with what passes by as in the last plan."""
-        e = evaluate(self.problem, choice, self.solver.pricer, prices, self.restriction.keep)
-        return replace(e, passing_bytes=self.passing_bytes)
-
-    def settled(self, e: Evaluation) -> Evaluation:
-        """Return what `Solver.settled` does, and remember what passes by for the plans that are judged next."""
-        e = self.solver.settled(e)
-        self.passing_bytes = e.passing_bytes
-        return e
+    def judge(
+        self, prices: Prices, choice: dict[int, int], first: int | None = None, passing_bytes: float = 0.0
+    ) -> Evaluation:
+        """Return the cost of a choice by vertex, of which `first` of the blocks left out decide as block 2 does.
+        `passing_bytes`: a guess of what passes by, from a plan like it."""
+        e = evaluate(self.problem, choice, self.solver.pricer, prices, self.restriction.keep, first)
+        return replace(e, passing_bytes=passing_bytes)
 
     def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
         """Raise AssertionError unless the objective of the folded problem is the cost of the unfolded plan."""

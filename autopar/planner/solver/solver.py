@@ -13,7 +13,7 @@ from ...errors import AutoparError, MemoryInfeasibleError, not_compared
 from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
 from ..objective.evaluate import Evaluation, Pricer
-from ..objective.memory_timeline import LiveBytes, live_bytes
+from ..objective.memory_timeline import live_bytes
 from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices
@@ -22,7 +22,7 @@ from ..problem.recipes import Restriction
 from .hyperedges import HubPrices, hubs_of
 from .memory_limit import WithinLimit
 from .minimize import BeyondCutoff, Search
-from .search import Outcome, Run
+from .search import Outcome, Run, Starts
 
 BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
 
@@ -37,9 +37,6 @@ class Solver:
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report, self.blocks = search, report, Blocks(problem, pricer)
         self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
-        self.found: list[
-            dict[int, int]
-        ] = []  # choices of all searches so far: each next one starts from the best of them
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
@@ -49,10 +46,14 @@ class Solver:
             self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap
         )
 
-    def solve(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
-        """Return the fastest plan that fits. Raise MemoryInfeasibleError with what is missing if none does, and
-        BeyondCutoff if none takes less than the cutoff."""
-        run = Run(self, restriction, self.allowed(restriction, pins), self.search)
+    def run(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Run:
+        """Return a search of what a restriction and pins allow, which does at least as well as the choices `starts`."""
+        return Run(self, restriction, self.allowed(restriction, pins), self.search, starts)
+
+    def solve(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Outcome:
+        """Return the fastest plan that fits; for `starts` see `run`. Raise MemoryInfeasibleError with what is missing if
+        none does, and BeyondCutoff if none takes less than the cutoff."""
+        run = self.run(restriction, pins, starts)
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
@@ -69,21 +70,8 @@ class Solver:
 
     def settled(self, e: Evaluation) -> Evaluation:
         """Return the evaluation with all that is alive at its peak."""
-        live = self._live(e)
+        live = live_bytes(self.problem, e, self.pricer)
         return replace(e, passing_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)
-
-    def _live(self, e: Evaluation) -> LiveBytes:
-        self.problem.split(e.first)
-        return live_bytes(self.problem, e, self.pricer)
-
-    def fastest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Outcome:
-        """Return the fastest plan, whether it fits or not."""
-        return Run(self, restriction, self.allowed(restriction, pins), self.search).fastest()
-
-    def smallest(self, restriction: Restriction, pins: dict[str, str] | None = None) -> Evaluation:
-        """Return a plan that holds few bytes, whatever time it takes: what does not fit so is not likely to fit
-        otherwise."""
-        return Run(self, restriction, self.allowed(restriction, pins), self.search).smallest()
 
     def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
         """Return the error of a message that ends before the bytes that are needed; `smallest` is a plan that needs
@@ -94,13 +82,16 @@ class Solver:
         devices = f"about {times}x the devices, a smaller batch, or " if self.room_bytes > 0 else ""
         return MemoryInfeasibleError(
             f"{message} {size(need)}, {size(missing)} more",
-            missing_bytes=math.ceil(missing), breakdown=self._live(smallest).at_peak, mesh=self.problem.mesh,
+            missing_bytes=math.ceil(missing), mesh=self.problem.mesh,
+            breakdown=live_bytes(self.problem, smallest, self.pricer).at_peak,
             fix=f"{devices}memory={enough} would fit",
         )  # fmt: skip
 
-    def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
+    def baseline(
+        self, name: str, styles: Mapping[str, str] | None = None, starts: Starts = ()
+    ) -> Outcome | AutoparError:
         """Return the plan of an expert strategy as experts use it, or with `styles` of the model's own: the fastest
-        plan, whether it fits or not, or why there is none."""
+        plan, whether it fits or not, or why there is none. For `starts` see `run`."""
         try:
             mesh = self.problem.mesh
             restriction = (
@@ -108,15 +99,12 @@ class Solver:
             )
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
-            return Run(self, restriction, self.allowed(restriction), search).fastest()
+            return Run(self, restriction, self.allowed(restriction), search, starts).fastest()
         except Exception as error:
             return not_compared(error)
 
 
 def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:
-    """Return a solver of the same problem that goes as far as `search` says, under another limit if one is given, and
-    knows the choices found so far."""
+    """Return a solver of the same problem that goes as far as `search` says, under another limit if one is given."""
     limit = old.limit_bytes if limit_bytes is None else limit_bytes
-    new = Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
-    new.found = old.found
-    return new
+    return Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
