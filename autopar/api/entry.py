@@ -82,6 +82,7 @@ def plan(
     recompute: str = "auto",
     offload: str = "none",
     fixes: bool = True,
+    solver: str = "dual",
     name: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -100,22 +101,24 @@ def plan(
     `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many stages a rank. For
     a number of devices the plan may have stages or not; it has some if a schedule is asked for. `recompute`: "auto", or
     "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
-    their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them).
+    their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). `solver`:
+    "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full integer program to
+    OR-tools, as a cross-check.
     Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False`
     leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict,
         baselines=baselines, micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank,
-        recompute=recompute, offload=offload, fixes=fixes, name=name, report=report,
+        recompute=recompute, offload=offload, fixes=fixes, solver=solver, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32",
-    strategy=None, pin=None, forbid=None, adapt=(), passes=(), loss_fn=None, strict=False, baselines=True, micro_batches=None,
-    schedule="auto", stages_per_rank=None, recompute="auto", refuses=True, offload="none", fixes=True, name=None,
-    report=lambda text: None,
+    strategy=None, pin=None, forbid=None, adapt=(), passes=(), loss_fn=None, strict=False, baselines=True,
+    micro_batches=None, schedule="auto", stages_per_rank=None, recompute="auto", refuses=True, offload="none",
+    fixes=True, solver="dual", name=None, report=lambda text: None,
 ) -> Planned | PipelinePlanned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. Without `refuses` what does not fit is
     planned all the same. `stages_per_rank`: of a pipeline (None: as many as are best)."""
@@ -127,7 +130,8 @@ def search(
     options = options_of(
         mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_
     )
-    options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model))
+    options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model),
+                      search=replace(options.search, solver=solver))  # fmt: skip
     if devices is None:
         options.check(inside(checked) if has_stages else checked)
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)

@@ -186,7 +186,9 @@ def has_pipeline(args: argparse.Namespace) -> bool:
     return False
 
 
-def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = True) -> PipelinePlanned:
+def search_pipeline(
+    args: argparse.Namespace, report: Report, refuses: bool = True, solver: str = "dual"
+) -> PipelinePlanned:
     """Search as the arguments of `add_search` and `add_pipeline` ask, for a mesh with pp; the batch is that of one
     call, of which micro-batches are parts."""
     from ..adapt import order
@@ -208,6 +210,7 @@ def search_pipeline(args: argparse.Namespace, report: Report, refuses: bool = Tr
     found |= dict(optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={})
     found |= dict(baselines=not getattr(args, "no_baselines", True))
     options = replace(options_of(mesh, **found), recompute=args.recompute, refuses=refuses)
+    options = replace(options, search=replace(options.search, solver=solver))
     options.check(inside(mesh))
     report("tracing the model")
     with order.attached(model, adapt):

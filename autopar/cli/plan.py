@@ -17,6 +17,8 @@ def add(subparsers) -> None:
     parser = common.command(subparsers, "plan", "plan a model for a mesh, offline", EXAMPLE, run)
     common.add_search(parser, baselines=True)
     common.add_pipeline(parser)
+    solver = "dual: the search; ilp: the full integer program, for small models without stages (default dual)"
+    parser.add_argument("--solver", choices=("dual", "ilp"), default="dual", help=solver)
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for stdout instead of the text")
     parser.add_argument("--emit", metavar="FILE", help="write the code that rank 0 would run")
 
@@ -25,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan the model, print the plan as text or JSON, and write the files that are asked for."""
     common.check(args)
     with common.progress() as report:
-        planned = common.search(args, report)
+        planned = common.search(args, report, solver=args.solver)
     plan = planned.plan
     if args.json == "-":
         print(json.dumps(plan.to_json(), indent=1, sort_keys=True, allow_nan=False))

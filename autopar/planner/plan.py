@@ -14,7 +14,7 @@ from ..cost.collectives import CollectiveCost
 from ..cost.host import HostCost
 from ..cost.memory import StateBytes
 from ..cost.redistribute import Redistributor
-from ..errors import AutoparError, UnsupportedOpError
+from ..errors import AutoparError, StrategyError, UnsupportedOpError
 from ..frontend.export import Captured
 from ..frontend.precision import compute_dtype
 from ..hardware.profile import Hardware
@@ -34,7 +34,7 @@ from .problem.overlay import fitting
 from .problem.problem import Problem, build
 from .problem.recipes import RECIPES, Restriction, globs_of
 from .problem.symmetry import fold, unfolded
-from .solver.minimize import Search
+from .solver.minimize import DUAL, ILP, Search
 from .solver.search import Outcome, Starts
 from .solver.solver import Solver
 
@@ -86,6 +86,8 @@ class PlanOptions:
         fixed_recompute.check(self.recompute)
         offload.check(self.offload, self.on_host, self.hardware)
         StateBytes.of(self.optimizer, 4, 0)
+        if self.search.solver not in (DUAL, ILP):
+            raise StrategyError(f"no solver {self.search.solver!r} is known", fix=f"use {DUAL} or {ILP}")
 
 
 @dataclass(frozen=True, eq=False)

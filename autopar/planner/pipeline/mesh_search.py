@@ -29,7 +29,7 @@ from ..objective.checkpoint_min_cut import FULL
 from ..plan import Planned, PlanOptions
 from ..solver.minimize import BeyondCutoff
 from .evaluate import timing_of
-from .plan import PipelinePlanned, described, kinds_of, promise
+from .plan import PipelinePlanned, check_solver, described, kinds_of, promise
 from .search import Estimate, PipelineSearch, Tried
 
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
@@ -118,6 +118,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
            report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
     """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
     which its `meshes` list. Raise what planning raises, if there is no plan for any."""
+    check_solver(options)
     asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _Tour(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
     if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have

@@ -19,7 +19,7 @@ from ...frontend.export import Captured
 from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched
-from ...plans.pipeline import axis_of, inside
+from ...plans.pipeline import AXIS, axis_of, inside
 from ...plans.plan import Alternative, Plan
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
@@ -27,6 +27,7 @@ from ...utils.format import percent, size
 from ..batch import data_ways, samples_of
 from ..fixed_recompute import AUTO
 from ..plan import Planned, PlanOptions
+from ..solver.minimize import ILP
 from .baselines import experts, judged_if_faster
 from .evaluate import Judged
 from .search import Estimate, PipelineSearch, Tried
@@ -131,7 +132,15 @@ def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tupl
     return found
 
 
+def check_solver(options: PlanOptions) -> None:
+    """Raise StrategyError for a solver that knows no stages."""
+    if options.search.solver == ILP:
+        raise StrategyError(f"solver {ILP} finds plans for one mesh without stages",
+                            fix=f"leave it out, or name a mesh without {AXIS}")  # fmt: skip
+
+
 def _check_options(options: PlanOptions, axis: str) -> None:
+    check_solver(options)
     for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
         for text in texts:
             if f"{axis}:" in text.replace(" ", ""):

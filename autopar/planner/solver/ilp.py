@@ -141,11 +141,11 @@ class Program:
         self._high.append(np.full(count, high))
         return np.arange(first, self.constraints)
 
-    def _entries(self, rows, columns, value: float) -> None:
+    def _entries(self, rows, columns, values) -> None:
         size = max(np.size(rows), np.size(columns))
         self._rows.append(np.broadcast_to(rows, size))
         self._columns.append(np.broadcast_to(columns, size))
-        self._values.append(np.full(size, value))
+        self._values.append(np.broadcast_to(values, size).astype(float))
 
     def _at_most(self, less: Sequence[int], more: Sequence[int]) -> None:
         """Add a row: some variables are together no more than others are."""
@@ -260,28 +260,47 @@ class Program:
 
     # solving
 
-    def _costs(self) -> np.ndarray:
+    def limit(self, amounts: np.ndarray, most: float) -> None:
+        """Add a row: by these amounts of the variables, no more than `most` in all."""
+        columns = np.flatnonzero(amounts)
+        self._entries(self._new_rows(1, -np.inf, most), columns, amounts[columns])
+
+    def costs(self) -> np.ndarray:
         """Return the cost of every variable, in a row for each of the prices."""
         costs = np.concatenate(self._cost, axis=1)
         for variables, prices in self._extra:
             costs[:, variables] += prices
         return costs
 
-    def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False) -> Solution | None:
-        """Solve the program: return what is optimal within `relative_gap`, or the best found in the time; None if
-        nothing was found. The result is deterministic but for the time limit: one thread, fixed seed."""
+    def _largest(self, costs: np.ndarray) -> np.ndarray:
+        """Add a variable that is at least as large as every row of costs, and return the objective that it is."""
+        largest = self._new_variables(np.zeros((len(self.prices), 1)))
+        rows = self._new_rows(len(costs), 0.0, np.inf)
+        self._entries(rows, largest, 1.0)
+        for row, cost in zip(rows, costs):
+            columns = np.flatnonzero(cost)
+            self._entries(row, columns, -cost[columns])
+        return np.eye(1, self.variables, self.variables - 1)[0]
+
+    def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False,
+              costs: np.ndarray | None = None) -> Solution | None:  # fmt: skip
+        """Minimize the largest of several rows of costs, by default those at all of the prices: return what is optimal
+        within `relative_gap`, or the best found in the time; None if nothing was found. The result is deterministic but
+        for the time limit: one thread, fixed seed."""
         from ortools.math_opt import model_pb2
         from ortools.math_opt.python import mathopt
         from ortools.math_opt.solvers import highs_pb2
 
-        cost = self._costs()[0] * SCALE
+        costs = (self.costs() if costs is None else costs) * SCALE
+        width = self.variables
+        cost = costs[0] if len(costs) == 1 else self._largest(costs)
         rows, columns = np.concatenate(self._rows), np.concatenate(self._columns)
         values = np.concatenate(self._values)
         rows, columns, values = _summed(rows, columns, values, self.variables)
         model = model_pb2.ModelProto()
         model.variables.ids.extend(range(self.variables))
         model.variables.lower_bounds.extend([0.0] * self.variables)
-        model.variables.upper_bounds.extend([1.0] * self.variables)
+        model.variables.upper_bounds.extend([1.0] * width + [np.inf] * (self.variables - width))
         model.variables.integers.extend([not relax and i < self.binaries for i in range(self.variables)])
         nonzero = np.flatnonzero(cost)
         model.objective.linear_coefficients.ids.extend(nonzero.tolist())

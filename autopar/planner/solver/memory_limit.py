@@ -21,12 +21,13 @@ from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.evaluate import Evaluation
 from ..problem.multipliers import Prices
 from ..problem.offload import break_even
+from . import full_program
 from .cutting_planes import FIRST_PRICE
 from .dual import Dual
 from .ilp import Solution
 from .interpolate import between, keep_copies, mix
 from .local_search import Tied
-from .minimize import BeyondCutoff, minimize
+from .minimize import ILP, BeyondCutoff, minimize
 from .search import Outcome, Run
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
@@ -42,6 +43,7 @@ MOST_MIXED = 3  # plans that meet at the highest bound, of which mixtures are tr
 MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
 LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
 STEP = 1e-5  # between two points, for a slope
+PROGRAM_PRICES = tuple(MOST_PRICE / 4.0**i for i in range(8))  # of memory, at which the full program's choice is tried
 
 
 class WithinLimit:
@@ -58,9 +60,12 @@ class WithinLimit:
     def outcome(self) -> Outcome:
         """Return the fastest plan found. Raise MemoryInfeasibleError if none fits."""
         first = self.run.accumulates or self.fast.peaks_early
-        for early, is_sure in ((first, False), (not first, True)):
-            if self._search(early, is_sure) and self.best is not None:
-                break
+        if self.run.search.solver == ILP:
+            self._try_program()
+        else:
+            for early, is_sure in ((first, False), (not first, True)):
+                if self._search(early, is_sure) and self.best is not None:
+                    break
         best = self.best or self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
@@ -68,6 +73,16 @@ class WithinLimit:
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
         return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True, tuple(self.run.found))
+
+    def _try_program(self) -> None:
+        """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
+        found = full_program.solve(self.run, True)
+        if found is not None:
+            self.bound = max(self.bound, found.bound)
+            choice = {cls: option % len(self.run.allowed[cls]) for cls, option in found.choice.items()}
+            free, weights = replace(self.solver.free, saved=True), (1.0 - self.solver.free.overlap,) * 2
+            for units in PROGRAM_PRICES:
+                self._try(self._prices(free, np.array([*weights, units])), choice)
 
     def _search(self, early: bool, is_sure: bool) -> bool:
         """Search for plans at changing prices of what is held at one of the two peaks. Return False if memory does not

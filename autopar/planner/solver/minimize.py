@@ -17,6 +17,8 @@ from .dual import Dual
 from .ilp import Program, Solution
 from .local_search import Tied
 
+DUAL, ILP = "dual", "ilp"
+
 
 @dataclass(frozen=True)
 class Search:
@@ -30,6 +32,7 @@ class Search:
     largest_choice: int = 8_000  # of the most promising ones
     cutoff_seconds: float = math.inf
     program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
+    solver: str = DUAL  # or ILP: the full program instead (autopar/planner/solver/full_program.py)
 
 
 class BeyondCutoff(Exception):

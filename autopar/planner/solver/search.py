@@ -20,10 +20,11 @@ from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation, evaluate
 from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
+from . import full_program
 from .cutting_planes import Cuts
 from .dual import Dual
 from .interpolate import between
-from .minimize import Search, minimize
+from .minimize import ILP, Search, minimize
 
 if TYPE_CHECKING:
     from .solver import Solver
@@ -69,6 +70,8 @@ class Run:
     def fastest(self, is_limited: bool = False) -> Outcome:
         """Return the fastest plan, whether it fits or not. With `is_limited` only plans that fit are of use: search
         less exactly where none do."""
+        if self.search.solver == ILP:
+            return self._of_program()
         best, bound, doubt = None, -math.inf, 0.0
         for _ in range(MOST_WEIGHTS):
             tried = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
@@ -85,6 +88,15 @@ class Run:
                 break
             self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds), found=tuple(self.found))
+
+    def _of_program(self) -> Outcome:
+        """Return the plan of the full integer program."""
+        found = full_program.solve(self, False)
+        evaluation = self.judge(self.prices, {v.index: found.choice[v.cls] for v in self.problem.vertices})
+        if abs(evaluation.seconds - found.objective) > 1e-4 * found.objective + 1e-9:
+            raise AssertionError(f"the program's {found.objective} s are not the plan's {evaluation.seconds} s")
+        e = self.solver.settled(evaluation)
+        return Outcome(self.restriction, e, found.bound, e.bytes_ <= self.limit_bytes, (found.choice,))
 
     def _far_from_limit(self, doubt: float) -> bool:
         """Return whether fast plans are so much too large that prices of memory will change everything."""

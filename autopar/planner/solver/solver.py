@@ -21,7 +21,7 @@ from ..problem.problem import Problem
 from ..problem.recipes import Restriction
 from .hyperedges import HubPrices, hubs_of
 from .memory_limit import WithinLimit
-from .minimize import BeyondCutoff, Search
+from .minimize import DUAL, BeyondCutoff, Search
 from .search import Outcome, Run, Starts
 
 BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
@@ -98,7 +98,7 @@ class Solver:
                 Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
             )
             self.report(name)
-            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP))
+            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP), solver=DUAL)
             return Run(self, restriction, self.allowed(restriction), search, starts).fastest()
         except Exception as error:
             return not_compared(error)
