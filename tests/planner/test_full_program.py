@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ import autopar
 from autopar.cli.main import main
 from autopar.errors import StrategyError
 from autopar.models import registry
+from autopar.planner import problem
 from autopar.planner.solver.minimize import ILP, Search
 
 from .planning import make, toy
@@ -66,3 +70,18 @@ def test_the_command_line_has_it_too(capsys):
         assert main([*arguments, "--solver", solver]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0].splitlines()[0] == texts[1].splitlines()[0]
+
+
+def test_the_statement_names_what_is_there():
+    """Every function and file that the statement of the program names (autopar/planner/problem/__init__.py)."""
+    homes = {"Program": "solver.ilp:Program", "full_program": "solver.full_program", "recipes": "problem.recipes",
+             "vertices": "problem.vertices"}  # fmt: skip
+    named = re.findall(rf"\b({'|'.join(homes)})\.(?!py)(\w+)", problem.__doc__)
+    assert len(named) >= 10
+    for home, name in named:
+        module, _, inside = homes[home].partition(":")
+        module = importlib.import_module(f"autopar.planner.{module}")
+        assert hasattr(getattr(module, inside) if inside else module, name), f"{home}.{name}"
+    folder = Path(problem.__file__).parent
+    for file in re.findall(r"[\w/]+\.py", problem.__doc__):
+        assert (folder / file).exists() or (folder.parent / file).exists(), file
