@@ -350,9 +350,8 @@ class _Compiler:
         `first` is the plan of the first one, and parameters keep their `layouts`, by name."""
         graph = traced.captured.graph
         leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
-        inputs = (
-            traced.fixed if self.axis is None else {}
-        )  # a pipeline has the whole batch on every rank, whatever is passed
+        # a pipeline has the whole batch on every rank, whatever is passed
+        inputs = traced.fixed if self.axis is None else {}
         known = {"input": inputs, "parameter": layouts or {}}
         fixed = {name: known[r.kind][r.name] for r, name in leaves.items() if r.name in known.get(r.kind, ())}
 
@@ -368,10 +367,8 @@ class _Compiler:
             elif self.given is not None:
                 return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
-            micro_batches = options.pop("micro_batches")
-            staged = {name: options.pop(name) for name in ("schedule", "stages_per_rank")} | {
-                "micro_batches": micro_batches
-            }
+            staged = {name: options.pop(name) for name in ("schedule", "stages_per_rank", "micro_batches")}
+            micro_batches = staged["micro_batches"]
             count = 1 if self.axis is not None or micro_batches is None else micro_batches
             options = options_of(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
             options = replace(options, styles=styles_of(self.model))

@@ -8,20 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
 from ...adapt.lora_site import is_factor
 from ...errors import StrategyError
 from ...ir.graph import describe
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
+from ...ops import autopar
 from ...rules.rule import entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
 from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction
 from .vertices import Vertex
 
-autopar = torch.ops.autopar
 LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
 TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
 
