@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +23,7 @@ MESHES = tuple(map(Mesh.parse, ("x=2", "x=3", "x=2,y=2")))
 NOISE = torch.Generator().manual_seed(0)
 
 
-def check_rule(op, *args, **kwargs) -> int:
+def check_rule(op: object, *args: object, **kwargs: object) -> int:
     """Compare all ways in which the rule of `op` lets the call `op(*args, **kwargs)` be sharded, over 2, 3 and 2 x 2
     devices, with the op itself, and return how many they are. Arguments in float64 tell rounding from mistakes best;
     dims of different sizes hide none. Raises RuleError with those that are wrong, or if there is no rule."""
@@ -50,11 +51,13 @@ class Wrong:
         return f"{self.mesh}: {self.strategy.text(self.mesh)}: {inputs} -> {outputs}: {self.reason}"
 
 
-def check(node: fx.Node, inputs: list[Tensor], mesh: Mesh, rule: Rule, parts=None) -> tuple[int, list[Wrong]]:
+def check(
+    node: fx.Node, inputs: list[Tensor], mesh: Mesh, rule: Rule, parts: Mapping[str, Sequence[int]] | None = None
+) -> tuple[int, list[Wrong]]:
     """Return the number of strategies of a node's rule over `mesh`, and those that are wrong."""
     expected = values_of(node)
-    shapes = [[tuple(t.shape) for t in side] for side in (inputs, expected)]
-    found = [s for s in strategies(rule, *shapes, mesh, parts) if not _is_seen_on_fewer_axes(s, mesh)]
+    given, made = ([tuple(t.shape) for t in side] for side in (inputs, expected))
+    found = [s for s in strategies(rule, given, made, mesh, parts) if not _is_seen_on_fewer_axes(s, mesh)]
     wrong = [Wrong(s, mesh, reason) for s in found if (reason := _difference(node, inputs, expected, mesh, s))]
     return len(found), wrong
 
@@ -152,12 +155,12 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def make_node(target, *args, **kwargs) -> tuple[fx.Node, list[Tensor]]:
+def make_node(target: Callable[..., object], *args: object, **kwargs: object) -> tuple[fx.Node, list[Tensor]]:
     """Return the node of a graph of one op on real tensors, its metadata filled, and the values of its tensor arguments.
     An argument that is itself a node keeps its op (so that the rule can see that it is zero)."""
     graph = fx.Graph()
 
-    def placeholder(value):
+    def placeholder(value: object) -> object:
         if isinstance(value, fx.Node):
             return graph.node_copy(value, lambda n: n)
         if not isinstance(value, Tensor):
@@ -172,8 +175,12 @@ def make_node(target, *args, **kwargs) -> tuple[fx.Node, list[Tensor]]:
     return node, inputs
 
 
-def run(node: fx.Node, tensors: Iterator[Tensor], localize=lambda args, kwargs: (args, kwargs)):
+def run(
+    node: fx.Node,
+    tensors: Iterator[Tensor],
+    localize: Callable[..., tuple[Any, Any]] = lambda args, kwargs: (args, kwargs),
+) -> Any:
     """Run a node's op with `tensors` in the places of its tensor arguments; `localize` changes the others."""
     args, kwargs = tree_map(lambda a: next(tensors) if isinstance(a, fx.Node) else a, (node.args, dict(node.kwargs)))
     args, kwargs = localize(args, kwargs)
-    return node.target(*args, **kwargs)
+    return cast(Callable[..., Any], node.target)(*args, **kwargs)

@@ -18,11 +18,11 @@ from .rule import Rule, rule
 from .settle import contradiction, settle
 
 TABLE: dict[str, Builder] = {}
-_KNOWN: dict[tuple, Rule | None] = {}  # repeated blocks ask for the same rules again and again
+_KNOWN: dict[tuple[object, ...], Rule | None] = {}  # repeated blocks ask for the same rules again and again
 
 
 def register_rule(
-    op,
+    op: object,
     rule: str | Builder,
     *,
     linear: Sequence[int | Sequence[int]] = (),
@@ -84,11 +84,11 @@ def _seen(argument: object) -> object:
     return (tuple(value.shape), value.dtype, is_zero(argument)) if isinstance(value, torch.Tensor) else "other"
 
 
-def _names(op) -> list[str]:
+def _names(op: object) -> list[str]:
     return [full_name(name) for name in op.split()] if isinstance(op, str) else [str(overload_of(op))]
 
 
-def overload_of(op) -> torch._ops.OpOverload:
+def overload_of(op: object) -> torch._ops.OpOverload:
     """Return the overload that an op of torch.ops or of torch.library.custom_op stands for. Raise RuleError if it stands
     for none, or for several."""
     found = _torch.overloads_of(op)
@@ -98,7 +98,7 @@ def overload_of(op) -> torch._ops.OpOverload:
     return found[0]
 
 
-def _check_text(op, text: str, linear: tuple[tuple[int, ...], ...], reduction: str) -> None:
+def _check_text(op: object, text: str, linear: tuple[tuple[int, ...], ...], reduction: str) -> None:
     """Raise RuleError for a rule that no call of the op can follow."""
     if text.count("->") != 1 or reduction not in ("sum", "max"):
         raise RuleError(f"cannot read {text!r} with reduction {reduction!r} as the rule of {op}",
@@ -123,9 +123,9 @@ def _check_text(op, text: str, linear: tuple[tuple[int, ...], ...], reduction: s
 def _fitting(text: str, build: Builder) -> Builder:
     """Return a builder that raises RuleError for a call that its text does not fit."""
 
-    def checked(node: fx.Node) -> Rule:
+    def checked(node: fx.Node) -> Rule | None:
         made = build(node)
-        if fault := contradiction(node, made):
+        if made is not None and (fault := contradiction(node, made)):
             sides = ([a.meta["val"] for a in tensor_arguments(node)], values_of(node))
             whole = " -> ".join(", ".join(" ".join("_" * value.dim()) for value in side) for side in sides)
             raise RuleError(

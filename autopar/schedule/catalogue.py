@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ScheduleError, StrategyError, check_new, nearest
 from . import building_block as blocks
@@ -125,7 +126,7 @@ def _interleaved(backward: str) -> Callable[..., Orders]:
     return _phased(lambda r, p, m, v: phases.interleaved(r, p, m, v, backward))
 
 
-V = dict(stages_per_rank=2, v_shaped=True)
+V: dict[str, Any] = dict(stages_per_rank=2, v_shaped=True)
 register_schedule("naive", _one(lambda r, p: 0, "B"))
 register_schedule("gpipe", _phased(lambda r, p, m, v: phases.gpipe(m)))
 register_schedule("1f1b", _one(lambda r, p: p - 1 - r, "B"), searched=True)
