@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/planner.py [WORD ...]         the cases whose name or mesh has one of the words
     OMP_NUM_THREADS=1 python benchmarks/planner.py --growth           seconds by number of layers and of devices, with ratios
     OMP_NUM_THREADS=1 python benchmarks/planner.py --determinism 5    each case 5 times under other hash seeds, plans compared
+    OMP_NUM_THREADS=1 python benchmarks/planner.py --programs         how many integer programs each case solves
     OMP_NUM_THREADS=1 python benchmarks/planner.py --case MODEL MESH BATCH SEQ
 
 All are bf16 with AdamW on H100s with 80e9 bytes. Seconds are those of a fresh process: importing torch and autopar,
@@ -79,6 +80,7 @@ class Measured:
     expert: str
     expert_seconds: float
     hash: str
+    programs: int  # that were solved, those of the expert plans included
 
     @property
     def seconds(self) -> float:
@@ -101,9 +103,12 @@ def plan_here(case: Case) -> Measured:
     from autopar import models
     from autopar.api import entry as api
     from autopar.cli.common import quiet
+    from autopar.planner.solver.ilp import Program
 
     imported = time.perf_counter()
     quiet()
+    solve, solved = Program.solve, []
+    Program.solve = lambda self, *args, **options: solved.append(self.variables) or solve(self, *args, **options)
     with tempfile.TemporaryDirectory() as folder:
         text = case.model
         if text in DESCRIBED:
@@ -118,7 +123,7 @@ def plan_here(case: Case) -> Measured:
     capture = done - imported - planned.seconds
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
     return Measured(imported - start, capture, planned.seconds, resident, plan.gap, plan.step_seconds,
-                    plan.peak_bytes / 2**30, expert, experts.get(expert, 0.0), plan.hash)  # fmt: skip
+                    plan.peak_bytes / 2**30, expert, experts.get(expert, 0.0), plan.hash, len(solved))  # fmt: skip
 
 
 def measured(case: Case, seconds_limit: float, hash_seed: str = "0") -> Measured | str:
@@ -165,6 +170,18 @@ def growth(name: str, cases: list[Case], sizes: list, seconds_limit: float) -> i
     return len(cases) - len(found)
 
 
+def programs(cases: Iterable[Case], seconds_limit: float) -> int:
+    """Prints how many integer programs each case solves, and in how many cases there is one; returns how many cases
+    failed."""
+    results = []
+    for case in cases:
+        results.append(measured(case, seconds_limit))
+        print(f"{case} | {getattr(results[-1], 'programs', results[-1])}", flush=True)
+    counts = [result.programs for result in results if isinstance(result, Measured)]
+    print(f"{sum(count > 0 for count in counts)} of {len(counts)} cases solve an integer program, {sum(counts)} in all")
+    return len(results) - len(counts)
+
+
 def determinism(cases: Iterable[Case], runs: int, seconds_limit: float) -> int:
     """Prints whether all runs of a case gave the same plan, and returns how many cases did not."""
     differing = 0
@@ -185,6 +202,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only the cases whose name or mesh has one of them")
     parser.add_argument("--case", nargs=4, action="append", default=[], metavar=("MODEL", "MESH", "BATCH", "SEQ"))
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--programs", action="store_true")
     parser.add_argument("--determinism", type=int, metavar="N")
     parser.add_argument("--seconds", type=float, default=1200.0, help="limit for one case (default 1200)")
     parser.add_argument("--here", nargs=4, help=argparse.SUPPRESS)
@@ -196,6 +214,8 @@ def main() -> int:
     cases = cases or [c for c in CASES if not a.words or any(word in str(c) for word in a.words)]
     if a.growth:
         failed = growth("layers", GROWING, LAYERS, a.seconds) + growth("devices", WIDENING, DEVICES, a.seconds)
+    elif a.programs:
+        failed = programs(cases, a.seconds)
     elif a.determinism:
         failed = determinism(cases, a.determinism, a.seconds)
     else:

@@ -34,6 +34,7 @@ from ..objective.expand import recomputes_alike
 from ..plan import Planned, PlanOptions, search, solvers_of
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
+from ..solver.search import Starts
 from ..solver.solver import Solver, replaced
 from .checkpoint import Again
 from .cut import cut_stages
@@ -107,6 +108,7 @@ class PipelineSearch:
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
+        self.starts: Starts = ()  # choices that the fastest plan of a micro-batch is at least as good as
         self._prepared: dict[Planned, tuple[Planned, Chain, Again | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         if captured.compact is None:
@@ -145,6 +147,7 @@ class PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
         other.options, other.kinds, other._prepared = replace(self.options, strategy=strategy), kinds, {}
+        other.starts = self.fastest.chosen.found
         other.__dict__.pop("fastest", None)
         return other
 
@@ -197,10 +200,9 @@ class PipelineSearch:
     def _planned(self, limit: float) -> Planned:
         """Return the fastest plan of a micro-batch that holds so many bytes at most."""
         solvers = [replaced(solver, solver.search, min(limit, self.ranks * self.limit)) for solver in self.solvers]
-        options, starts = replace(self.options, refuses=True), ()
-        if limit < math.inf:
-            starts = self.fastest.chosen.found
-        else:
+        options = replace(self.options, refuses=True)
+        starts = self.starts if limit == math.inf else self.fastest.chosen.found
+        if limit == math.inf:
             level = NONE if self.options.recompute == AUTO else self.options.recompute
             options = replace(self.options, refuses=False, recompute=level)
             for solver in solvers:

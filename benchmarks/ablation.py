@@ -1,0 +1,185 @@
+"""What each mechanism of the search for a plan earns: the same searches with one of them off.
+
+    OMP_NUM_THREADS=1 python benchmarks/ablation.py [WORD ...] > benchmarks/results/ablation.txt
+
+A case is captured once and searched with everything on, then once a mechanism without it; WORDs choose cases. Seconds
+are of the process's CPU; where the search itself ran longer than `LIMIT` times the whole one it is stopped. `plan`: how
+much longer the plan without the mechanism takes a step (negative: the mechanism cost something); `gap`: what is then
+proven; `CPU`: seconds of the search as a multiple of those with everything on. Experts are left out but for the row
+that says what starting from their plans earns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from autopar import models
+from autopar.api import entry as api
+from autopar.frontend.fake_parameters import forms_of
+from autopar.hardware.profile import load
+from autopar.ir.mesh import Mesh
+from autopar.planner.objective.checkpoint_blocks import Blocks
+from autopar.planner.objective.checkpoint_min_cut import FULL, Remake
+from autopar.planner.objective.evaluate import Pricer
+from autopar.planner.pipeline import search as pipeline_search
+from autopar.planner.pipeline.plan import plan_pipeline
+from autopar.planner.plan import PlanOptions
+from autopar.planner.plan import search as search_flat
+from autopar.planner.solver import memory_limit, search
+from autopar.planner.solver.local_search import Tied
+from autopar.planner.solver.minimize import Search, minimize
+from autopar.plans.pipeline import axis_of
+
+LIMIT = 6.0
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str
+    mesh: str
+    batch: int
+    seq: int
+    memory: float = 80e9
+    offload: str = "none"
+
+
+CASES = [
+    Case("gpt2-xl", "gpt2-xl", "dp=8", 64, 1024),
+    Case("llama3-8b", "llama3-8b", "dp=8,tp=8", 16, 8192),
+    Case("llama3-8b, 26 GiB", "llama3-8b", "dp=8,tp=8", 16, 8192, 26 * GIB),
+    Case("mixtral-8x7b", "mixtral-8x7b", "dp=8,tp=8", 128, 4096),
+    Case("llama3-8b, offload", "llama3-8b", "dp=2", 2, 4096, 80e9, "auto"),
+    Case("llama3-8b, pipeline", "llama3-8b", "pp=4,dp=4,tp=4", 64, 8192),
+]
+
+
+def without_starts(dual, starts, options=Search()):
+    return minimize(dual, (), options)
+
+
+@contextlib.contextmanager
+def without(*changes: tuple[object, str, object]) -> Iterator[None]:
+    """Replace attributes for a while, or add them."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+def faster(problem, one, other, judge, limit_bytes=float("inf")):
+    return min(one, other, key=lambda e: (max(0.0, e.bytes_ - limit_bytes), e.seconds))
+
+
+def whole_blocks_alone(self: Remake):
+    return [(FULL, self.at(FULL))]
+
+
+Limit, PS = memory_limit.WithinLimit, pipeline_search.PipelineSearch
+OPTIONS: dict[str, Callable[[PlanOptions], PlanOptions]] = {  # mechanisms that an option turns off
+    "equal blocks choose alike (symmetry)": lambda o: replace(o, folded=False),
+    "integer program of what is left": lambda o: replace(o, search=replace(o.search, largest_program=0)),
+    "integer program of what is promising": lambda o: replace(o, search=replace(o.search, largest_choice=0)),
+    "(on) starting from the experts' plans": lambda o: replace(o, baselines=True),
+}
+PATCHES: dict[str, tuple] = {
+    "local search after rounding": ((Tied, "improve", lambda self, choice, passes=8: choice),),
+    "starting from choices found before": ((search, "minimize", without_starts), (memory_limit, "minimize",
+                                                                                  without_starts)),
+    "weights of hidden communication": ((search, "MOST_WEIGHTS", 1),),
+    "mixtures over the blocks": ((search, "between", faster), (memory_limit, "between", faster)),
+    "running again as an option of an op": ((Blocks, "reruns", property(lambda self: frozenset(),
+                                                                       lambda self, value: None)),),
+    "prices around the best one tried": ((Limit, "_bisect", lambda self, free, point: None),),
+    "plans at the bound mixed": ((memory_limit, "MOST_MIXED", 0),),
+    "components exchanged while they fit": ((memory_limit, "mix", lambda problem, lean, *rest: lean),),
+    "copies kept while they fit": ((memory_limit, "keep_copies", lambda problem, e, limit, pricer: e),),
+    "copies given up before recomputing": ((Limit, "_recomputed", lambda self, tried, limit, prices:
+                                            self.solver.blocks.fit(tried, limit, prices)),),
+    "parts of blocks recomputed (minimum cuts)": ((Remake, "chain", whole_blocks_alone),),
+    "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),
+    "tensors remembered between evaluations": ((Pricer, "known", lambda self, *prices: {}),),
+    "pipeline: plans at prices of memory": ((pipeline_search, "MEMORY_PRICES", ()),),
+    "pipeline: what ranks compute again": ((PS, "_settled", lambda self, inner, pipeline, again:
+                                            SETTLED(self, inner, pipeline, None)),),
+    "pipeline: even stages and even ranks": ((pipeline_search, "MOST_CUTS", 1),),
+}  # fmt: skip
+SETTLED = PS._settled
+
+
+@dataclass(frozen=True)
+class Found:
+    step_seconds: float
+    gap: float
+    cpu_seconds: float
+
+
+class TooLong(Exception):
+    pass
+
+
+def _stop(*_) -> None:
+    raise TooLong
+
+
+def searched(case: Case, captured, options: PlanOptions, limit: float) -> Found | str:
+    """Search a captured case, for so many CPU seconds at most."""
+    signal.signal(signal.SIGVTALRM, _stop)
+    start, mesh = time.process_time(), Mesh.parse(case.mesh)
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+    try:
+        if axis_of(mesh):
+            plan = plan_pipeline(captured, mesh, options, case.model).plan
+        else:
+            plan = search_flat(captured, mesh, options, case.model).plan
+    except TooLong:
+        return "stopped"
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+    return Found(plan.step_seconds, plan.gap, time.process_time() - start)
+
+
+def run(case: Case) -> None:
+    """Print a case: the search with everything on, then each mechanism off."""
+    model, inputs = models.build(case.model, batch=case.batch, seq=case.seq)
+    captured = api.trace_to_plan(model, inputs, None, forms_of(model), "bf16", ())
+    options = PlanOptions(load("h100"), case.memory, precision="bf16", baselines=False, offload=case.offload)
+    everything = searched(case, captured, options, 1e4)
+    print(f"\n{case.name}, {case.mesh}, {case.batch} x {case.seq}: {everything.step_seconds * 1e3:.3f} ms, gap "
+          f"{everything.gap:.2%}, {everything.cpu_seconds:.1f} CPU s", flush=True)  # fmt: skip
+    print(f"  {'without':44} {'plan':>9} {'gap':>8} {'CPU':>7}")
+    limit = max(10.0, LIMIT * everything.cpu_seconds)
+    rows = [("deep models by eight blocks", replace(captured, compact=None), options, ())]
+    rows += [(name, captured, change(options), ()) for name, change in OPTIONS.items()]
+    rows += [(name, captured, options, changes) for name, changes in PATCHES.items()
+             if axis_of(Mesh.parse(case.mesh)) or not name.startswith("pipeline")]  # fmt: skip
+    for name, graph, changed, changes in rows:
+        with without(*changes):
+            found = searched(case, graph, changed, limit)
+        if isinstance(found, str):
+            print(f"  {name:44} {found}", flush=True)
+            continue
+        print(f"  {name:44} {found.step_seconds / everything.step_seconds - 1:+9.3%} {found.gap:8.2%} "
+              f"{found.cpu_seconds / everything.cpu_seconds:6.2f}x", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    words = sys.argv[1:]
+    for case in CASES:
+        if not words or any(word in case.name for word in words):
+            run(case)
+
+
+if __name__ == "__main__":
+    main()
