@@ -64,9 +64,9 @@ def test_unrolled_is_whole(name, monkeypatch):
     traced = []
     trace = api.trace
 
-    def counting(*arguments):
+    def counting(*arguments, **options):
         traced.append(len(list(model.parameters())))
-        return trace(*arguments)
+        return trace(*arguments, **options)
 
     monkeypatch.setattr(compiler, "trace", counting)
     unrolled = api.trace_to_plan(model, inputs, None, forms_of(model))

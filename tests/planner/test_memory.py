@@ -54,8 +54,8 @@ def test_mixed_plans_fit_and_are_not_slower(mesh):
         limit = lean.bytes_ + share * (fast.bytes_ - lean.bytes_)
         judged = []
 
-        def judge(choice, judged=judged):
-            judged.append(evaluate(instance.problem, choice, instance.pricer, DEAR))
+        def judge(choice, first, judged=judged):
+            judged.append(evaluate(instance.problem, choice, instance.pricer, DEAR, first=first))
             return judged[-1]
 
         mixed = mix(instance.problem, lean, fast, limit, judge)

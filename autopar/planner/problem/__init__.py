@@ -40,7 +40,7 @@ Subject to
     memory where the forward ends                   staying + saved + kept bytes (+ gradients  full_program.solve
                                                       of earlier passes) <= room
     memory where the backward ends                  staying + gradient bytes <= room           full_program.solve
-    a recipe, a pin or a forbidden layout           some strategies are not there              recipes.allowed_strategies
+    a recipe, a pin or a forbidden layout           some strategies are not there              allowed.allowed_strategies
     a gradient comes in its parameter's layout      a use whose consumer is the parameter      vertices.vertices_of
 
 `staying` counts parameters, optimizer state and buffers; a parameter on the host leaves the copy that computes
