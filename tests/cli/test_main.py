@@ -169,6 +169,7 @@ def test_graph_text(step, capsys, golden):
     golden(capsys.readouterr().out)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "words",
     [
