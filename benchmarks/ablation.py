@@ -50,9 +50,15 @@ class Case:
     seq: int
     memory: float = 80e9
     offload: str = "none"
+    hardware: str = "h100"
+    precision: str = "bf16"
 
 
+GPT, MOE = "gpt:hidden=64,heads=4,vocab=64,seq=16", "moe:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=64,seq=16"
 CASES = [
+    Case("small gpt", f"{GPT},layers=11", "a=2,b=2", 8, 16, precision="fp32"),
+    Case("small moe", f"{MOE},experts=4,active=2", "a=2,b=2", 8, 16, 8e9, hardware="cpu-gloo", precision="fp32"),
+    Case("small gpt, pipeline", f"{GPT},layers=4", "pp=2,dp=2", 8, 16, 8e9, hardware="cpu-gloo", precision="fp32"),
     Case("gpt2-xl", "gpt2-xl", "dp=8", 64, 1024),
     Case("llama3-8b", "llama3-8b", "dp=8,tp=8", 16, 8192),
     Case("llama3-8b, 26 GiB", "llama3-8b", "dp=8,tp=8", 16, 8192, 26 * GIB),
@@ -152,8 +158,10 @@ def searched(case: Case, captured, options: PlanOptions, limit: float) -> Found 
 def run(case: Case) -> None:
     """Print a case: the search with everything on, then each mechanism off."""
     model, inputs = models.build(case.model, batch=case.batch, seq=case.seq)
-    captured = api.trace_to_plan(model, inputs, None, forms_of(model), "bf16", ())
-    options = PlanOptions(load("h100"), case.memory, precision="bf16", baselines=False, offload=case.offload)
+    captured = api.trace_to_plan(model, inputs, None, forms_of(model), case.precision, ())
+    options = PlanOptions(
+        load(case.hardware), case.memory, precision=case.precision, baselines=False, offload=case.offload
+    )
     everything = searched(case, captured, options, 1e4)
     print(f"\n{case.name}, {case.mesh}, {case.batch} x {case.seq}: {everything.step_seconds * 1e3:.3f} ms, gap "
           f"{everything.gap:.2%}, {everything.cpu_seconds:.1f} CPU s", flush=True)  # fmt: skip
