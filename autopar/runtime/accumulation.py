@@ -18,6 +18,8 @@ from .. import _torch
 from ..ir.layout import Layout, local_part
 from ..ir.mesh import Mesh
 
+Takers = Mapping[str, tuple[nn.Parameter, object]]  # parameters by name, and what autograd does with gradients next
+
 
 def is_unreduced(gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient is a DTensor that is Partial over some axis."""
@@ -40,6 +42,25 @@ class Accumulation:
             yield
         finally:
             self.is_deferring = before
+
+    def leave(self, takers: Takers, specs: Mapping[str, object]) -> None:
+        """Prepare `.grad` for gradients that are added to it unreduced, with the DTensor `specs` if they are Partial:
+        what is there of a call that leaves it in another layout is reduced."""
+        for name, (parameter, node) in takers.items():
+            old = parameter.grad
+            if is_unreduced(old) and old._spec != specs.get(name) and _torch.accumulates(node):
+                self.reduce(name, parameter)
+        self.is_pending = True
+
+    def take(self, takers: Takers, specs: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        """Take the unreduced gradients with these specs out of `.grad`, where the backward that runs now adds to it,
+        and return their local values by name."""
+        taken = {}
+        for name, spec in specs.items():
+            parameter, node = takers[name]
+            if isinstance(parameter.grad, DTensor) and parameter.grad._spec == spec and _torch.accumulates(node):
+                taken[name], parameter.grad = _torch.local_of(parameter.grad), None
+        return taken
 
     def reduce(self, name: str, parameter: nn.Parameter) -> None:
         """Reduce one `.grad` now, on its own, where no graph does it."""

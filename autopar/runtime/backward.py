@@ -19,7 +19,7 @@ from ..ir.layout import local_part, local_shape
 from ..plans.plan import Plan
 from ..processes.dtensors import redistributed, spec_of
 from ..processes.process_groups import ProcessGroups
-from .accumulation import Accumulation, is_unreduced
+from .accumulation import Accumulation
 from .loaded import LoadedGraph
 
 
@@ -48,14 +48,16 @@ class Backward:
         ]
         self.unreduced: _Gradients | None = None
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
-        self.deferred: dict[int, object] = {}
+        self.deferred: dict[str, object] = {}  # specs of gradients that wait for their reduction
 
     def load_deferred(self, program: DeferredProgram) -> None:
         """Load the graphs for gradients that wait for their reduction."""
         self.reduce = _Gradients(program.reduce, self.groups, self.device)
-        self.deferred = {self.names.index(name): spec_of(layout, self.values[name].shape, self.values[name].dtype,
-                                                         self.mesh,
-                         self.device_mesh) for name, layout in program.layouts.items()}  # fmt: skip
+        values = {name: self.values[name] for name in program.layouts}
+        self.deferred = {
+            name: spec_of(program.layouts[name], v.shape, v.dtype, self.mesh, self.device_mesh)
+            for name, v in values.items()
+        }
         self.unreduced = _Gradients(program.backward, self.groups, self.device)
         if self.compile_options is not None:
             self._compile_deferred()
@@ -89,42 +91,34 @@ class Backward:
     def _unreduced(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
         gradients = self._dtensors(self.unreduced(values), self.deferred)
         own = gradients[len(self.input_gradient_at) :]
-        for name, parameter, gradient, node in zip(self.names, parameters, own, nodes):
-            old = parameter.grad
-            if is_unreduced(old) and gradient is not None and old._spec != gradient._spec and _torch.accumulates(node):
-                self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
-        self.accumulation.is_pending = True
+        takers = {n: (p, node) for n, p, g, node in zip(self.names, parameters, own, nodes) if g is not None}
+        self.accumulation.leave(takers, self.deferred)
         return gradients
 
     def _reduced_with_pending(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
         """Return the gradients of this backward together with those of earlier ones that were not reduced, which are
         taken out of `.grad`."""
-        taken = {
-            i: parameters[i] for i, spec in self.deferred.items()
-            if has_spec(parameters[i].grad, spec) and _torch.accumulates(nodes[i])
-        }  # fmt: skip
+        taken = self.accumulation.take(dict(zip(self.names, zip(parameters, nodes))), self.deferred)
         if not taken:
             gradients = self._dtensors(self.reduced(values), {})
         else:
-            results = list(self.unreduced(values))
-            for i, parameter in taken.items():
-                results[self.gradient_at[i]].add_(_torch.local_of(parameter.grad))
-                self.leads[self.gradient_at[i]] = True
-                parameter.grad = None
-            reduced = self.reduce([results[self.gradient_at[i]] for i in self.deferred])
-            for i, result in zip(self.deferred, reduced):
-                results[self.gradient_at[i]] = result
+            results, at = list(self.unreduced(values)), dict(zip(self.names, self.gradient_at))
+            for name in [*taken]:
+                results[at[name]].add_(taken.pop(name))
+                self.leads[at[name]] = True
+            for name, result in zip(self.deferred, self.reduce([results[at[name]] for name in self.deferred])):
+                results[at[name]] = result
             gradients = self._dtensors(results, {})
         self.accumulation.reduce_rest()
         return gradients
 
-    def _dtensors(self, results: Sequence, specs: dict[int, object]) -> list[torch.Tensor | None]:
+    def _dtensors(self, results: Sequence, specs: Mapping[str, object]) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs as they are, and of the parameters as DTensors, with the strides of the
         parameters, as autograd gives them: fused optimizers take them for granted."""
         leads = self.leads
         return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
-            None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(i, spec))
-            for i, (at, spec) in enumerate(zip(self.gradient_at, self.specs))
+            None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(name, spec))
+            for name, at, spec in zip(self.names, self.gradient_at, self.specs)
         ]
 
     def _local_tangent(self, tangent: torch.Tensor | None, layout, like: torch.Tensor) -> torch.Tensor:
@@ -172,11 +166,6 @@ def refuse_second_derivatives() -> None:
             "derivatives only",
             fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
         )
-
-
-def has_spec(gradient: torch.Tensor | None, spec) -> bool:
-    """Return whether a gradient is a DTensor with this spec."""
-    return isinstance(gradient, DTensor) and gradient._spec == spec
 
 
 class _Gradients(LoadedGraph):

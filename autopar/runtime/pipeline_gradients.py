@@ -23,8 +23,7 @@ from ..ir.layout import Layout, local_part, local_shape
 from ..processes import watch
 from ..processes.dtensors import as_dtensor, spec_of
 from ..processes.stage_mesh import StageMesh
-from .accumulation import Accumulation, is_unreduced
-from .backward import has_spec
+from .accumulation import Accumulation, Takers
 from .stage_executor import StageExecutor
 
 Sums = dict[int, dict[str, Tensor]]  # by stage and parameter, local
@@ -74,21 +73,12 @@ class StageGradients:
             return self._unreduced(sums, takers)
         pending = self.accumulation.is_pending and any(map(_torch.accumulates, nodes))
         if pending:
-            self._take_pending(sums, takers)
+            for name, local in self.accumulation.take(takers, self.unreduced).items():
+                next(mine for mine in sums.values() if name in mine)[name].add_(local)
         total = self._reduced(sums)
         if pending:
             self.accumulation.reduce_rest()
         return [_torch.as_dtensor(total[name].contiguous(), self.specs[name]) for name in self.names]
-
-    def _take_pending(self, sums: Sums, takers: Mapping) -> None:
-        """Add the gradients before that were not reduced, and take them out of `.grad`."""
-        for i, layouts in self.waiting.items():
-            for name in layouts:
-                parameter, node = takers[name]
-                spec = self.unreduced.get(name)
-                if spec is not None and has_spec(parameter.grad, spec) and _torch.accumulates(node):
-                    sums[i][name].add_(_torch.local_of(parameter.grad))
-                    parameter.grad = None
 
     def _reduced(self, sums: Sums) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
@@ -97,19 +87,14 @@ class StageGradients:
             _add(total, of_stage)
         return self._shared(total)
 
-    def _unreduced(self, sums: Sums, takers: Mapping) -> list[Tensor]:
+    def _unreduced(self, sums: Sums, takers: Takers) -> list[Tensor]:
         total: dict[str, Tensor] = {}
         for i, of_stage in sums.items():
             for name in [n for n in self.waiting.get(i, ()) if n in self.shared]:
                 of_stage[name] = self._reduced_alone(of_stage[name], name, self.waiting[i][name])
             _add(total, of_stage)
         total = self._shared(total)
-        for name, (parameter, node) in takers.items():
-            spec = self.unreduced.get(name)
-            old = parameter.grad
-            if is_unreduced(old) and not (spec and has_spec(old, spec)) and _torch.accumulates(node):
-                self.accumulation.reduce(name, parameter)  # of a call that leaves it in another layout
-        self.accumulation.is_pending = True
+        self.accumulation.leave(takers, self.unreduced)
         return [
             _torch.as_dtensor(total[name].contiguous(), self.unreduced.get(name, self.specs[name]))
             for name in self.names
