@@ -107,7 +107,7 @@ def sleep_through(
         schedule = make(name, world, micro_batches)
         for seconds in (0.0, seconds_for(name, idle_seconds)):  # the first time connects
             stages = {s: Sleeping(seconds / schedule.stages_per_rank) for s in schedule.stages_of(rank)}
-            groups = {"F": dist.group.WORLD, "B": dist.group.WORLD}
+            groups = dict.fromkeys("FB", dist.group.WORLD)
             links = StageLinks(stages, rank, schedule.rank_of_stage, groups, torch.device("cpu"), schedule)
             dist.barrier()
             times = [*walk(schedule.orders[rank], stages, links)]

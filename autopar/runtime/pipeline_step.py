@@ -102,7 +102,7 @@ class PipelineStep:
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
         for of_size in zip(*(borders[i] for i in sorted(borders)), strict=True):
             agree.everywhere(partial(check_pipeline, pipeline.orders, dict(enumerate(of_size))))
-        line, ranks = {"F": self.stage.line, "B": self.stage.line}, self.schedule.rank_of_stage
+        line, ranks = dict.fromkeys("FB", self.stage.line), self.schedule.rank_of_stage
         self.links = StageLinks(self.stages, self.stage.place, ranks, line, self.device, self.schedule)
         self.times: list[tuple[Action, float, float]] = []  # of the last call, in seconds of time.perf_counter
         self.gradients = StageGradients(self.stages, self.names, self.specs, self.stage, self.accumulation)

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import VerifyError
-from ..schedule.actions import Action
+from ..schedule.actions import KINDS, Action
 from ..schedule.transfers import awaited, sent
 from .stage_executor import StageExecutor, Values
 
 
 class Links:
     """What passes between the stages of one process, by message (see autopar/schedule/transfers.py). `count`: of all
-    stages. `sends`: by (stage, kind of action), how many values it has sent."""
+    stages. `sends`: by (stage, "forward" or "backward"), how many values it has sent."""
 
     def __init__(self, stages: Mapping[int, StageExecutor], count: int):
         self.stages, self.count = stages, count
@@ -46,7 +46,7 @@ class Links:
         message = sent(action, self.count)
         if message is not None and values:
             self.passing[message] = values
-            self.sends[action.stage, message.kind] += len(values)
+            self.sends[action.stage, KINDS[message.kind]] += len(values)
 
     def finish(self) -> None:
         """End a call. Raises VerifyError if something that was sent has not been received."""

@@ -164,8 +164,8 @@ def test_sends_are_those_of_the_cut(schedule):
     plan = staged.plan_of(micro, "pp=2", schedule)
     step = simulate_pipeline(case.captured, plan, case.values)
     stages = stages_of(case.captured, plan)[1]
-    wanted = {(s.index, "F"): 4 * len(s.sent) for s in stages if s.sent}
-    wanted |= {(s.index, "B"): 4 * len(s.returned) for s in stages if s.returned}
+    wanted = {(s.index, "forward"): 4 * len(s.sent) for s in stages if s.sent}
+    wanted |= {(s.index, "backward"): 4 * len(s.returned) for s in stages if s.returned}
     assert dict(step.sends) == wanted
 
 

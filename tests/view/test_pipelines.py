@@ -137,7 +137,8 @@ def test_commands(capsys, tmp_path):
     assert main(["trace", *words, *one, "--out", str(tmp_path / "t.json")]) == 0
     assert "8 actions of 2 ranks" in capsys.readouterr().out
     assert main(["trace", *words, "--slowdown", "1.5", "--out", str(tmp_path / "t.json")]) == 2
-    assert main(["verify", *words]) == 0 and "sent between stages" in capsys.readouterr().out
+    assert main(["verify", *words]) == 0 and " 0 forward" not in (out := capsys.readouterr().out)
+    assert "sent between stages" in out
     assert main(["graph", *words, "--rank", "2"]) == 0 and "\nstage 1 of 2: " in capsys.readouterr().out
     assert main(["graph", *words[:3], "dp=2", *words[4:], "--after", "cut"]) == 2
     assert main(["train", *words[:3], "dp=2", *words[4:-2], "--trace", str(tmp_path / "x.svg")]) == 2
