@@ -2,7 +2,7 @@
 
     a model's call -> joint graph     `trace`: MODEL
     joint graph -> a plan             autopar/planner
-    plan -> one rank's graphs         `lower`, `lower_pipeline`: MICRO_BATCHES and STAGES of a pipeline, then RANK
+    plan -> one rank's graphs         `lower_plan`: MICRO_BATCHES and STAGES, where there are several, then RANK
 
 A pass that a user adds (`passes=[autopar.Pass(...)]`) belongs to the capture and runs wherever its list does.
 """
@@ -193,6 +193,12 @@ def trace_to_plan(
     return whole()
 
 
+def lower_plan(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram | PipelineProgram:
+    """Return what a rank runs of a plan: one program, or those of its stages. Raises as `lower` and `lower_pipeline`
+    do."""
+    return (lower if plan.pipeline.is_one_program else lower_pipeline)(captured, plan, rank, check)
+
+
 def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:
     """Run the passes of RANK for one rank; with `check` (default: AUTOPAR_CHECK=1) the verifier runs after each."""
     check = os.environ.get("AUTOPAR_CHECK") == "1" if check is None else check
@@ -244,8 +250,8 @@ def smaller_stages_of(micro: MicroBatched, plan: Plan) -> list[Stage] | list[Non
 def lower_pipeline(
     captured: Captured, plan: Plan, rank: int, check: bool | None = None, waits: bool = False
 ) -> PipelineProgram:
-    """Return what a rank runs of a pipeline; with `waits` gradients of one micro-batch alone wait for their reduction
-    too. Raises as `stages_of` and `lower` do."""
+    """Return what a rank runs of a plan with stages or micro-batches; with `waits` gradients wait for their reduction
+    also where the plan does not want that. Raises as `stages_of` and `lower` do."""
     micro, stages = stages_of(captured, plan)
     smaller = smaller_stages_of(micro, plan)
     pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
@@ -253,7 +259,7 @@ def lower_pipeline(
     leaves = [
         frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)
     ]
-    mine = pipeline.stages_of(coordinate[pipeline.axis])
+    mine = pipeline.stages_of(pipeline.place_of(coordinate))
     programs = {i: lower_stage(stages[i], micro, plan, here, check, waits, smaller[i]) for i in mine}
     return PipelineProgram(rank, micro, programs, tuple(leaves))
 
@@ -287,7 +293,7 @@ def _lowered(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bo
     captured = replace(micro.captured, graph_module=stage.joint)
     plan = replace(plan, mesh=plan.sharding.mesh, sharding=stage.sharding(plan.sharding))
     whole = lower(captured, plan, rank, check)
-    waits = (waits or micro.micro_batches > 1) and whole.parts.backward is not None
+    waits = (waits or plan.reduces_once) and whole.parts.backward is not None
     deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None
     forward, copies = whole.parts.forward, None
     if micro.micro_batches > 1:

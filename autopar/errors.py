@@ -90,11 +90,13 @@ class AdaptError(AutoparError):
 
 class MemoryInfeasibleError(AutoparError):
     """No plan fits the memory limit. Carries `missing_bytes`, a `breakdown` of the smallest need (bytes of a device by
-    kind), and `fixes`: what was planned instead, cheapest first (autopar/planner/remedies.py)."""
+    kind), with how many `micro_batches` that is, and `fixes`: what was planned instead, cheapest first
+    (autopar/planner/remedies.py)."""
 
     def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None,
-                 fixes: Iterable = (), **fields):  # fmt: skip
+                 micro_batches: int = 1, fixes: Iterable = (), **fields):  # fmt: skip
         self.missing_bytes, self.breakdown, self.fixes = missing_bytes, breakdown or {}, tuple(fixes)
+        self.micro_batches = micro_batches
         super().__init__(message, **fields)
 
     def text(self) -> str:

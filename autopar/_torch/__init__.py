@@ -242,11 +242,17 @@ def is_strided_shard(placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
-def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype):
-    """Return what a DTensor is apart from its local values; made once, it serves every step."""
+def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype, is_in_parts: bool = False):
+    """Return what a DTensor is apart from its local values; made once, it serves every step. `is_in_parts`: strided
+    shards are of what lies in parts; torch would read those of two axes on one dim as another order of the axes."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+    known = {"use_strided_shard_as_shard_order": False} if is_in_parts else {}
+    known = {
+        name: value for name, value in known.items() if name in DTensorSpec.__dataclass_fields__
+    }  # torch 2.13 has it
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(device_mesh, tuple(placements), tensor_meta=meta, **known)
 
 
 def as_dtensor(local: torch.Tensor, spec, kind: type | None = None) -> torch.Tensor:

@@ -32,19 +32,17 @@ from ..ir.graph import fingerprint
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..planner import accumulation
-from ..planner.batch import of_samples, samples_of
+from ..planner.batch import AUTO, of_samples, samples_of
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
 from ..planner.options import options_of
-from ..planner.pipeline import mesh_search
-from ..planner.pipeline.plan import PipelinePlanned, plan_pipeline
 from ..planner.pipeline.replan import plan_same_stages, with_owners
-from ..planner.plan import Planned, PlanOptions, make_plan
-from ..planner.plan import search as search_plan
+from ..planner.plan import Planned
 from ..planner.problem.hf_tp_plan import styles_of
-from ..planner.remedies import Request, with_fixes
-from ..plans.axes import check_axes
-from ..plans.pipeline import axis_of, inside
+from ..planner.remedies import Request as Refused
+from ..planner.remedies import with_fixes
+from ..planner.request import PlanRequest
+from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime import optimizers
@@ -76,7 +74,7 @@ def plan(
     loss_fn: Callable | None = None,
     strict: bool = False,
     baselines: bool = True,
-    micro_batches: int | None = None,
+    micro_batches: int | str | None = None,
     schedule: str | Schedule = "auto",
     stages_per_rank: int | None = None,
     recompute: str = "auto",
@@ -95,11 +93,11 @@ def plan(
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16", mixed precision as
     autopar/frontend/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
     `passes`: autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
-    `baselines=False` leaves the expert strategies out. With `micro_batches` the step is so many calls, `example_inputs`
-    one of them, and gradients are added up; the plan says whether they are reduced once a step or in every call. On a
-    mesh with an axis pp `example_inputs` are the whole batch, cut into that many (None: as many as are best) for a
-    `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many stages a rank. For
-    a number of devices the plan may have stages or not; it has some if a schedule is asked for. `recompute`: "auto", or
+    `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut into
+    `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto": the
+    fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages along
+    pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many stages
+    a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for. `recompute`: "auto", or
     "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
     their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). `solver`:
     "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full integer program to
@@ -115,75 +113,54 @@ def plan(
 
 
 def search(
-    model: nn.Module, mesh, example_inputs, *, hardware=None, memory=None, optimizer="adamw", precision="fp32",
-    strategy=None, pin=None, forbid=None, adapt=(), passes=(), loss_fn=None, strict=False, baselines=True,
-    micro_batches=None, schedule="auto", stages_per_rank=None, recompute="auto", refuses=True, offload="none",
-    fixes=True, solver="dual", name=None, report=lambda text: None,
-) -> Planned | PipelinePlanned:  # fmt: skip
-    """Plan as `plan` does, and return all that the search knows beside the plan. Without `refuses` what does not fit is
-    planned all the same. `stages_per_rank`: of a pipeline (None: as many as are best)."""
-    devices = mesh if isinstance(mesh, int) and not isinstance(mesh, bool) else None
-    checked = Mesh.of(mesh) if devices is None else Mesh(("dp",), (devices,))
+    model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
+    report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None, pin=None,
+    strict=False, baselines=True, forbid=None, offload="none", **staged,
+) -> Planned:  # fmt: skip
+    """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
+    stages_per_rank, recompute, solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
-    has_stages = devices is None and axis_of(checked) is not None
-    passes_ = 1 if has_stages or micro_batches is None else micro_batches
-    options = options_of(
-        mesh, hardware, memory, optimizer, precision, strategy, pin, strict, {}, baselines, forbid, passes_
-    )
-    options = replace(options, recompute=recompute, refuses=refuses, offload=offload, styles=styles_of(model),
-                      search=replace(options.search, solver=solver))  # fmt: skip
-    if devices is None:
-        options.check(inside(checked) if has_stages else checked)
+    request = PlanRequest.of(
+        mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
+        strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
+        styles=styles_of(model), **staged,
+    )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
-    name = name or type(model).__name__
 
-    def traced(example, more: Sequence[Adaptation] = ()) -> Captured:
+    def traced(more: Sequence[Adaptation] = ()) -> Captured:
         report("tracing the model")
         with order.attached(model, (*adaptations, *more)):
-            return trace_to_plan(model, example, loss_fn, forms_of(model), precision, (*adaptations, *more), added)
+            return trace_to_plan(
+                model, example_inputs, loss_fn, forms_of(model), precision, (*adaptations, *more), added
+            )
 
-    captured = traced(example_inputs)
+    return _found(request, traced(), bool(adaptations), traced, fixes, report)
+
+
+def _found(request: PlanRequest, captured: Captured, adapts: bool, retrace: Callable[..., Captured],
+           fixes: bool = True, report=lambda text: None) -> Planned:  # fmt: skip
+    """Return what is found for a captured call; raise a refusal with what would fit instead, if `fixes` are wanted.
+    `retrace(more)` traces the same call with more adaptations."""
     try:
-        if devices is not None:
-            return mesh_search.search(captured, devices, options, name, schedule, stages_per_rank, report)
-        if has_stages:
-            planned = plan_pipeline(captured, checked, options, name, schedule=schedule, micro_batches=micro_batches,
-                                    stages_per_rank=stages_per_rank, report=report)  # fmt: skip
-        else:
-            planned = search_plan(captured, checked, options, name, report)
-        if strict:
-            check_axes(planned.plan, strict)
-        return planned
+        return request.find(captured, report)
     except MemoryInfeasibleError as error:
-        if not fixes or has_stages:
+        if not fixes or request.has_stages:
             raise
-        raise _with_fixes(error, captured, options, adaptations, traced, report) from None
+        options = replace(request.options, micro_batches=error.micro_batches)
+        raise with_fixes(error, Refused(captured, error.mesh, options, adapts, retrace), report) from None
 
 
-def _with_fixes(error: MemoryInfeasibleError, captured: Captured, options: PlanOptions, adapt: Sequence[Adaptation],
-                traced: Callable[..., Captured], report=lambda text: None) -> MemoryInfeasibleError:  # fmt: skip
-    """Return the refusal of a captured graph with what would fit instead. `traced(example, more)` traces another call
-    of the model, or the same with more adaptations."""
-
-    def retrace(samples: int, more: Sequence[Adaptation]) -> Captured:
-        return traced(of_samples(captured.signature, samples), more)
-
-    request = Request(captured, error.mesh, options, samples_of(captured.signature), bool(adapt), retrace)
-    return with_fixes(error, request, report)
-
-
-def explain(model: nn.Module | Planned | PipelinePlanned, pattern: str | None = None, mesh=None, example_inputs=None, *,
+def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, example_inputs=None, *,
             alternatives: int = 6, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
     """Explain why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob
     `pattern` matches, and what up to `alternatives` others would cost each; `print` the result. `mesh`,
     `example_inputs` and `planning` as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of
     them. On a mesh with an axis pp the result also says why the pipeline is as it is, or says that alone without a
     pattern. Raises subclasses of AutoparError."""
-    found = (Planned, PipelinePlanned)
     planned = (
-        model if isinstance(model, found) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
+        model if isinstance(model, Planned) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
     )
-    if isinstance(planned, PipelinePlanned):
+    if planned.staged:
         return explain_pipeline(planned, pattern, alternatives)
     if pattern is None:
         raise StrategyError(
@@ -211,7 +188,7 @@ def compile(
     loss_fn: Callable | None = None,
     weights=None,
     strict: bool = False,
-    micro_batches: int | None = None,
+    micro_batches: int | str | None = None,
     offload: str = "none",
     schedule: str | Schedule = "auto",
     stages_per_rank: int | None = None,
@@ -225,15 +202,15 @@ def compile(
     source model's parameters are taken over; where ranks built it with different values, rank 0's count
     (runtime/same_values.py). Without example_inputs the model is compiled at its first call.
 
-    With `micro_batches=K`, or a plan made with it, `example_inputs` are one micro-batch and the loop calls the model K
-    times a step, each loss divided by K; if `model.plan.reduces_once`, all but the last backward run inside of
-    `model.no_sync()`. Any other number of calls gives right gradients too: K only decides what is fastest.
+    With `micro_batches=K`, or a plan made with it, a call takes the whole batch, cuts it into K and runs them one after
+    the other. It computes the gradients at once, and `loss.backward()` hands them out: those of the whole batch. A loop
+    that accumulates by itself leaves `micro_batches` out and calls all but its last backward inside of
+    `model.no_sync()`.
 
-    An axis named pp makes stages of the model, on a rank or several each. A call then takes the whole batch, cuts it
-    into `micro_batches` (None: as many as the planner finds best) and runs them through the stages by `schedule`: a
-    name of autopar/schedule/catalogue.py, a Schedule, or "auto", with `stages_per_rank` (None: as many as are best). It
-    computes the gradients at once, `loss.backward()` hands them out. The loss is known on every rank; other outputs are
-    known (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
+    An axis named pp makes stages of the model, on a rank or several each, through which micro-batches (None: as many as
+    the planner finds best) run by `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", with
+    `stages_per_rank` (None: as many as are best). The loss is known on every rank; other outputs are known
+    (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
     shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
     part, as those along tp do. Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
@@ -253,7 +230,8 @@ def compile(
         adapt=adaptations, passes=added, micro_batches=micro_batches, offload=offload, schedule=schedule,
         stages_per_rank=stages_per_rank,
     )  # fmt: skip
-    accumulation.check(1 if micro_batches is None else micro_batches)
+    if micro_batches not in (None, AUTO):
+        accumulation.check(micro_batches)
     if isinstance(schedule, Schedule):  # every rank has to know it by its name
         arguments["schedule"] = canonical(schedule)
 
@@ -338,62 +316,67 @@ class _Compiler:
         agree.check_captures(shapes, found)
         return Traced(captured, given, found)
 
-    def _traced_to_plan(self, example, more: Sequence[Adaptation]) -> Captured:
-        adapt = (*self.adapt, *more)
-        with order.attached(self.model, more):
-            return trace_to_plan(
-                self.model, example, self.loss_fn, forms_of(self.model), self.options["precision"], adapt, self.passes
-            )
-
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         """Return the plan of a traced call, made or loaded on rank 0 and the same on all ranks. For a later call
         `first` is the plan of the first one, and parameters keep their `layouts`, by name."""
-        graph = traced.captured.graph
-        leaves = {n.meta["role"]: n.name for n in graph.nodes if n.op == "placeholder"}
-        # a pipeline has the whole batch on every rank, whatever is passed
-        inputs = traced.fixed if self.axis is None else {}
-        known = {"input": inputs, "parameter": layouts or {}}
-        fixed = {name: known[r.kind][r.name] for r, name in leaves.items() if r.name in known.get(r.kind, ())}
+        captured = traced.captured
 
-        def make() -> dict:
-            options = dict(self.options)
-            if first is not None:  # gradients and optimizer state stay in memory when a graph has no backward
-                trains = any(role.kind == "parameter" and role.trainable for role in leaves)
-                held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
-                here = first.sharding.on_host & set(leaves.values())  # parameters stay where they are
-                options = options | dict(pin=None, memory=first.memory_limit_bytes - held, offload="none", on_host=here)
-                if self.given is not None:
-                    options["strategy"] = first.strategy
+        def made() -> dict:
+            if first is not None:
+                plan = self._later_plan(traced, first, layouts)
             elif self.given is not None:
-                return (self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
-            compares = first is None and options["strategy"] is None  # a recipe was asked for: nothing to choose from
-            staged = {name: options.pop(name) for name in ("schedule", "stages_per_rank", "micro_batches")}
-            micro_batches = staged["micro_batches"]
-            count = 1 if self.axis is not None or micro_batches is None else micro_batches
-            options = options_of(self.device_mesh, **options, fixed=fixed, baselines=compares, micro_batches=count)
-            options = replace(options, styles=styles_of(self.model))
-            name = type(self.model).__name__
-            if self.axis is not None and first is not None:
-                return plan_same_stages(traced.captured, first, options, name).to_json()
-            if self.axis is not None:
-                options = replace(options, baselines=False)  # told beside a plan, which nobody may look at here
-                planned = plan_pipeline(traced.captured, self.mesh, options, name, **staged)
-                return with_owners(traced.captured, planned.plan).to_json()
-            try:
-                return make_plan(traced.captured, self.mesh, options, name).to_json()
-            except MemoryInfeasibleError as error:
-                if first is not None:
-                    raise
-                raise _with_fixes(error, traced.captured, options, self.adapt, self._traced_to_plan) from None
+                plan = self.given if isinstance(self.given, Plan) else Plan.load(self.given)
+            else:
+                plan = self._first_plan(traced)
+            return plan.to_json()
 
-        def checked() -> dict:
-            made = make()
-            if self.options["strict"] and first is None and self.given is None:
-                check_axes(Plan.from_json(made), True)
-            return made
-
-        agreed = Plan.from_json(agree.from_rank_zero(checked))
-        agreed.check_fits(graph, self.mesh)
+        agreed = Plan.from_json(agree.from_rank_zero(made))
+        agreed.check_fits(captured.graph, self.mesh)
         pass_manager.planned(agreed)
-        export.move(traced.captured, torch.device(self.device_mesh.device_type))
+        export.move(captured, torch.device(self.device_mesh.device_type))
         return agreed
+
+    def _first_plan(self, traced: Traced) -> Plan:
+        name, captured, options = type(self.model).__name__, traced.captured, self.options
+        signature = captured.signature
+        is_cut = self.axis is not None or options["micro_batches"] not in (None, 1)
+        # micro-batches are cut from the whole batch on every rank, whatever is passed
+        fixed = {} if is_cut else _by_node(captured, {"input": traced.fixed})
+        # nothing to choose from where a recipe was asked for, and nobody may look at the plan of a pipeline here
+        compares = options["strategy"] is None and self.axis is None
+        styles = styles_of(self.model)
+        request = PlanRequest.of(self.device_mesh, name, **options, fixed=fixed, baselines=compares, styles=styles)
+
+        def retrace(more: Sequence[Adaptation]) -> Captured:
+            with order.attached(self.model, more):
+                return trace_to_plan(
+                    self.model, of_samples(signature, samples_of(signature)), self.loss_fn, forms_of(self.model),
+                    options["precision"], (*self.adapt, *more), self.passes,
+                )  # fmt: skip
+
+        plan = _found(request, captured, bool(self.adapt), retrace).plan
+        return plan if plan.pipeline.is_one_program else with_owners(captured, plan)
+
+    def _later_plan(self, traced: Traced, first: Plan, layouts: Mapping[str, Layout] | None) -> Plan:
+        captured = traced.captured
+        known = {"parameter": layouts or {}} | ({"input": traced.fixed} if first.pipeline.is_one_program else {})
+        leaves = {n.meta["role"]: n.name for n in captured.graph.nodes if n.op == "placeholder"}
+        # gradients and optimizer state stay in memory when a graph has no backward
+        trains = any(role.kind == "parameter" and role.trainable for role in leaves)
+        held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
+        here = first.sharding.on_host & set(leaves.values())  # parameters stay where they are
+        asked = {k: self.options[k] for k in ("hardware", "optimizer", "precision", "strategy", "strict")}
+        if self.given is not None:
+            asked["strategy"] = first.strategy
+        options = options_of(
+            self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
+            fixed=_by_node(captured, known), baselines=False,
+        )  # fmt: skip
+        return plan_same_stages(captured, first, options, type(self.model).__name__)
+
+
+def _by_node(captured: Captured, known: Mapping[str, Mapping[str, Layout]]) -> dict[str, Layout]:
+    """Return layouts by the name of a placeholder, from those by kind and name of what it takes."""
+    leaves = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    roles = ((n.name, n.meta["role"]) for n in leaves)
+    return {name: known[r.kind][r.name] for name, r in roles if r.name in known.get(r.kind, ())}

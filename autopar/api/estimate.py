@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from torch import fx, nn
 
@@ -25,10 +25,8 @@ from ..cost.compute import ATTENTION, DTYPE_NAMES, flops_of
 from ..ir.graph import is_op, tensor_arguments, values_of
 from ..ops import autopar
 from ..planner.objective.evaluate import Evaluation
-from ..planner.pipeline.plan import PipelinePlanned
 from ..planner.plan import Planned
 from ..planner.problem.problem import Problem
-from ..plans.pipeline import sizes_of
 from ..plans.plan import Plan
 from . import entry as api
 
@@ -71,7 +69,7 @@ class Estimate:
                    "exposed_seconds")  # fmt: skip
         return {
             **{name: getattr(p, name) for name in kept}, "mesh": str(p.mesh), "devices": p.mesh.devices,
-            "recompute": self.recompute, "pipeline": asdict(p.pipeline) if p.pipeline else None,
+            "recompute": self.recompute, "pipeline": asdict(p.pipeline),
             **{name: getattr(p, name) for name in seconds},
             "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
@@ -103,12 +101,13 @@ def estimate(
         schedule=schedule, stages_per_rank=stages_per_rank, refuses=False, report=report,
         **{"baselines": False} | planning,
     )  # fmt: skip
-    return of_pipeline(found) if isinstance(found, PipelinePlanned) else of_search(found)
+    return of_search(found)
 
 
 def of_search(planned: Planned) -> Estimate:
-    """Return the estimate of a finished search."""
-    passes, options = planned.options.micro_batches, planned.options
+    """Return the estimate of a finished search. Its FLOPs are those of the whole batch, also where micro-batches differ
+    by a sample and the search counted the larger ones."""
+    passes, options = sum(planned.plan.pipeline.shares), planned.options
     by_dtype: Counter = Counter({"fp32": 0.0})
     for node in filter(is_op, planned.problem.whole.nodes):
         by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
@@ -116,15 +115,6 @@ def of_search(planned: Planned) -> Estimate:
     (dtype, _), *_ = by_dtype.most_common(1)
     peaks = options.hardware.flops_per_second
     return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again), dtype, peaks)
-
-
-def of_pipeline(found: PipelinePlanned) -> Estimate:
-    """Return the estimate of a finished search for a pipeline. Its FLOPs are those of the whole batch, also where
-    micro-batches differ by a sample and the search counted the larger ones."""
-    one, plan = of_search(found.inner), found.plan
-    count = plan.pipeline.micro_batches
-    share = plan.samples / (count * sizes_of(plan.samples, count)[0]) if plan.samples else 1.0
-    return replace(one, plan=plan, model_flops=share * one.model_flops, hardware_flops=share * one.hardware_flops)
 
 
 def model_flops(node: fx.Node) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..plans.pipeline_text import pipeline_line, pipeline_lines
-from ..plans.text import in_order, parts_of
+from ..plans.text import batch_lines, in_order, parts_of
 from ..utils.format import byte_column, ms, number, percent, size, table
 from .estimate import Estimate
 
@@ -11,16 +11,12 @@ from .estimate import Estimate
 def estimate_text(e: Estimate) -> str:
     """Return the text of an estimate: the result, then memory by kind."""
     p = e.plan
-    how = "once a step" if p.reduces_once else "every pass"
-    many = "" if p.micro_batches == 1 else "es"
-    passes = f"{p.micro_batches} pass{many} of {p.samples} samples a step" + (
-        f", gradients reduced {how}" if many else ""
-    )
-    simulated = "" if p.pipeline else f"; simulated with overlap {ms(p.simulated_seconds)}"
+    staged = p.pipeline.is_staged
+    simulated = "" if staged else f"; simulated with overlap {ms(p.simulated_seconds)}"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision}, {p.optimizer}, "
         f"strategy {p.strategy}, recomputation {e.recompute}",
-        pipeline_line(p) if p.pipeline else passes,
+        pipeline_line(p) if staged else "".join(batch_lines(p)) or f"one pass of {p.samples} samples a step",
         f"step {ms(p.step_seconds)} = {parts_of(p)}{simulated}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of "
@@ -30,7 +26,7 @@ def estimate_text(e: Estimate) -> str:
     kinds = {**in_order(p.at_peak), "in all": p.peak_bytes}
     unit, cells = byte_column(list(kinds.values()))
     rows = [[kind, cell, percent(v, p.memory_limit_bytes)] for (kind, v), cell in zip(kinds.items(), cells)]
-    stages = [*pipeline_lines(p), ""] if p.pipeline else []
+    stages = [*table_of_stages, ""] if (table_of_stages := pipeline_lines(p)) else []
     return "\n".join([*lines, *stages, *table(["memory of a device", unit, "of the limit"], rows)]) + "\n"
 
 

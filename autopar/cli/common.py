@@ -10,12 +10,11 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import models
-from ..errors import MemoryInfeasibleError, PipelineError, StrategyError
+from ..errors import PipelineError, StrategyError
 from ..hardware import profile
 from ..ir.mesh import Mesh
 from ..planner.problem.recipes import RECIPES, Restriction
@@ -24,7 +23,6 @@ from ..schedule.catalogue import KINDS
 
 if TYPE_CHECKING:
     from ..planner.objective.timeline import Timeline
-    from ..planner.pipeline.plan import PipelinePlanned
     from ..planner.plan import Planned
 
 Report = Callable[[str], None]
@@ -88,7 +86,8 @@ def add_search(parser, baselines: bool = False) -> None:
 def add_passes(parser) -> None:
     """Add --micro-batches, --micro-batch and --recompute."""
     passes = (
-        "passes of a step, whose gradients are added up; auto: the fewest that fit without recomputation (default 1)"
+        "parts of the batch, whose gradients are added up; auto: the fewest that fit without recomputation (default 1, "
+        "with pp as many as are best)"
     )
     parser.add_argument("--micro-batches", type=passes_or_auto, metavar="K", help=passes)
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
@@ -115,13 +114,13 @@ def add_played(parser, baselines: bool = False, out: str = "where to write it") 
     parser.add_argument("--out", required=True, metavar="FILE", help=out)
 
 
-def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timeline | None]:
-    """Return the finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for a
-    pipeline, whose schedule was played in the search."""
+def played(args: argparse.Namespace) -> tuple[Planned, Timeline | None]:
+    """Return the finished search that the arguments of `add_played` ask for, and the timeline of its plan; None for
+    stages, whose schedule was played in the search."""
     check(args)
     with progress() as report:
         planned = search(args, report)
-    if not is_pipeline(planned):
+    if not planned.staged:
         return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
     if args.slowdown is not None:
         raise PipelineError("--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
@@ -129,94 +128,37 @@ def played(args: argparse.Namespace) -> tuple[Planned | PipelinePlanned, Timelin
     return planned, None
 
 
-def is_pipeline(planned: Planned | PipelinePlanned) -> bool:
-    """Return whether a search found stages."""
-    from ..planner.pipeline.plan import PipelinePlanned
-
-    return isinstance(planned, PipelinePlanned)
-
-
-def search(args: argparse.Namespace, report: Report, **options) -> Planned | PipelinePlanned:
+def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     """Search as the arguments of `add_search` and `add_pipeline` ask, for the model on the meta device; `options` of
     `api.search` come on top."""
     quiet()
-    if has_pipeline(args):
-        return search_pipeline(args, report, **options)
+    check_staged(args)
     from ..api import entry as api
-    from ..planner import batch as accumulate
+    from ..planner.batch import AUTO, passes_of
 
-    mesh = Mesh.parse(args.mesh) if args.mesh else None
-
-    def planned(passes: int, **more) -> Planned:
-        report("building the model")
-        model, inputs = models.build(args.model, batch=args.batch // passes, seq=args.seq)
-        return api.search(
-            model, mesh or args.devices, inputs, optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args),
-            report=report, adapt=adaptations(args), micro_batches=passes, recompute=args.recompute,
-            schedule=getattr(args, "schedule", None) or "auto", stages_per_rank=getattr(args, "stages_per_rank", None),
-            **dict(baselines=not getattr(args, "no_baselines", True)) | planning(args) | options | more,
-        )  # fmt: skip
-
-    tried = []
-
-    def without_fixes(passes: int) -> Planned:
-        tried.append(passes)
-        return planned(passes, fixes=False)
-
-    if args.micro_batches == accumulate.AUTO and args.micro_batch is None:
-        try:
-            return accumulate.fewest(
-                without_fixes, args.batch, accumulate.data_ways(mesh, args.strategy) if mesh else 1
-            )
-        except MemoryInfeasibleError:
-            return planned(tried[-1])
-    return planned(accumulate.passes_of(args.batch, mesh, args.strategy, args.micro_batches, args.micro_batch))
+    mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches
+    if args.micro_batch is not None or many not in (None, AUTO):
+        inner = inside(mesh) if mesh and axis_of(mesh) else mesh
+        many = passes_of(args.batch, inner, args.strategy, None if many == AUTO else many, args.micro_batch)
+    report("building the model")
+    model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
+    asked = dict(
+        optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), adapt=adaptations(args),
+        micro_batches=many, recompute=args.recompute, schedule=getattr(args, "schedule", None) or "auto",
+        stages_per_rank=getattr(args, "stages_per_rank", None), baselines=not getattr(args, "no_baselines", True),
+    )  # fmt: skip
+    return api.search(model, mesh or args.devices, inputs, report=report, **asked | planning(args) | options)
 
 
-def has_pipeline(args: argparse.Namespace) -> bool:
-    """Return whether the mesh has an axis pp. Raises PipelineError for arguments that only a pipeline has, if it has
-    none and cannot get one."""
-    if args.mesh is not None and axis_of(Mesh.parse(args.mesh)):
-        return True
+def check_staged(args: argparse.Namespace) -> None:
+    """Raise PipelineError for arguments that only stages have, if the mesh has no axis pp and cannot get one."""
+    if getattr(args, "devices", None) is not None or axis_of(Mesh.parse(args.mesh)):
+        return
     for name in ("schedule", "stages_per_rank"):
-        if getattr(args, name, None) is not None and getattr(args, "devices", None) is None:
+        if getattr(args, name, None) is not None:
             raise PipelineError(
                 f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4"
             )
-    return False
-
-
-def search_pipeline(
-    args: argparse.Namespace, report: Report, refuses: bool = True, solver: str = "dual"
-) -> PipelinePlanned:
-    """Search as the arguments of `add_search` and `add_pipeline` ask, for a mesh with pp; the batch is that of one
-    call, of which micro-batches are parts."""
-    from ..adapt import order
-    from ..api import entry as api
-    from ..frontend.fake_parameters import forms_of
-    from ..planner import batch as accumulate
-    from ..planner.options import options_of
-    from ..planner.pipeline.plan import plan_pipeline
-
-    quiet()
-    mesh, many = Mesh.parse(args.mesh), None
-    if args.micro_batch is not None or args.micro_batches not in (None, accumulate.AUTO):
-        many = accumulate.passes_of(args.batch, inside(mesh), args.strategy, args.micro_batches, args.micro_batch)
-    report("building the model")
-    model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
-    adapt = adaptations(args)
-    found = planning(args)
-    name = found.pop("name")
-    found |= dict(optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), fixed={})
-    found |= dict(baselines=not getattr(args, "no_baselines", True))
-    options = replace(options_of(mesh, **found), recompute=args.recompute, refuses=refuses)
-    options = replace(options, search=replace(options.search, solver=solver))
-    options.check(inside(mesh))
-    report("tracing the model")
-    with order.attached(model, adapt):
-        captured = api.trace_to_plan(model, inputs, None, forms_of(model), args.precision, adapt)
-    return plan_pipeline(captured, mesh, options, name, schedule=args.schedule or "auto", micro_batches=many,
-                         stages_per_rank=args.stages_per_rank, report=report)  # fmt: skip
 
 
 def add_adapting(parser) -> None:

@@ -29,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
     if args.zero:
         args.strategy = _with_zero(args.strategy, args.zero)
     common.check(args)
-    from ..api.estimate import of_pipeline, of_search
+    from ..api.estimate import of_search
 
     with common.progress() as report:
         planned = common.search(args, report, refuses=False)
-    found = of_pipeline(planned) if common.is_pipeline(planned) else of_search(planned)
+    found = of_search(planned)
     text = json.dumps(found.to_json(), indent=1, sort_keys=True, allow_nan=False)
     if args.json == "-":
         print(text)

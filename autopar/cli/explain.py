@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 
 from ..errors import AutoparError
+from ..ir.mesh import Mesh
+from ..plans.pipeline import axis_of
 from . import common
 
 EXAMPLE = "autopar explain '*.c_fc.weight' --model gpt2 --mesh dp=2,tp=2 --batch 8 --seq 128"
@@ -28,14 +30,15 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the model and print why the plan chose what PATTERN names."""
     common.check(args)
-    if args.pattern is None and args.mesh is not None and not common.has_pipeline(args):
+    common.check_staged(args)
+    if args.pattern is None and args.mesh is not None and not axis_of(Mesh.parse(args.mesh)):
         raise _no_pattern()
     from ..planner.explain import explain_plan
     from ..planner.explain_pipeline import explain_pipeline
 
     with common.progress() as report:
         planned = common.search(args, report)
-        if common.is_pipeline(planned):
+        if planned.staged:
             explanation = explain_pipeline(planned, args.pattern, args.alternatives, report)
         elif args.pattern is None:
             raise _no_pattern()

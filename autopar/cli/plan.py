@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
 def rank_code(captured, plan, rank: int = 0) -> str:
     """Return the forward and backward of one rank as Python, stage by stage."""
     from ..codegen import pass_manager
-    from ..compiler import lower, lower_pipeline
+    from ..codegen.rank_program import RankProgram
+    from ..compiler import lower_plan
 
-    if plan.pipeline:
-        stages = lower_pipeline(captured, plan, rank).stages
-        return "\n".join(f"# stage {i}\n\n{pass_manager.text_of(program.whole.parts)}" for i, program in stages.items())
-    return pass_manager.text_of(lower(captured, plan, rank).parts)
+    program = lower_plan(captured, plan, rank)
+    if isinstance(program, RankProgram):
+        return pass_manager.text_of(program.parts)
+    return "\n".join(f"# stage {i}\n\n{pass_manager.text_of(p.whole.parts)}" for i, p in program.stages.items())

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_plan(path: str):
     plan = Plan.load(path)
-    if plan.pipeline is None:
+    if not plan.pipeline.is_staged:
         raise PipelineError(
             f"the plan {path} has no pipeline", fix="plan for a mesh with an axis pp, such as pp=4,dp=2"
         )

@@ -9,6 +9,7 @@ import os
 from .. import models
 from ..errors import AdaptError, AutoparError, CheckpointError, MeshError, PipelineError
 from ..ir.mesh import Mesh
+from ..plans.pipeline import axis_of
 from ..schedule import catalogue, files
 from . import common
 
@@ -26,7 +27,7 @@ def add(subparsers) -> None:
     trace = (
         "how a pipeline's last step ran beside the prediction: picture (.svg, .html), Chrome trace (.json), text (.txt)"
     )
-    many = "parts of the batch in a pipeline (default: as many as are best)"
+    many = "parts of the batch, whose gradients are added up (default 1, with pp as many as are best)"
     parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
     parser.add_argument("--trace", metavar="FILE", help=trace)
     parser.add_argument(
@@ -74,12 +75,9 @@ def run(args: argparse.Namespace) -> int:
 def _check_pipeline(args: argparse.Namespace) -> None:
     """Raise PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
     written."""
-    has_pipeline = common.has_pipeline(args)
-    for name in ("micro_batches", "trace"):
-        if getattr(args, name) is not None and not has_pipeline:
-            raise PipelineError(
-                f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2"
-            )
+    common.check_staged(args)
+    if args.trace is not None and not axis_of(Mesh.parse(args.mesh)):
+        raise PipelineError("--trace is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2")
     if args.schedule is not None:
         catalogue.canonical(args.schedule)
     if args.trace is not None:

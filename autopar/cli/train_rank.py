@@ -92,7 +92,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     seconds, peak = [], 0
     for step in range(done + 1, steps + 1):
         call = next(stream)
-        follows = model.plan.pipeline is not None and step == min(done + WARM_UP, steps)
+        follows = not model.plan.pipeline.is_one_program and step == min(done + WARM_UP, steps)
         start = time.perf_counter()
         with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
             with _saved_bytes(model) as saved:
@@ -100,7 +100,8 @@ def _run(device_mesh, settings: dict, say) -> None:
             loss.backward()
             seconds.append(time.perf_counter() - start)
             optimizer.step()
-        peak = max(peak, most() if model.plan.pipeline else saved() + _state_bytes(model, optimizer))
+        counted = saved() + _state_bytes(model, optimizer) if model.plan.pipeline.is_one_program else most()
+        peak = max(peak, counted)
         optimizer.zero_grad()
         whole = time.perf_counter() - start
         say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
@@ -190,15 +191,15 @@ def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
     predicted = f"predicted {ms(plan.step_seconds)}, {size(plan.peak_bytes)} a device; measured {ms(seconds)}"
     timed = f"measured: median of forward and backward over {steps} step{'s' if steps > 1 else ''}, on the slowest rank"
     held = "parameters, buffers, gradients, optimizer state and tensors saved for the backward, on the rank with most"
-    if plan.pipeline:
+    if not plan.pipeline.is_one_program:
         held = "bytes of all live tensors but the batch, of one step before these, on the rank with most"
     return f"{predicted}, {size(bytes_)}\n{timed}; {held}"
 
 
 @contextmanager
 def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) -> Iterator[Callable[[], int]]:
-    """Yield a function that says how many bytes were alive at once inside, at the most: under a pipeline micro-batches
-    come and go in the call. Every op inside takes longer."""
+    """Yield a function that says how many bytes were alive at once inside, at the most: micro-batches come and
+    go in the call. Every op inside takes longer."""
     with Allocations() as seen:
         seen.hold_state(model, optimizer)
         seen.leave_out(x for x in call.values() if isinstance(x, torch.Tensor))

@@ -1,4 +1,4 @@
-"""What one rank runs: the graphs of a plan without stages, and those of its stages in a pipeline.
+"""What one rank runs: the graphs of a plan of one program, and those of its stages where there are micro-batches.
 
 autopar/compiler.py makes them, for the runtime its own rank's and for the simulator those of all ranks, so that both
 run the same graphs.
@@ -42,6 +42,10 @@ class RankProgram:
         float32 over dp: mm_1", (8, 4). All ranks have the same groups and texts, and the ranks of one group the same
         shapes too."""
         return collectives_of(("forward", self.parts.forward), ("backward", self.parts.backward))
+
+    def elsewhere(self, place: int) -> frozenset[str]:
+        """Return what other places along a pipeline have alone: nothing without one."""
+        return frozenset()
 
 
 def collectives_of(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -140,11 +144,10 @@ class StageProgram:
         for is_smaller, program in zip((False, True), self.sizes):
             kinds = "" if program.backward is None else "BIW" if splits else "B"
             found += [GraphKey(kind, is_smaller) for kind in "F" + kinds]
-        if self.deferred is not None:
+        if self.plan.micro_batches > 1:
             roles = {key: output_node(self.graph(key).graph).meta["roles"] for key in found if key.kind in "BW"}
             found += [key._replace(adds=True) for key, made in roles.items() if any(map(is_gradient, made))]
-            found += [GraphKey("R")] if self.deferred.layouts else []
-        return found
+        return [*found, GraphKey("R")] if self.deferred is not None and self.deferred.layouts else found
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """List the collectives as `RankProgram.collectives` does, stage by stage."""
@@ -156,8 +159,7 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """One rank's part of a pipeline: the stages that it runs, by their number, and what cuts a batch into
-    micro-batches."""
+    """One rank's part of a step of micro-batches: the stages that it runs, by their number, and what cuts a batch."""
 
     rank: int
     micro: MicroBatched

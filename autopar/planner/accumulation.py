@@ -1,8 +1,8 @@
 """Steps of several forward and backward passes, one a micro-batch, whose gradients are added up.
 
-The graph that is planned is one pass. With K passes a step takes K times its seconds, but gradients that their ops
-leave partial may wait, unreduced, for one reduction in the last pass (`no_sync`; Li et al., VLDB 13(12), 2020, section
-3.2.4):
+The graph that is planned is one pass. With K passes a step takes K times its seconds, but what is gathered of parameters
+and kept is gathered once, and gradients that their ops leave partial may wait, unreduced, for one reduction at the end
+(Li et al., VLDB 13(12), 2020, section 3.2.4):
 
     step = K * pass                                   every pass reduces: what is added up is as small as the parameters' shards
     step = K * pass - (K - 1) * reductions of a pass  reduced once: what is added up is as large as each rank computes it
@@ -101,22 +101,24 @@ def timelines(
     return [(micro_batches - 1, reducing(0.0)), (1, reducing(micro_batches))]
 
 
-def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float) -> Plan:
-    """Return the plan of a step from that of an average pass. `problem` and `evaluation` are of the whole graph, for
-    the timelines; `slowdown` is the hardware's."""
-    if micro_batches == 1:
+def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, slowdown: float) -> Plan:
+    """Return the plan of a step from that of an average pass of the largest micro-batch. `problem` and `evaluation` are
+    of the whole graph, for the timelines; `slowdown` is the hardware's."""
+    if plan.micro_batches == 1:
         return plan
-    played = timelines(problem, evaluation, micro_batches, slowdown)
+    played = timelines(problem, evaluation, plan.micro_batches, slowdown)
+    passes = sum(plan.pipeline.shares)  # of the largest one
+    share = passes / plan.micro_batches
 
     def times(one, *names):
         seconds = {name: getattr(one, name) for name in names}
-        return replace(one, **{name: s and s * micro_batches for name, s in seconds.items()})
+        return replace(one, **{name: s and s * passes for name, s in seconds.items()})
 
     plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "bound")
     return replace(
-        plan, micro_batches=micro_batches, reduces_once=evaluation.reduces_once,
-        simulated_seconds=sum(n * t.seconds for n, t in played) + plan.offloaded.seconds,
-        exposed_seconds=sum(n * t.exposed_seconds for n, t in played),
+        plan, reduces_once=evaluation.reduces_once,
+        simulated_seconds=share * sum(n * t.seconds for n, t in played) + plan.offloaded.seconds,
+        exposed_seconds=share * sum(n * t.exposed_seconds for n, t in played),
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
         alternatives=tuple(times(a, "step_seconds", "communication_seconds") for a in plan.alternatives),

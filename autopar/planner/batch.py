@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ..errors import InputError, MemoryInfeasibleError
 from ..frontend.call_signature import CallSignature
+from ..frontend.export import Captured
 from ..ir.mesh import NOT_DATA, Mesh
-from .plan import Planned
+from ..passes.pipeline.micro_batch import micro_batch
+from .plan import Planned, PlanOptions
 from .problem.recipes import DATA, Restriction
 
 AUTO = "auto"
-MOST_CAPTURES = 3  # of a model at different batches, when the number of passes is looked for
+MOST_SEARCHES = 3  # when the number of passes is looked for
 
 
 def data_ways(mesh: Mesh, strategy: str | None) -> int:
@@ -33,15 +36,11 @@ def passes_of(
     batch: int, mesh: Mesh | None, strategy: str | None, micro_batches: int | None, micro_batch: int | None
 ) -> int:
     """Return K, from either the number of micro-batches or the samples of one on a replica, 1 without both. Raise
-    InputError if it does not divide the batch, if both are given, or if samples are given before the mesh is known."""
+    InputError if samples do not divide the batch or are given before the mesh is known, or if both are given."""
     if micro_batches is not None and micro_batch is not None:
         raise InputError("micro-batches are given both as a number and by their size", fix="leave one out")
     if micro_batch is None:
-        passes = micro_batches or 1
-        if batch % passes:
-            near = _nearest(passes, _divisors(batch))
-            raise InputError(f"a batch of {batch} cannot be cut into {passes} equal micro-batches", fix=f"use {near}")
-        return passes
+        return micro_batches or 1
     if mesh is None:
         raise InputError(
             "the samples of a replica say nothing before the mesh is known", fix="give the number of micro-batches"
@@ -71,8 +70,20 @@ def samples_of(signature: CallSignature) -> int:
     return next((shape[0] for shape in signature.shapes if shape), 1)
 
 
+def in_micro_batches(
+    captured: Captured, options: PlanOptions, search: Callable[[Captured, PlanOptions], Planned]
+) -> Planned:
+    """Return what `search` finds for the graph of one of `options.micro_batches` of a whole batch. Raise MicroBatchError
+    if the batch cannot be cut so."""
+    if options.micro_batches == 1:
+        return search(captured, options)
+    micro = micro_batch(captured, options.micro_batches)
+    planned = search(micro.captured, replace(options, beside=micro.smaller and micro.smaller.graph))
+    return replace(planned, captured=captured, micro=micro)
+
+
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
-    """Return the plan with the fewest passes that fits without recomputation, as far as `MOST_CAPTURES` searches tell;
+    """Return the plan with the fewest passes that fits without recomputation, as far as `MOST_SEARCHES` searches tell;
     `search(K)` plans with K passes. How many are needed is estimated from the activations of the plan before, which
     shrink with K. Micro-batches are multiples of `ways`, if the batch is. If no plan fits so, return or raise
     (MemoryInfeasibleError) what the last search did."""
@@ -80,12 +91,12 @@ def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Plann
     without: Planned | None = None
     last: Planned | MemoryInfeasibleError | None = None
     passes = low = 1
-    for _ in range(MOST_CAPTURES):
+    for _ in range(MOST_SEARCHES):
         try:
             last = search(passes)
         except MemoryInfeasibleError as error:
             last = error
-        if isinstance(last, Planned) and not last.evaluation.recomputed:
+        if isinstance(last, Planned) and (last.staged or not last.evaluation.recomputed):
             without = last
             choices = [k for k in choices if k < passes]
         else:

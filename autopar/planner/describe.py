@@ -10,6 +10,7 @@ from torch import fx
 
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
+from ..plans.pipeline import Pipeline
 from ..plans.plan import Alternative, Collective, Plan
 from ..plans.sharding import NodeSharding, Sharding
 from .accumulation import of_step, samples_of
@@ -35,6 +36,10 @@ def describe_plan(planned: Planned) -> Plan:
             alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
         else:
             alternatives.append(Alternative(name, None, None, None, False, other.message))
+    micro_batches, micro = options.micro_batches, planned.micro
+    samples = micro.samples if micro else micro_batches * samples_of(problem)
+    is_even = micro is None or micro.smaller is None
+    pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
     plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
@@ -48,12 +53,12 @@ def describe_plan(planned: Planned) -> Plan:
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_kinds_again(problem, e),
         warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
-        fingerprint=fingerprint(problem.graph), planning_seconds=planned.seconds,
+        fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
-        samples=samples_of(problem), overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
+        pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
         offloaded=offloaded(problem, e),
     )  # fmt: skip
-    return of_step(plan, problem, e, options.micro_batches, options.hardware.overlap_slowdown)
+    return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 
 
 def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from ..plans.plan import Plan
 from ..schedule.catalogue import KINDS
 from .explain import Explanation, explain_plan
 from .pipeline.evaluate import Judged, judge
-from .pipeline.plan import PipelinePlanned, plan_pipeline, with_schedules
+from .pipeline.plan import plan_pipeline, with_schedules
 from .pipeline.segments import Chain
-from .plan import PlanOptions
+from .plan import Planned, PlanOptions
 
 MOST_BORDERS = 6  # of which the moves are priced: those next to the slowest stages
 
@@ -74,7 +74,7 @@ class PipelineExplanation:
         return explain_pipeline_text(self)
 
 
-def explain_pipeline(planned: PipelinePlanned, pattern: str | None = None, alternatives: int = 6,
+def explain_pipeline(planned: Planned, pattern: str | None = None, alternatives: int = 6,
                      report: Report = lambda text: None) -> PipelineExplanation:  # fmt: skip
     """Explain the pipeline, and with a glob `pattern` also what it matches inside of the stages (planner/explain.py).
     Raise StrategyError if it matches nothing."""
@@ -82,7 +82,7 @@ def explain_pipeline(planned: PipelinePlanned, pattern: str | None = None, alter
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
     return PipelineExplanation(
-        planned.plan, tuple(ranks_of(planned.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
+        planned.plan, tuple(ranks_of(planned.staged.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
         tuple(cuts), left_out, inside,
     )  # fmt: skip
 
@@ -102,11 +102,12 @@ def ranks_of(judged: Judged) -> Iterator[RankCost]:
 class _Pricing:
     """Prices what `explain_pipeline` compares with."""
 
-    def __init__(self, planned: PipelinePlanned, report: Report):
-        self.planned, self.report, self.limit = planned, report, planned.plan.memory_limit_bytes
-        self.chosen = planned.judged.pipeline
-        inner = planned.inner.options
-        self.options: PlanOptions = replace(inner, within=None, micro_batches=1, memory_bytes=self.limit, refuses=False)
+    def __init__(self, planned: Planned, report: Report):
+        self.planned, self.staged, self.report = planned, planned.staged, report
+        self.limit, self.chosen = planned.plan.memory_limit_bytes, planned.staged.judged.pipeline
+        self.options: PlanOptions = replace(
+            planned.options, within=None, micro_batches=1, memory_bytes=self.limit, refuses=False
+        )
 
     def priced(self, text: str, judged: Judged) -> Priced:
         """Return the price of a judged pipeline, which `text` describes."""
@@ -118,14 +119,14 @@ class _Pricing:
 
     def itself(self, text: str) -> Priced:
         """Return the price of the chosen pipeline, marked as chosen."""
-        return replace(self.priced(text, self.planned.judged), chosen=True)
+        return replace(self.priced(text, self.staged.judged), chosen=True)
 
     def micro_batches(self) -> list[Priced]:
         """Price the numbers of micro-batches that were tried with the chosen schedule, and half and twice the chosen
         one, in order of their number."""
         p, samples = self.chosen, self.planned.plan.samples
         best: dict[int, Judged] = {}
-        for judged in sorted(self.planned.tried, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
+        for judged in sorted(self.staged.tried, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
             if (judged.pipeline.schedule, judged.pipeline.stages_per_rank) == (p.schedule, p.stages_per_rank):
                 best.setdefault(judged.pipeline.micro_batches, judged)
         best.pop(p.micro_batches, None)
@@ -145,7 +146,7 @@ class _Pricing:
                                   stages_per_rank=self.chosen.stages_per_rank, report=self.report)  # fmt: skip
         except AutoparError as error:
             return Priced(text, note=error.message)
-        return self.priced(text, again.judged)
+        return self.priced(text, again.staged.judged)
 
     def schedules(self) -> list[Priced]:
         """Price every schedule with its best cut, those that fit first, the fastest first, and those that are
@@ -157,14 +158,14 @@ class _Pricing:
                 continue
             self.report(name)
             try:
-                found += [self.priced(_schedule(j.pipeline), j) for j in with_schedules(self.planned, [(name, v)])]
+                found += [self.priced(_schedule(j.pipeline), j) for j in with_schedules(self.staged, [(name, v)])]
             except AutoparError as error:
                 impossible.append(Priced(name, note=error.message))
         return sorted(found, key=lambda one: (not one.fits, one.step_seconds)) + impossible
 
     def cuts(self) -> tuple[list[Priced], int]:
         """Price the chosen cut, an even one, and each border moved; and return how many borders are left out."""
-        p, best = self.chosen, self.planned.best
+        p, best = self.chosen, self.staged.best
         _, pieces, _ = best.search.prepared(best.base)
         found, places = [self.itself("as chosen")], [*pieces.starts]
         even = _even(pieces, len(p.cuts) + 1)
@@ -186,7 +187,7 @@ class _Pricing:
         )
 
     def _cut(self, cuts: Sequence[str]) -> Judged:
-        p, (problem, e), inner = self.chosen, self.planned.inner.whole, self.planned.inner
+        p, (problem, e), inner = self.chosen, self.planned.whole, self.planned
         pipeline = replace(p, cuts=tuple(cuts), costs=(), owners=())
         return judge(problem, e, inner.pricer, pipeline, self._send, inner.live_bytes)
 

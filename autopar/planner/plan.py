@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -38,13 +39,17 @@ from .solver.minimize import DUAL, ILP, Search
 from .solver.search import Outcome, Starts
 from .solver.solver import Solver
 
+if TYPE_CHECKING:
+    from ..passes.pipeline.micro_batch import MicroBatched
+    from .pipeline.plan import Staged
+
 
 @dataclass(frozen=True)
 class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
-    that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: passes of a step, the graph is one
-    of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the memory (else it is
-    planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are
+    that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: of a step; the graph that is
+    planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
+    memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are
     on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines.
     `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole mesh,
     gradients are reduced once a step, and copies of parameters that are kept are gathered once. `beside`: another graph
@@ -92,7 +97,10 @@ class PlanOptions:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A finished search with all that it knows: what explanations, reports and traces read."""
+    """A finished search with all that it knows: what explanations, reports and traces read. `captured`: the call with
+    the whole batch; `micro`: what it was cut into, if that was done, whose graph `problem` is about. `staged`: the
+    stages that were found, if there are several; the rest is then the search for one micro-batch on the mesh of a
+    stage."""
 
     model: str
     captured: Captured
@@ -104,6 +112,8 @@ class Planned:
     seconds: float  # that planning took
     meshes: tuple[MeshTried, ...] = ()  # if the mesh was searched for too
     written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one compute not the same again
+    micro: MicroBatched | None = None
+    staged: Staged | None = None
 
     @property
     def problem(self) -> Problem:
@@ -136,12 +146,17 @@ class Planned:
         """Return the memory of a device over the step."""
         return live_bytes(*self.whole, self.pricer)
 
+    @property
+    def inner(self) -> Planned:
+        """Return the search for one micro-batch on the mesh of a stage."""
+        return replace(self, staged=None)
+
     @cached_property
     def plan(self) -> Plan:
         """Describe the finished search as a Plan."""
         from .describe import describe_plan
 
-        return describe_plan(self)
+        return describe_plan(self) if self.staged is None else self.staged.plan
 
 
 def make_plan(captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model",
@@ -200,10 +215,10 @@ def solvers_of(
     limit = float(options.memory_bytes or hardware.memory_bytes)
     collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain
     ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
-    has_stages = options.within is not None and options.micro_batches > 1
+    is_cut = options.micro_batches > 1
     pricers = [
-        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=has_stages)
-        for once in ((True,) if has_stages else ways)
+        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut)
+        for once in ((True,) if is_cut and options.within is not None else ways)
     ]
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 

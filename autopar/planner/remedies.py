@@ -8,7 +8,7 @@ again.
     micro-batches      twice as many of half the size, or as many as the activations of the smallest plan must shrink
     adapters           LoRA on all linear layers instead of training the model
 
-All but the last two of these plan the graph that is there; those trace the model again. Of several steps of one change
+All but the last of these plan the call that is there; that one traces the model again. Of several steps of one change
 the gentlest that fits is told, else the last. If nothing fits alone, numbers are doubled once more, and what costs no
 devices is tried together. Searches stop at a larger gap than those for plans. What cannot be planned at all is left
 out, so that the refusal that it is for is never hidden by another error.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..adapt import LoRA
 from ..adapt.targets import ALL_LINEAR
@@ -27,6 +28,7 @@ from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..utils.format import ms, size
 from . import fixed_recompute, plan
+from .batch import in_micro_batches, samples_of
 from .objective.memory_timeline import AGAIN, PASSING, SAVED
 from .problem import offload
 from .problem.recipes import ALIASES, RECIPES, Restriction
@@ -80,15 +82,19 @@ class _Change:
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for and did not fit: `samples` of one pass; `adapts`: whether there are adaptations already.
-    `retrace` traces the model again with so many samples and more adaptations."""
+    """What was asked for and did not fit: the call of a whole batch, on a mesh without stages. `adapts`: whether there
+    are adaptations already. `retrace` traces the model again with more adaptations."""
 
     captured: Captured
     mesh: Mesh
     options: plan.PlanOptions
-    samples: int
     adapts: bool
-    retrace: Callable[[int, Sequence[LoRA]], Captured]
+    retrace: Callable[[Sequence[LoRA]], Captured]
+
+    @property
+    def samples(self) -> int:
+        """Return the samples of a micro-batch."""
+        return samples_of(self.captured.signature) // self.options.micro_batches
 
     def change(self, argument: str, option: str, mesh: Mesh | None = None,
                captured: Callable[[], Captured] | None = None, **options) -> _Change:  # fmt: skip
@@ -137,8 +143,11 @@ def _tried(change: _Change) -> Fix | None:
 
 def _planned(change: _Change) -> plan.Planned:
     """Search the plan that a change asks for, if its smallest plan fits. Raise AutoparError if there is none."""
-    captured, mesh, options = change.captured(), change.mesh, change.options
-    options.check(mesh)
+    change.options.check(change.mesh)
+    return in_micro_batches(change.captured(), change.options, partial(_searched, change.mesh))
+
+
+def _searched(mesh: Mesh, captured: Captured, options: plan.PlanOptions) -> plan.Planned:
     solvers = plan.solvers_of(captured, mesh, options)
     restriction = Restriction.of(options.strategy, mesh, options.forbid)
     least = [(solver, solver.run(restriction, dict(options.pin)).smallest()) for solver in solvers]
@@ -239,7 +248,7 @@ def _passes(request: Request, factor: int, arguments: str = "", flags: str = "",
     passes, samples = request.options.micro_batches * factor, request.samples // factor
     return request.change(
         f"{arguments}micro_batches={passes} of {samples} samples", f"{flags}--micro-batches {passes}",
-        captured=lambda: request.retrace(samples, ()), micro_batches=passes, **options,
+        micro_batches=passes, **options,
     )  # fmt: skip
 
 
@@ -248,7 +257,7 @@ def _adapters(request: Request) -> Iterator[_Change]:
         lora = LoRA(r=RANK, target_modules=ALL_LINEAR)
         yield request.change(
             f'adapt=[LoRA(r={RANK}, target_modules="{ALL_LINEAR}")]', f"--lora r={RANK}",
-            captured=lambda: request.retrace(request.samples, (lora,)),
+            captured=lambda: request.retrace((lora,)),
         )  # fmt: skip
 
 

@@ -41,22 +41,22 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
         "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
         "recomputed blocks": _recomputed,
     }  # fmt: skip
-    if any(p.micro_batches > 1 or p.pipeline for p in plans):
-        what["micro-batches"] = lambda p: str(p.pipeline.micro_batches if p.pipeline else p.micro_batches)
-    if any(p.pipeline for p in plans):
+    if any(not p.pipeline.is_one_program for p in plans):
+        what["micro-batches"] = lambda p: str(p.micro_batches)
+    if any(p.pipeline.is_staged for p in plans):
         what |= {label: partial(_staged, read=read) for label, read in STAGED.items()}
-        most = max(len(p.pipeline.costs) for p in plans if p.pipeline)
+        most = max(len(p.pipeline.costs) for p in plans)
         what |= {f"stage {i}": partial(_stage, i=i) for i in range(min(most, MOST_STAGES))}
     return [(label, list(map(read, plans))) for label, read in what.items()]
 
 
 def _staged(plan: Plan, read: Callable[[Pipeline], str]) -> str:
-    return read(plan.pipeline) if plan.pipeline else "-"
+    return read(plan.pipeline) if plan.pipeline.is_staged else "-"
 
 
 def _stage(plan: Plan, i: int) -> str:
     """Return what a stage holds, and on which rank."""
-    if plan.pipeline is None or i >= len(plan.pipeline.costs):
+    if i >= len(plan.pipeline.costs):
         return "-"
     return f"{plan.pipeline.costs[i].name}, rank {plan.pipeline.orders.rank_of_stage[i]}"
 
@@ -77,8 +77,8 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "recomputation": [p.recompute_seconds for p in plans],
         "offload": [p.offloaded.seconds for p in plans],
         "waiting of the mean rank": [waiting_seconds(p) for p in plans],
-        "no plan takes less than": [0.0 if p.pipeline else p.bound for p in plans],
-        "even and without waiting": [p.bound if p.pipeline else 0.0 for p in plans],
+        "no plan takes less than": [0.0 if p.pipeline.is_staged else p.bound for p in plans],
+        "even and without waiting": [p.bound if p.pipeline.is_staged else 0.0 for p in plans],
     }
     return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))
 

@@ -47,14 +47,16 @@ def _costs(plan: Plan) -> dict[str, str]:
         "recomputation": plan.recompute_seconds, "offload": plan.offloaded.seconds,
         "bound": plan.bound,
     }  # fmt: skip
-    waits = {"waiting of the mean rank": ms(waiting_seconds(plan))} if plan.pipeline else {}
-    return {name: ms(value) for name, value in seconds.items()} | waits
+    waits = waiting_seconds(plan)
+    return {name: ms(value) for name, value in seconds.items()} | (
+        {"waiting of the mean rank": ms(waits)} if waits else {}
+    )
 
 
 def _pipeline(plan: Plan) -> dict[str, str]:
     """Return the schedule, and for each stage where it runs, what it holds and how long a micro-batch takes there."""
     p = plan.pipeline
-    if p is None:
+    if not p.is_staged:
         return {}
     found = {
         "schedule": p.schedule, "micro-batches": str(p.micro_batches),

@@ -20,7 +20,7 @@ from ..errors import PlanFormatError, PlanTampered
 from ..hardware.profile import LOWERINGS
 
 Json = dict[str, Any]
-VERSION = 7
+VERSION = 8
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -228,8 +228,8 @@ SCHEMA: Kind = {
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
-    "micro_batches": count, "reduces_once": flag, "overlaps": flag, "samples": count,
-    "pipeline": Either({
+    "reduces_once": flag, "overlaps": flag, "samples": count,
+    "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],
         "costs": [{
             "forward_seconds": amount, "input_seconds": amount, "weight_seconds": amount, "transfer_seconds": amount,
@@ -237,7 +237,7 @@ SCHEMA: Kind = {
             "parameters": count, "name": text,
         }],
         "owners": [[text]], "samples": count,
-    }),
+    },
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
         "gap": Either(number), "note": text,

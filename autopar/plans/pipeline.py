@@ -1,7 +1,8 @@
-"""What a plan says of its pipeline: where the stages begin, which schedule they follow, and what each of them costs.
+"""What a plan says of a step's micro-batches and stages: where the stages begin, which schedule they follow, and what
+each of them costs.
 
 A stage is a program on the mesh without the pipeline's axis; the plan's sharding is over that mesh, for one
-micro-batch.
+micro-batch. Without an axis pp there is one stage, on all devices; with one micro-batch too, the step is one program.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`ranks` devices along `axis`; stages begin at the forward ops `cuts`, in the graph of one of `micro_batches`. By
-    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and buffers that it reads. `samples`: of
-    the whole batch, 0 where all micro-batches are taken as equal."""
+    """`ranks` devices along `axis`, one where the mesh has no such axis; stages begin at the forward ops `cuts`, in the
+    graph of one of `micro_batches`. By stage: `costs`, of the largest micro-batch, and `owners`, the parameters and
+    buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal."""
 
-    axis: str
-    ranks: int
-    schedule: str
-    micro_batches: int
-    stages_per_rank: int
-    cuts: tuple[str, ...]
+    axis: str = AXIS
+    ranks: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    stages_per_rank: int = 1
+    cuts: tuple[str, ...] = ()
     costs: tuple[StageCost, ...] = ()
     owners: tuple[tuple[str, ...], ...] = ()
     samples: int = 0
@@ -67,6 +68,24 @@ class Pipeline:
             raise StageError(
                 f"{len(self.cuts) + 1} stages do not fill {self.ranks} ranks with {self.stages_per_rank} each"
             )
+
+    @property
+    def is_staged(self) -> bool:
+        """Return whether there are several stages."""
+        return bool(self.cuts)
+
+    @property
+    def is_one_program(self) -> bool:
+        """Return whether a step is one micro-batch through one stage."""
+        return not self.cuts and self.micro_batches == 1
+
+    def mesh_of_stage(self, mesh: Mesh) -> Mesh:
+        """Return the mesh of one stage."""
+        return inside(mesh, self.axis) if self.ranks > 1 else mesh
+
+    def place_of(self, coordinate: Mapping[str, int]) -> int:
+        """Return the place along the axis of a device at a coordinate of the whole mesh."""
+        return coordinate[self.axis] if self.ranks > 1 else 0
 
     @property
     def orders(self) -> Schedule:

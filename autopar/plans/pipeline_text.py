@@ -13,23 +13,30 @@ COLUMNS = 40
 
 
 def pipeline_line(plan: Plan) -> str:
-    """Return the schedule, how much of it is idle, and how even the stages are, in one line; "" without a pipeline."""
+    """Return the schedule, how much of it is idle, and how even the stages are, in one line; "" for one stage."""
     p = plan.pipeline
-    if p is None:
+    if not p.is_staged:
         return ""
-    sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, p.micro_batches)}, reverse=True))
-    batches = f"{p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''} of {sizes} samples"
     stages = f"{p.ranks} ranks along {p.axis}" + (
         f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else ""
     )
     bubble = percent(p.played().bubble, 1.0)
-    return f"{p.schedule}: {stages}, {batches}, bubble {bubble}, slowest stage {p.balance:.2f} times the mean"
+    return (
+        f"{p.schedule}: {stages}, {batches_text(plan)}, bubble {bubble}, slowest stage {p.balance:.2f} times the mean"
+    )
+
+
+def batches_text(plan: Plan) -> str:
+    """Return how many micro-batches there are of how many samples, as "4 micro-batches of 3 and 2 samples"."""
+    m = plan.micro_batches
+    sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, m)}, reverse=True))
+    return f"{m} micro-batch{'es' if m > 1 else ''} of {sizes} samples"
 
 
 def pipeline_lines(plan: Plan) -> list[str]:
     """Return the table of the stages, and the grid of a small schedule."""
     p = plan.pipeline
-    if p is None or not p.costs:
+    if not p.costs:
         return []
     rank_of = p.orders.rank_of_stage
     seconds = [(c.forward_seconds, c.input_seconds + c.weight_seconds, c.weight_seconds) for c in p.costs]

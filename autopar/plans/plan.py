@@ -19,7 +19,7 @@ from ..ir.mesh import Mesh
 from ..schedule import catalogue
 from . import file
 from .file import MEMORY_KINDS, VERSION, Json
-from .pipeline import Pipeline, StageCost, inside
+from .pipeline import Pipeline, StageCost
 from .sharding import NodeSharding, Sharding
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ class Offloaded:
 @dataclass(frozen=True)
 class Plan:
     """See the module. Seconds are of one training step without the optimizer's, but for its part on the host; bytes are
-    a device's. A step has `micro_batches` passes of `samples` each, over all devices; the model is called so often, but
-    for the last time inside of `no_sync` if the plan `reduces_once`. Collectives are those of all passes."""
+    a device's. A step is one call with the whole batch, of so many `samples`, which is cut into `micro_batches`; their
+    gradients are reduced together if the plan `reduces_once`. Collectives are those of all micro-batches."""
 
     model: str
     mesh: Mesh
@@ -133,13 +133,12 @@ class Plan:
     fingerprint: str = ""
     parameter_elements: int = 0  # of the whole model, quantized weights as if they were dequantized
     trained_elements: int = 0
-    micro_batches: int = 1
-    reduces_once: bool = False  # gradients of all passes together, not of each
+    reduces_once: bool = False  # gradients of all micro-batches together, not of each
     overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
     samples: int = 0
     meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
     offloaded: Offloaded = Offloaded()
-    pipeline: Pipeline | None = None  # its sharding is then of one micro-batch, on the mesh without the pipeline's axis
+    pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -156,6 +155,10 @@ class Plan:
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
         return data
+
+    @property
+    def micro_batches(self) -> int:
+        return self.pipeline.micro_batches
 
     @property
     def hash(self) -> str:
@@ -196,7 +199,7 @@ class Plan:
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "pipeline": pipeline,
                 "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
-                "sharding": _sharding_from_json(fields["sharding"], inside(mesh, pipeline.axis) if pipeline else mesh),
+                "sharding": _sharding_from_json(fields["sharding"], pipeline.mesh_of_stage(mesh)),
             }
         except (ValueError, IndexError, AutoparError) as error:
             reason = error.message if isinstance(error, AutoparError) else error
@@ -218,24 +221,22 @@ class Plan:
             raise PlanIncompatible(
                 f"the plan was made for another model, input shape or torch version: {self.model} with graph "
                 f"{self.fingerprint[:12]}, this is {found[:12]}",
-                fix="plan again with this model and these example_inputs"
-                if self.micro_batches == 1
-                else f"example_inputs are one of the {self.micro_batches} micro-batches, of {self.samples} samples; or "
-                f"plan again",
+                fix=f"plan again with this model and these example_inputs; this plan is for {self.samples} samples"
+                if self.samples
+                else "plan again with this model and these example_inputs",
             )
-        if self.pipeline is None:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
+        if self.micro_batches == 1:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
             check_decisions(graph, self.sharding)
 
 
-def _pipeline_from_json(data: Json | None, mesh: Mesh) -> Pipeline | None:
-    if data is None:
-        return None
+def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:
     costs = tuple(StageCost(**c) for c in data["costs"])
     pipeline = Pipeline(
         **data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))}
     )
     counts = {len(costs), len(pipeline.owners)}
-    if mesh.size(pipeline.axis) != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
+    ranks = mesh.size(pipeline.axis) if pipeline.axis in mesh.names else 1
+    if ranks != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
         raise ValueError("the pipeline does not match the mesh")
     catalogue.checked(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank)
     return pipeline

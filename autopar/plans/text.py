@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..utils.format import byte_column, byte_unit, column, ms, percent, size, table
 from .axes import axis_lines
 from .file import MEMORY_KINDS
-from .pipeline_text import pipeline_line, pipeline_lines
+from .pipeline_text import batches_text, pipeline_line, pipeline_lines
 from .plan import Alternative, Plan, Region
 
 MOST_KINDS = 6  # that a line names
@@ -38,22 +38,22 @@ def _result(plan: Plan) -> list[str]:
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *axis_lines(plan),
-        *pass_lines(plan),
+        *batch_lines(plan),
         *_trained(plan),
     ]
 
 
 def _bound(plan: Plan) -> str:
-    if plan.pipeline:
+    if plan.pipeline.is_staged:
         return f"an even split without waiting takes {ms(plan.bound)} or more"
     return f"no plan takes less than {ms(plan.bound)}"
 
 
-def pass_lines(plan: Plan) -> list[str]:
-    """Return a line on the micro-batches and how often gradients are reduced, none if a step has a single pass."""
-    how = "once a step" if plan.reduces_once else "every pass"
-    line = f"{plan.micro_batches} micro-batches of {plan.samples} samples, gradients reduced {how}"
-    return [line] if plan.micro_batches > 1 else []
+def batch_lines(plan: Plan) -> list[str]:
+    """Return a line on the micro-batches and how often gradients are reduced, none if a step has a single one."""
+    how = "once a step" if plan.reduces_once else "in each of them"
+    is_said = plan.micro_batches > 1 and not plan.pipeline.is_staged  # of stages by `pipeline_line`
+    return [f"{batches_text(plan)}, gradients reduced {how}"] if is_said else []
 
 
 def parts_of(plan: Plan) -> str:
@@ -82,7 +82,7 @@ def _parts(plan: Plan) -> dict[str, float]:
 def waiting_seconds(plan: Plan) -> float:
     """Return what the mean rank of a pipeline waits in a step."""
     busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
-    return max(0.0, plan.step_seconds - busy) if plan.pipeline else 0.0
+    return max(0.0, plan.step_seconds - busy) if plan.pipeline.is_staged else 0.0
 
 
 def _trained(plan: Plan) -> list[str]:
@@ -137,13 +137,13 @@ def _collectives(plan: Plan) -> list[str]:
         sent,
         column([c.seconds * 1e3 for c in plan.collectives]),
     )
-    what = "collectives of all stages" if plan.pipeline else "collectives"
+    what = "collectives of all stages" if plan.pipeline.is_staged else "collectives"
     return table([what, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
 
 
 def _memory(plan: Plan) -> list[str]:
     header, rows = memory_table(plan)
-    return table(["memory of the fullest device" if plan.pipeline else "memory of a device", *header], rows)
+    return table(["memory of the fullest device" if plan.pipeline.is_staged else "memory of a device", *header], rows)
 
 
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:

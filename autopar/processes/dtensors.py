@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import _torch
 from ..errors import InputError
-from ..ir.layout import Layout
+from ..ir.layout import Layout, local_part
 from ..ir.mesh import Mesh
 
 
@@ -54,7 +54,9 @@ def layout_of(placements: Sequence, ndim: int, mesh: Mesh, name: str = "tensor")
 def spec_of(layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, device_mesh):
     """Return what the DTensors of one global tensor have in common, for `_torch.as_dtensor`."""
     stride = torch.empty(tuple(shape), device="meta").stride()
-    return _torch.dtensor_spec(device_mesh, placements_of(layout, mesh), shape, stride, dtype)
+    return _torch.dtensor_spec(
+        device_mesh, placements_of(layout, mesh), shape, stride, dtype, max(layout.parts, default=1) > 1
+    )
 
 
 def as_dtensor(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh) -> DTensor:
@@ -65,6 +67,9 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: 
 def redistributed(tensor: DTensor, layout: Layout, mesh: Mesh, device_mesh) -> torch.Tensor:
     """Return the local part of a DTensor in another layout."""
     placements = placements_of(layout, mesh)
-    if tuple(tensor.placements) != placements:
-        tensor = tensor.redistribute(device_mesh, placements)
-    return tensor.to_local()
+    if tuple(tensor.placements) == placements:
+        return tensor.to_local()
+    if any(map(_torch.is_strided_shard, (*tensor.placements, *placements))):  # which torch moves right for some only
+        here = dict(zip(mesh.names, device_mesh.get_coordinate()))
+        return local_part(tensor.full_tensor(), layout, mesh, here)
+    return tensor.redistribute(device_mesh, placements).to_local()

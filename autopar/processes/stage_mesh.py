@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
 from ..ir.mesh import Mesh
-from ..plans.pipeline import ALONE, inside
+from ..plans.pipeline import ALONE
 from ..plans.plan import Plan
 from . import process_groups, watch
 
@@ -39,9 +39,9 @@ class StageMesh:
     @staticmethod
     def of(plan: Plan, device_mesh) -> StageMesh:
         """Return the devices that run this rank's stage under a plan. All ranks call it together."""
-        if plan.pipeline is None:
+        if plan.pipeline.ranks == 1:
             return StageMesh.alone(plan.mesh, device_mesh)
-        rank, axis, mesh = dist.get_rank(), plan.pipeline.axis, inside(plan.mesh, plan.pipeline.axis)
+        rank, axis, mesh = dist.get_rank(), plan.pipeline.axis, plan.pipeline.mesh_of_stage(plan.mesh)
         coordinate = plan.mesh.coordinate(rank)
         places = [plan.mesh.coordinate(r)[axis] for r in range(plan.mesh.devices)]
         ranks = tuple(tuple(r for r, p in enumerate(places) if p == place) for place in range(plan.pipeline.ranks))

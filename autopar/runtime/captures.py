@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from ..codegen.rank_program import PipelineProgram, RankProgram
-from ..compiler import lower, lower_deferred, lower_pipeline
+from ..compiler import lower_deferred, lower_plan
 from ..errors import InputError
 from ..frontend.call_signature import Returns, describe_call
 from ..frontend.export import Captured
@@ -171,7 +171,7 @@ class Captures:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
-        form = Inputs if plan.pipeline is None else WholeInputs
+        form = Inputs if plan.pipeline.is_one_program else WholeInputs
         inputs = form(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
         call = f"{inputs.text()}; {self._modes_text()}{changed}"
         captured = traced.captured
@@ -301,7 +301,7 @@ class Captures:
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         if isinstance(program, PipelineProgram):
-            from .pipeline_step import PipelineStep  # loads torch.distributed.pipelining
+            from .pipeline_step import PipelineStep
 
             trains = any(
                 r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"]
@@ -372,10 +372,6 @@ class Captures:
 def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
     """Lower a traced call on all ranks together, and return this rank's graphs. Raises DesyncError if they do not fit
     together."""
-    if plan.pipeline is not None:
-        program = agree.everywhere(lambda: lower_pipeline(traced.captured, plan, dist.get_rank()))
-        agree.check_programs(plan.hash, program.collectives(), plan.mesh, alike=False)
-        return program
-    program = agree.everywhere(lambda: lower(traced.captured, plan, dist.get_rank()))
-    agree.check_programs(plan.hash, program.collectives(), plan.mesh)
+    program = agree.everywhere(lambda: lower_plan(traced.captured, plan, dist.get_rank()))
+    agree.check_programs(plan.hash, program.collectives(), plan.mesh, alike=not plan.pipeline.is_staged)
     return program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from .._torch.dtensors import mix_with_plain_tensors
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
-from ..codegen.rank_program import PipelineProgram
 from ..errors import AdaptError, StageError, StrategyError
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan
@@ -78,12 +77,10 @@ class ParallelModule(OfSource):
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
         self.stage_mesh = stage = StageMesh.of(self.plan, device_mesh)
-        elsewhere = program.elsewhere(stage.place) if self.plan.pipeline else frozenset()
-        self.elsewhere, self._places = (
-            _others(source, traced.captured.ties, program, stage) if self.plan.pipeline else ({}, {})
-        )
+        missing = [program.elsewhere(place) for place in range(len(stage.ranks))]
+        self.elsewhere, self._places = _others(source, traced.captured.ties, missing, stage.place)
         self._forms = compiler.forms
-        given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, elsewhere
+        given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, missing[stage.place]
         self.layouts = agree.everywhere(lambda: take_over(source, self._forms, *given))
         translate_states(self, self.layouts, stage, self.elsewhere)
         self._captures = Captures(
@@ -146,7 +143,7 @@ class ParallelModule(OfSource):
         """Return when each action of the last call ran, on this rank and those before and after it in the pipeline.
         `play`, `grid` and `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises
         StageError without a pipeline."""
-        if self.plan.pipeline is None:
+        if not self.plan.pipeline.is_staged:
             raise StageError(
                 "the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp"
             )
@@ -288,19 +285,17 @@ class ParallelModule(OfSource):
         return super().__getattr__(name)
 
 
-def _others(source: nn.Module, ties: Mapping[str, str], program: PipelineProgram, stage: StageMesh):
-    """Return (parameters and saved buffers that this rank does not get, on the meta device; of all that some rank does
-    not get, the places along the pipeline that have it)."""
-    places = range(len(stage.ranks))
-    missing = [program.elsewhere(place) for place in places]
+def _others(source: nn.Module, ties: Mapping[str, str], missing: Sequence[Set[str]], here: int):
+    """Return (parameters and saved buffers that the place `here` along the pipeline does not get, on the meta device;
+    of all that some place does not get, the places that have it). `missing`: by place, what it does not get."""
     elsewhere: dict[str, Tensor] = {}
     found: dict[str, tuple[int, ...]] = {}
     made: dict[int, Tensor] = {}
     for name, tensor in (*source.named_parameters(remove_duplicate=False), *persistent_buffers(source)):
         first = ties.get(name, name)
         if any(first in names for names in missing):
-            found[name] = tuple(place for place in places if first not in missing[place])
-        if first in missing[stage.place]:
+            found[name] = tuple(place for place, names in enumerate(missing) if first not in names)
+        if first in missing[here]:
             if id(tensor) not in made:
                 empty = torch.empty_like(tensor, device="meta")
                 made[id(tensor)] = (

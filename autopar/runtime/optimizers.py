@@ -74,7 +74,7 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
     that have some of the same."""
     kind, ids, mesh = type(optimizer).__name__, {id(p) for p in _parameters(optimizer)}, module.stage_mesh.mesh
     mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
-    if isinstance(optimizer, LBFGS) and module.plan.pipeline is not None:
+    if isinstance(optimizer, LBFGS) and module.plan.pipeline.is_staged:
         raise OptimizerError(
             f"{kind} searches along all parameters at once, and a rank of a pipeline has those of its stages only",
             mesh=module.plan.mesh,

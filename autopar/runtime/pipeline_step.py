@@ -1,4 +1,5 @@
-"""One call of a model under a pipeline: all its micro-batches, forward and backward, as one differentiable function.
+"""One call of a model that runs in micro-batches, through one stage or several: all of them, forward and backward, as
+one differentiable function.
 
 The call runs the whole schedule and keeps the gradients; `loss.backward()` scales and reduces them and hands them to
 autograd. So the training loop is that of any module. The loss is known on every rank; another output is where its stage
@@ -64,7 +65,7 @@ class PipelineStep:
         self.trains, self.is_deferring = trains, False
         if trains and captured.returns.loss is None:
             raise StageError(
-                "a pipeline trains with a scalar loss of the model's own, and this call returns none",
+                "stages and micro-batches train with a scalar loss of the model's own, and this call returns none",
                 fix="return a loss from the model (output.loss), or pass loss_fn= to autopar.compile",
             )
         left = [effect.path for effect in captured.returns.effects if has_tensor(effect.value)]
@@ -83,6 +84,7 @@ class PipelineStep:
         named = sorted(
             {*self.output_forms} if everywhere else {str(captured.returns.loss)} & {*self.output_forms}, key=int
         )
+        named = named if len(places) > 1 else []  # one stage has them all
         self.sources = {name: next(place for place, there in places if name in there) for name in named}
 
     def _load(self, program: PipelineProgram) -> None:
@@ -110,13 +112,13 @@ class PipelineStep:
             self.compile(self.compile_options)
 
     def prepare_no_sync(self) -> None:
-        """Make gradients wait for their reduction. Those of one micro-batch are reduced where they are made, until
-        somebody wants them unreduced; those of several wait anyway. All ranks call this together."""
-        if not self.trains or self.micro.micro_batches > 1 or self.is_deferring:
+        """Make gradients wait for their reduction, where they are reduced as they are made until somebody wants them
+        unreduced. All ranks call this together."""
+        if not self.trains or self.plan.reduces_once or self.is_deferring:
             return
         self.is_deferring = True
         program = agree.everywhere(lambda: lower_pipeline(self.captured, self.plan, dist.get_rank(), waits=True))
-        agree.check_programs(self.plan.hash, program.collectives(), self.plan.mesh, alike=False)
+        agree.check_programs(self.plan.hash, program.collectives(), self.plan.mesh, not self.plan.pipeline.is_staged)
         self._load(program)
 
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
@@ -311,16 +313,16 @@ class _PipelineLoss(torch.autograd.Function):
         step, sums, ctx.sums = ctx.step, ctx.sums, None
         if sums is None:
             raise InputError(
-                "a second backward through one call: under a pipeline the first one takes the gradients away",
+                "a second backward through one call: with stages or micro-batches the first one takes the gradients away",
                 fix="call the model again, or leave out retain_graph=True",
             )
         for name, tangent in zip(step.returns.names, tangents):
             if tangent is not None and name != step.returns.names[ctx.loss]:
                 raise StageError(
-                    f"a gradient arrives for {name}, and under a pipeline the loss alone has one: the call has "
-                    "computed the gradients of its parameters when it returns",
-                    fix=f"add what you compute from {name} to the loss inside of the model, or detach it, or use a "
-                    f"mesh without pp",
+                    f"a gradient arrives for {name}, and with stages or micro-batches the loss alone has one: the call "
+                    "has computed the gradients of its parameters when it returns",
+                    fix=f"add what you compute from {name} to the loss inside of the model, or detach it, or use one "
+                    f"micro-batch and a mesh without pp",
                 )
         scale = tangents[ctx.loss]
         if scale is None:

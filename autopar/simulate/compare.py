@@ -153,7 +153,7 @@ def verify_plan(
     if precision != "fp32" or not result.match:
         report(f"simulating one step in {WIDE[precision]}")
         result = _with_rounding(result, captured, plan, values, reference, buffers, model, loss_fn)
-    if result.match or plan.pipeline:
+    if result.match or not programs:
         return result
     report("looking for the first node that differs")
     return replace(result, diverging=first_divergence(captured, programs, values, TOLERANCE[precision]))
@@ -209,8 +209,9 @@ def _capture_errors(
 
 
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
-    """Return (report, the ranks' programs) of a simulated step. `buffers` of the model have the values before it."""
-    if plan.pipeline:
+    """Return (report, the ranks' programs if a step is one program) of a simulated step. `buffers` of the model have the
+    values before it."""
+    if not plan.pipeline.is_one_program:
         return _compared_pipeline(captured, plan, values, reference, precision, buffers), ()
     step = simulate_step(captured, plan, values)
     mine = OneDevice(step.outputs, step.gradients, buffers | step.buffers)

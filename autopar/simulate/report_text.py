@@ -10,7 +10,7 @@ def verify_text(report: VerifyReport) -> str:
     """Return a table of relative errors, the traffic, and on the last line `match` or what differs first."""
     plan, names = report.plan, _names(report)
     loss = "" if report.loss is None else f", loss {report.loss:.6g}"
-    staged = f", {plan.pipeline.schedule} with {plan.pipeline.micro_batches} micro-batches" if plan.pipeline else ""
+    staged = f", {plan.pipeline.schedule} with {plan.micro_batches} micro-batches" if plan.pipeline.is_staged else ""
     lines = [
         f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}{staged}, against eager "
         f"torch{loss}",
@@ -74,8 +74,7 @@ def _traffic(report: VerifyReport) -> list[str]:
     least, most = min(report.sent_bytes), max(report.sent_bytes)
     sent = size(most) if least == most else f"{size(least)} to {size(most)}"
     calls = " ".join(f"{kind}[{','.join(axes)}]:{n}" for (kind, axes), n in sorted(report.collectives.items()))
-    p = report.plan.pipeline
-    if p is None:
+    if not report.plan.pipeline.is_staged:
         return [
             f"sent by a rank: {sent}, predicted {size(report.predicted_bytes)}",
             f"collectives of rank 0: {calls or 'none'}",
@@ -83,15 +82,15 @@ def _traffic(report: VerifyReport) -> list[str]:
     return [
         f"sent inside of stages, by one rank of each: {sent}, predicted {size(report.predicted_bytes)}",
         f"collectives inside of stages, of one rank of each: {calls or 'none'}",
-        f"sent between stages, values of {p.micro_batches} micro-batches: {report.sends['forward']} forward, "
+        f"sent between stages, values of {report.plan.micro_batches} micro-batches: {report.sends['forward']} forward, "
         f"{report.sends['backward']} back",
     ]
 
 
 def _divergence(report: VerifyReport) -> list[str]:
     at = report.diverging
-    if report.plan.pipeline:
-        return ["the first node that differs is looked for on meshes without pp only"]
+    if not report.plan.pipeline.is_one_program:
+        return ["the first node that differs is looked for without stages and micro-batches only"]
     if at is None:
         return ["every node of the graph has the value of the unsharded graph, which is not that of eager torch"]
     where = " ".join(filter(None, (at.module, at.source)))

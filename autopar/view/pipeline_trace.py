@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..planner.objective.memory_timeline import SAVED
-from ..planner.pipeline.plan import PipelinePlanned
+from ..planner.plan import Planned
 from ..schedule.trace import ACTIONS, trace_of
 
 
-def pipeline_trace_of(planned: PipelinePlanned) -> dict:
+def pipeline_trace_of(planned: Planned) -> dict:
     """Return the trace as plain data for `json.dump`. Gradients are reduced after a rank's last action."""
-    judged = planned.judged
+    judged = planned.staged.judged
     staying = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in judged.memory]
     transfers = [cost.transfer_seconds for cost in judged.pipeline.costs[:-1]]
     trace = trace_of(judged.played, transfers, staying)

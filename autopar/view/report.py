@@ -12,13 +12,13 @@ from ..planner.plan import Planned
 from ..plans.plan import Plan, Region
 from ..plans.text import (
     alternatives_table,
+    batch_lines,
     costed,
     hidden_seconds,
     in_tree_order,
     memory_table,
     meshes_table,
     offloaded_lines,
-    pass_lines,
     recomputed_lines,
 )
 from ..utils.format import byte_column, column, ms, percent, size
@@ -36,7 +36,7 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
         ("Against the experts' strategies", alternatives_section(plan)),
         ("Meshes tried", _meshes(plan)),
         (
-            "The step" if plan.micro_batches == 1 else f"One of the step's {plan.micro_batches} passes",
+            "The step" if plan.micro_batches == 1 else f"One of the step's {plan.micro_batches} micro-batches",
             _step(planned, timeline),
         ),
         ("Memory of a device", joined([memory_chart(planned, timeline), _memory(plan)])),
@@ -97,7 +97,7 @@ def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
         else timeline.seconds + (plan.offloaded.seconds if plan.micro_batches == 1 else 0.0)
     )
     exposed = plan.exposed_seconds if own else timeline.exposed_seconds
-    what = "simulated" if own or plan.micro_batches == 1 else f"simulated, one of {plan.micro_batches} passes"
+    what = "simulated" if own or plan.micro_batches == 1 else f"simulated, one of {plan.micro_batches} micro-batches"
     return ms(seconds), f"{what}, {ms(exposed)} of communication exposed"
 
 
@@ -305,5 +305,5 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 def notes_section(plan: Plan) -> Html | None:
     """List what is said of passes and of offloading, and the plan's warnings; None if there is nothing."""
-    notes = [f"{line[0].upper()}{line[1:]}" for line in (*pass_lines(plan), *offloaded_lines(plan), *plan.warnings)]
+    notes = [f"{line[0].upper()}{line[1:]}" for line in (*batch_lines(plan), *offloaded_lines(plan), *plan.warnings)]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

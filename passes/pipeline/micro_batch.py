@@ -1,4 +1,4 @@
-"""From the joint graph of a whole batch to that of one of its micro-batches, which a pipeline runs one after the other.
+"""From the joint graph of a whole batch to that of one of its micro-batches, which run one after the other.
 
 The graph is cut along the samples as for one more mesh axis (passes/pipeline/batch_axis.py), so what it computes is
 what the whole batch computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has.
@@ -101,14 +101,15 @@ def _check_roles(graph: fx.Graph) -> None:
     for node, role in outputs_of(graph):
         if role.kind == "input_gradient":
             raise StageError(
-                f"{role.name} requires a gradient, and a pipeline gives gradients to parameters only",
-                fix=f"pass {role.name}.detach(), make what computes it a part of the model, or use a mesh without pp",
+                f"{role.name} requires a gradient, and stages and micro-batches give gradients to parameters only",
+                fix=f"pass {role.name}.detach(), make what computes it a part of the model, or use one micro-batch and a "
+                f"mesh without pp",
             )
         if role.kind == "input_mutation" or role.kind == "mutation" and role.name in parameters:
             raise StageError(
-                f"the forward writes to {role.name} in place, and in a pipeline each micro-batch would",
+                f"the forward writes to {role.name} in place, and each micro-batch would",
                 source=node.meta.get("source") or None,
-                fix="write to it outside of the forward, or use a mesh without pp",
+                fix="write to it outside of the forward, or use one micro-batch and a mesh without pp",
             )  # fmt: skip
 
 

@@ -52,10 +52,10 @@ def test_graphs(name, golden):
         if result.name.startswith("partition"):
             texts.append(pass_manager.text_of(result.subject))
 
-    micro, stages = stages_of(captured, plan) if plan.pipeline else (None, [])
+    micro, stages = stages_of(captured, plan) if plan.pipeline.is_staged else (None, [])
     with pass_manager.observe(watch):
         for rank in (0, plan.mesh.devices - 1):
-            if plan.pipeline is None:
+            if not plan.pipeline.is_staged:
                 lower(captured, plan, rank)
                 continue
             at = plan.mesh.coordinate(rank)

@@ -20,9 +20,7 @@ from autopar.adapt import order
 from autopar.errors import AutoparError
 from autopar.frontend.fake_parameters import forms_of
 from autopar.planner.options import options_of
-from autopar.planner.pipeline.plan import plan_pipeline
-from autopar.planner.plan import search
-from autopar.plans.pipeline import axis_of
+from autopar.planner.request import PlanRequest
 from autopar.simulate.pipeline import simulate_pipeline
 from autopar.simulate.step import simulate_step
 from tests.helpers.staged import Case
@@ -84,6 +82,8 @@ def drawn(seed: int, world: int) -> tuple[Program, str, dict]:
     elif options["strategy"] is None and rng.random() < 0.4:
         axis = rng.choice([name for name in Mesh.parse(mesh).names])
         options["pin"] = {rng.choice(("head.weight", "head.*", "*.weight")): rng.choice((f"{axis}:S(0)", "R"))}
+    if "pp" not in mesh and rng.random() < 0.2:
+        options["micro_batches"] = rng.choice((2, 3))
     bf16 = rng.random() < 0.2
     if bf16:
         options["precision"] = "bf16"
@@ -195,6 +195,8 @@ def simulated(seed: int) -> Outcome:
         options |= {"schedule": rng.choice(("auto", *schedule.KINDS)), "micro_batches": rng.choice((None, 2, d.batch))}
     elif options["strategy"] is None and rng.random() < 0.4:
         options["pin"] = {"head.weight": f"{rng.choice(Mesh.parse(mesh).names)}:S({rng.randint(0, 1)})"}
+    if "pp" not in mesh and rng.random() < 0.3:
+        options["micro_batches"] = rng.choice((2, 3))
     where = f"\n  on {mesh} with {options}, {make()}"
     try:
         reason = _simulated(seed, d, mesh, make, options, rng.random() < 0.3)
@@ -218,18 +220,16 @@ def _simulated(seed: int, d: Drawn, mesh: str, make, options: dict, random: bool
     order.attach(adapted, adapt, "cpu", seed)
     case = Case.of(adapted, batch, forms=forms_of(adapted), adapt=adapt)
     plan = _planned(case, Mesh.parse(mesh), **options).plan
-    step = (simulate_pipeline if plan.pipeline else simulate_step)(case.captured, plan, case.values)
-    outputs = step.outputs if plan.pipeline else {str(i): o for i, o in enumerate(step.outputs)}
+    step = (simulate_step if plan.pipeline.is_one_program else simulate_pipeline)(case.captured, plan, case.values)
+    outputs = step.outputs if isinstance(step.outputs, dict) else {str(i): o for i, o in enumerate(step.outputs)}
     found = _wrong(case, outputs, step, 1e-7)
     return found or (None if adapt or random else _against_eager(model, batch, case))
 
 
-def _planned(case: Case, mesh: Mesh, strategy, pin=None, **pipeline):
-    """The plan of a case; `pipeline`: its schedule and number of micro-batches, if the mesh has stages."""
+def _planned(case: Case, mesh: Mesh, strategy, pin=None, **staged):
+    """The plan of a case; `staged`: its schedule and number of micro-batches."""
     asked = options_of(mesh, "cpu-gloo", None, "adamw", "fp32", strategy, pin, False, {}, False)
-    if axis_of(mesh) is not None:
-        return plan_pipeline(case.captured, mesh, asked, "random", **pipeline)
-    return search(case.captured, mesh, asked, "random")
+    return PlanRequest(mesh, asked, "random", **staged).find(case.captured)
 
 
 def _wrong(case: Case, outputs, step, tolerance: float) -> str | None:

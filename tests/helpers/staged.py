@@ -198,7 +198,7 @@ def _sharded(key: int, micro_batches: int, mesh: Mesh, strategy: str, precision:
     options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision,
                           baselines=False, recompute=recompute, micro_batches=micro_batches, within=mesh,
                           beside=_CAPTURES[key][1])  # fmt: skip
-    return replace(search(_CAPTURES[key][0], inside(mesh), options).plan, micro_batches=1, reduces_once=False)
+    return replace(search(_CAPTURES[key][0], inside(mesh), options).plan, reduces_once=micro_batches > 1)
 
 
 _CAPTURES: dict[int, tuple] = {}  # with the graph of a smaller micro-batch

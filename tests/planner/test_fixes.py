@@ -71,7 +71,7 @@ def test_what_is_said_to_fit_does_at_that_price(error, ddp):
         if not fix.fits or "adapt" in changed:
             continue
         passes = int(changed.pop("micro_batches", 1))
-        plan = planned(batch=BATCH // passes, micro_batches=passes, **asked | changed)
+        plan = planned(micro_batches=passes, **asked | changed)
         assert plan.step_seconds == pytest.approx(fix.step_seconds, rel=remedies.SEARCH.gap)
         assert plan.peak_bytes <= limit and fix.peak_bytes <= limit and plan.mesh.devices == fix.devices
         checked += 1
@@ -91,7 +91,7 @@ def test_adapters_are_offered_where_optimizer_state_does_not_fit():
 def test_next_stages_of_zero():
     def stages(strategy):
         request = remedies.Request(
-            None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), 1, True, None
+            None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), True, None
         )
         return [change.options.strategy for change in remedies._higher_stages(request)]
 
@@ -101,16 +101,16 @@ def test_next_stages_of_zero():
 
 
 def test_a_change_that_cannot_be_planned_is_left_out():
-    def fails(samples, more):
+    def fails(more):
         raise CaptureError("no such model")
 
     graph, mesh = captured(MODEL, BATCH, 1), Mesh.parse("dp=2")
     options = PlanOptions(MACHINE, memory_bytes=1e6, strategy="ddp", baselines=False)
     with pytest.raises(MemoryInfeasibleError) as caught:
         plan_search(graph, mesh, options)
-    found = remedies.with_fixes(caught.value, remedies.Request(graph, mesh, options, BATCH, False, fails))
+    found = remedies.with_fixes(caught.value, remedies.Request(graph, mesh, options, False, fails))
     assert found.message == caught.value.message and found.fixes
-    assert not [fix for fix in found.fixes if "LoRA" in fix.argument or "micro" in fix.argument]
+    assert not [fix for fix in found.fixes if "LoRA" in fix.argument]
 
 
 def test_fixes_may_be_left_out():

@@ -103,7 +103,7 @@ def test_the_fastest_schedule_is_taken_and_the_others_are_told():
     plan = found.plan
     searched = [name for name, _ in kinds_of("auto", None)]
     assert plan.pipeline.schedule in searched
-    assert plan.step_seconds == min(t.step_seconds for t in found.tried)
+    assert plan.step_seconds == min(t.step_seconds for t in found.staged.tried)
     assert len(plan.alternatives) == len(searched) - 1
     assert all(a.step_seconds >= plan.step_seconds and "8 micro-batches" in a.name for a in plan.alternatives)
 
@@ -120,7 +120,7 @@ def test_the_step_is_that_of_the_played_schedule():
     costs, orders = found.plan.pipeline.costs, found.plan.pipeline.orders
     alone = play(orders, *([getattr(c, f"{kind}_seconds") for c in costs] for kind in ("forward", "input", "weight")),
                  [c.transfer_seconds for c in costs[:-1]]).seconds  # fmt: skip
-    assert alone <= found.plan.step_seconds <= alone + max(found.judged.once_seconds) * (1 + 1e-9)
+    assert alone <= found.plan.step_seconds <= alone + max(found.staged.judged.once_seconds) * (1 + 1e-9)
     assert found.plan.pipeline.played().seconds == alone
     assert (
         0 < found.plan.bound <= found.plan.step_seconds
@@ -138,7 +138,7 @@ def test_more_micro_batches_wait_less():
 
 def test_the_number_of_micro_batches_fills_the_data_axes():
     found = planned(GPT, "pp=2,dp=4")
-    assert {t.pipeline.micro_batches for t in found.tried} == {2}  # 8 samples on 4 replicas
+    assert {t.pipeline.micro_batches for t in found.staged.tried} == {2}  # 8 samples on 4 replicas
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
@@ -187,10 +187,10 @@ def test_less_memory_is_met_by_other_cuts_or_by_computing_again():
 def test_early_stages_compute_more_again_than_late_ones():
     asked = dict(schedule="1f1b", micro_batches=8)
     free = planned(trace_of(GPT), "pp=4", **asked)
-    by_rank = [sum(memory.values()) for memory in free.judged.memory]
+    by_rank = [sum(memory.values()) for memory in free.staged.judged.memory]
     tight = planned(trace_of(GPT), "pp=4", options={"memory_bytes": 0.93 * by_rank[0]}, **asked)
     assert tight.plan.peak_bytes <= 0.93 * by_rank[0] and tight.plan.step_seconds >= free.plan.step_seconds
-    again = [sum(work.again for work in part.work.values()) for part in tight.judged.parts]
+    again = [sum(work.again for work in part.work.values()) for part in tight.staged.judged.parts]
     assert again[0] > 0 and again[0] > again[-1], again
     check_step(GPT, tight.plan)
 
@@ -244,7 +244,7 @@ def test_a_plan_file_keeps_the_pipeline(tmp_path):
 def test_a_plan_is_that_of_the_whole_batch():
     plan = planned(SMALL, "pp=2,dp=2", micro_batches=4).plan
     assert plan.fingerprint == fingerprint(captured(SMALL).graph)
-    assert (plan.samples, plan.micro_batches, plan.reduces_once) == (8, 1, False)
+    assert (plan.samples, plan.micro_batches, plan.reduces_once) == (8, 4, True)
     assert str(plan.mesh) == "pp=2,dp=2" and str(plan.sharding.mesh) == "dp=2"
 
 

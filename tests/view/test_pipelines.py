@@ -15,6 +15,7 @@ from autopar.models import build
 from autopar.planner.explain_pipeline import explain_pipeline
 from autopar.plans.compare import side_by_side
 from autopar.plans.diff import diff_text
+from autopar.plans.pipeline import Pipeline
 from autopar.schedule import KINDS, beside, make, play, save
 from autopar.utils.format import ms
 from autopar.view.pipeline_report import pipeline_page
@@ -70,14 +71,14 @@ def test_the_report(planned, explained):
     said = " ".join(page.texts)
     assert "gpt <2> on mesh pp=2,dp=2" in page.texts and "<2>" not in text
     assert ms(plan.step_seconds) in said and all(c.name in said for c in plan.pipeline.costs)
-    assert all(kind in said for held in planned.judged.memory for kind in held)
+    assert all(kind in said for held in planned.staged.judged.memory for kind in held)
     titles = [t for t in page.texts if t.startswith(("0F", "1F", "0B", "1B"))]
     assert len(titles) == sum(map(len, plan.pipeline.orders.orders))
     assert "Other micro-batches" in said and "Other micro-batches" not in pipeline_page(planned)
 
 
 def test_the_trace(planned):
-    events, judged = json.loads(json.dumps(pipeline_trace_of(planned)))["traceEvents"], planned.judged
+    events, judged = json.loads(json.dumps(pipeline_trace_of(planned)))["traceEvents"], planned.staged.judged
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"rank {r} of gpt <2> on mesh pp=2,dp=2, predicted" for r in range(2)]
     work = [e for e in events if e["ph"] == "X"]
@@ -90,7 +91,7 @@ def test_the_trace(planned):
 
 
 def test_plans_are_compared(planned):
-    flat = replace(planned.plan, pipeline=None)
+    flat = replace(planned.plan, pipeline=Pipeline())
     rows = {
         line.split("  ")[0]: line.split()[-2:] for line in side_by_side([planned.plan, flat], ["a", "b"]).splitlines()
     }

@@ -134,9 +134,9 @@ def test_passes():
     assert (
         plan.simulated_seconds > 1.5 * planned.timeline.seconds and f"{ms(plan.simulated_seconds)} with overlap" in said
     )
-    assert "One of the step's 2 passes" in said and "2 micro-batches of 4 samples" in said
+    assert "One of the step's 2 micro-batches" in said and "2 micro-batches of 2 samples" in said
     slower = simulate(planned.problem, planned.evaluation, 1.5)
-    assert "simulated, one of 2 passes" in " ".join(Page(report_page(planned, slower)).texts)
+    assert "simulated, one of 2 micro-batches" in " ".join(Page(report_page(planned, slower)).texts)
 
 
 def test_meshes_and_the_host_are_told():

@@ -23,13 +23,13 @@ from ...plans.pipeline import AXIS
 from ...plans.plan import MeshTried
 from ...schedule.catalogue import KINDS
 from .. import mesh_search
-from ..batch import samples_of
+from ..batch import in_micro_batches, samples_of
 from ..fixed_recompute import AUTO
 from ..objective.checkpoint_min_cut import FULL
 from ..plan import Planned, PlanOptions
 from ..solver.minimize import BeyondCutoff
 from .evaluate import timing_of
-from .plan import PipelinePlanned, check_solver, described, kinds_of, promise
+from .plan import check_solver, described, kinds_of, promise
 from .search import Estimate, PipelineSearch, Tried
 
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
@@ -115,7 +115,7 @@ class Point:
 
 def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
            stages_per_rank: int | None = None,
-           report: Report = lambda text: None) -> Planned | PipelinePlanned:  # fmt: skip
+           report: Report = lambda text: None) -> Planned:  # fmt: skip
     """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
     which its `meshes` list. Raise what planning raises, if there is no plan for any."""
     check_solver(options)
@@ -127,7 +127,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     if not asked:
         cutoff = replace(options.search, cutoff_seconds=DOUBT * tour.seconds)
         try:
-            flat = mesh_search.search(captured, devices, replace(options, search=cutoff), name, report)
+            flat = _flat(captured, devices, replace(options, search=cutoff), name, report)
             told = flat.meshes
         except BeyondCutoff as error:
             told = error.tried
@@ -137,15 +137,19 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     if (
         staged is None and flat is None and refusal is None and not asked
     ):  # what was estimated does not fit when it is judged
-        flat = mesh_search.search(captured, devices, options, name, report)
+        flat = _flat(captured, devices, options, name, report)
         told = flat.meshes
     tried = tuple(sorted((*told, *tour.told()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
-        return replace(staged, plan=replace(staged.plan, meshes=tried))
+        return replace(staged, staged=replace(staged.staged, plan=replace(staged.plan, meshes=tried)))
     if flat is None:
         raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
                                     fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
     return replace(flat, meshes=tried)
+
+
+def _flat(captured: Captured, devices: int, options: PlanOptions, name: str, report: Report) -> Planned:
+    return in_micro_batches(captured, options, lambda one, o: mesh_search.search(one, devices, o, name, report))
 
 
 class _Tour:
@@ -178,7 +182,7 @@ class _Tour:
         except MicroBatchError as error:
             self.error = error
 
-    def planned(self) -> PipelinePlanned | None:
+    def planned(self) -> Planned | None:
         """Judge the best of what was searched and return the fastest that fits; None if nothing fits."""
         tried: list[Tried] = []
         for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_JUDGED]:

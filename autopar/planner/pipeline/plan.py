@@ -18,7 +18,6 @@ from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatch
 from ...frontend.export import Captured
 from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
-from ...passes.pipeline.micro_batch import MicroBatched
 from ...plans.pipeline import AXIS, axis_of, inside
 from ...plans.plan import Alternative, Plan
 from ...schedule.actions import Schedule
@@ -38,14 +37,10 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class PipelinePlanned:
-    """A finished search of a captured graph: the plan, that of a micro-batch on the mesh of a stage, and all that was
-    tried."""
+class Staged:
+    """The stages that a search found: the plan, what it costs stage by stage, and all that was tried."""
 
-    captured: Captured
     plan: Plan
-    inner: Planned
-    micro: MicroBatched
     judged: Judged
     tried: tuple[Judged, ...]
     best: Tried
@@ -53,7 +48,7 @@ class PipelinePlanned:
 
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str | Schedule = AUTO,
                   micro_batches: int | None = None, stages_per_rank: int | None = None,
-                  report: Report = lambda text: None) -> PipelinePlanned:  # fmt: skip
+                  report: Report = lambda text: None) -> Planned:  # fmt: skip
     """Find the best pipeline for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
     of the rest of the mesh. None and "auto" leave a choice to the search. Raise MeshError, PipelineError,
     MicroBatchError, StageError, StrategyError, and MemoryInfeasibleError with the fullest rank of what came closest."""
@@ -109,10 +104,10 @@ def promise(one: Estimate) -> tuple:
     return (0, one.step_seconds) if one.fits else (1, one.peak_bytes)
 
 
-def with_schedules(planned: PipelinePlanned, kinds: list[tuple[str, int]]) -> list[Judged]:
+def with_schedules(staged: Staged, kinds: list[tuple[str, int]]) -> list[Judged]:
     """Judge other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with
     its best cut. Leave out those that need more stages than there are pieces."""
-    return [tried.judged for tried in planned.best.search.with_kinds(planned.best.base, kinds)]
+    return [tried.judged for tried in staged.best.search.with_kinds(staged.best.base, kinds)]
 
 
 def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -196,7 +191,7 @@ def _label(judged: Judged) -> str:
 
 
 def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
-              others: Mapping[str, Estimate | Tried | AutoparError] | None = None) -> PipelinePlanned:  # fmt: skip
+              others: Mapping[str, Estimate | Tried | AutoparError] | None = None) -> Planned:  # fmt: skip
     """Describe the best pipeline as a plan, with what else was tried as its alternatives. `others`: strategies of
     experts, as they are told beside the plan."""
     judged, pipeline = best.judged, best.judged.pipeline
@@ -215,7 +210,7 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
     alternatives += [_told(name, one) for name, one in (others or {}).items()]
     bound = min(best.bound, step)
     plan = replace(
-        inner, mesh=mesh, pipeline=pipeline, micro_batches=1, reduces_once=False, samples=batch,
+        inner, mesh=mesh, pipeline=pipeline, reduces_once=m > 1, samples=batch,
         fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
         step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
@@ -225,7 +220,8 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({t.inner: t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
-    return PipelinePlanned(captured, plan, best.inner, best.micro, judged, tuple(t.judged for t in tried), best)
+    staged = Staged(plan, judged, tuple(t.judged for t in tried), best)
+    return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
 
 
 def _told(name: str, one: Estimate | Tried | AutoparError) -> Alternative:

@@ -15,9 +15,10 @@ from ...ir.graph import fingerprint, is_op
 from ...ir.stage_placement import Places
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
 from ...passes.pipeline.stages import cut
+from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
 from ..batch import samples_of
-from ..plan import PlanOptions, search
+from ..plan import PlanOptions, make_plan, search
 
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:
@@ -28,16 +29,19 @@ def with_owners(captured: Captured, plan: Plan) -> Plan:
 
 
 def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, model: str) -> Plan:
-    """Return a plan for another capture of the model of `first`, with its stages. `options` fix the parameters'
-    layouts. Raise StageError if a stage of the call reads parameters that it does not have."""
-    pipeline = first.pipeline
-    micro = _micro_batched(captured, pipeline.micro_batches)
+    """Return a plan for another capture of the model of `first`, with its stages and as many micro-batches, if it can
+    be cut so. `options` fix the parameters' layouts. Raise StageError if a stage of the call reads parameters that it
+    does not have."""
+    pipeline, micro = first.pipeline, _micro_batched(captured, first.pipeline)
+    if micro is None:
+        return make_plan(captured, first.mesh, options, model)
     options = replace(options, micro_batches=micro.micro_batches, beside=micro.smaller and micro.smaller.graph)
     planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0
     pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
-    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline, micro_batches=1, reduces_once=False,
+    once = micro.micro_batches > 1 if pipeline.is_staged else planned.plan.reduces_once
+    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline, reduces_once=once,
                    fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))  # fmt: skip
     plan = with_owners(captured, plan)
     for stage, (theirs, mine) in enumerate(zip(first.pipeline.owners, plan.pipeline.owners)):
@@ -49,13 +53,17 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     return plan
 
 
-def _micro_batched(captured: Captured, wanted: int) -> MicroBatched:
+def _micro_batched(captured: Captured, first: Pipeline) -> MicroBatched | None:
     """Cut a call into as many micro-batches as there were or the batch has samples; into one if it cannot run part by
-    part."""
-    count = min(wanted, samples_of(captured.signature))
-    with contextlib.suppress(MicroBatchError):
-        return micro_batch(captured, count)
-    return micro_batch(captured, 1)
+    part. Return None where that is one program."""
+    count = min(first.micro_batches, samples_of(captured.signature))
+    if first.is_staged:
+        with contextlib.suppress(MicroBatchError):
+            return micro_batch(captured, count)
+        return micro_batch(captured, 1)
+    with contextlib.suppress(MicroBatchError, StageError):
+        return micro_batch(captured, count) if count > 1 else None
+    return None
 
 
 def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Solver:
         devices = f"about {times}x the devices, a smaller batch, or " if self.room_bytes > 0 else ""
         return MemoryInfeasibleError(
             f"{message} {size(need)}, {size(missing)} more",
-            missing_bytes=math.ceil(missing), mesh=self.problem.mesh,
+            missing_bytes=math.ceil(missing), mesh=self.problem.mesh, micro_batches=self.pricer.micro_batches,
             breakdown=live_bytes(self.problem, smallest, self.pricer).at_peak,
             fix=f"{devices}memory={enough} would fit",
         )  # fmt: skip

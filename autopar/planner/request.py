@@ -1,0 +1,84 @@
+"""One request for a plan, whoever makes it: `autopar.plan`, `compile`, `explain`, `estimate` and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..frontend.export import Captured
+from ..ir.mesh import Mesh
+from ..plans.axes import check_axes
+from ..plans.pipeline import axis_of, inside
+from ..schedule.actions import Schedule
+from . import accumulation
+from .batch import AUTO, data_ways, fewest, in_micro_batches, samples_of
+from .fixed_recompute import AUTO as ANY_SCHEDULE
+from .options import options_of
+from .pipeline import mesh_search
+from .pipeline.plan import plan_pipeline
+from .plan import Planned, PlanOptions, search
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked of a plan. `mesh`: or a number of devices, for which meshes are tried. `options`: what is said of
+    the sharding. `micro_batches`: how many the batch is cut into, AUTO for the fewest that fit without recomputation;
+    None for one without stages, and as many as are best with them. `schedule` of the stages, with so many
+    `stages_per_rank` (None: as many as are best)."""
+
+    mesh: Mesh | int
+    options: PlanOptions
+    name: str = "model"
+    micro_batches: int | str | None = None
+    schedule: str | Schedule = ANY_SCHEDULE
+    stages_per_rank: int | None = None
+
+    @staticmethod
+    def of(mesh, name: str, *, micro_batches: int | str | None = None, schedule: str | Schedule = ANY_SCHEDULE,
+           stages_per_rank: int | None = None, recompute: str = "auto", refuses: bool = True, solver: str = "dual",
+           styles=None, **options) -> PlanRequest:  # fmt: skip
+        """Read the arguments of `autopar.plan` and `compile`, checked as far as they can be without a model; `options`
+        are those of `options_of`. Raises subclasses of AutoparError for what cannot be right."""
+        is_count = isinstance(mesh, int) and not isinstance(mesh, bool)
+        read = Mesh(("dp",), (mesh,)) if is_count else Mesh.of(mesh)
+        asked = options_of(mesh, **options)
+        asked = replace(asked, recompute=recompute, refuses=refuses, styles=styles or {},
+                        search=replace(asked.search, solver=solver))  # fmt: skip
+        request = PlanRequest(mesh if is_count else read, asked, name, micro_batches, schedule, stages_per_rank)
+        if not request.has_stages and micro_batches not in (None, AUTO):
+            accumulation.check(micro_batches)
+        if not is_count:
+            asked.check(inside(read) if request.has_stages else read)
+        return request
+
+    @property
+    def has_stages(self) -> bool:
+        """Return whether the mesh has an axis for stages."""
+        return isinstance(self.mesh, Mesh) and axis_of(self.mesh) is not None
+
+    def find(self, captured: Captured, report: Report = lambda text: None) -> Planned:
+        """Return the best plan of the captured call of a whole batch, with all that the search knows. Raises
+        subclasses of AutoparError."""
+        if self.has_stages:
+            many = None if self.micro_batches == AUTO else self.micro_batches
+            planned = plan_pipeline(captured, self.mesh, self.options, self.name, schedule=self.schedule,
+                                    micro_batches=many, stages_per_rank=self.stages_per_rank, report=report)  # fmt: skip
+        elif self.micro_batches == AUTO:
+            ways = data_ways(self.mesh, self.options.strategy) if isinstance(self.mesh, Mesh) else 1
+            planned = fewest(lambda k: self._in(k, captured, report), samples_of(captured.signature), ways)
+        else:
+            planned = self._in(self.micro_batches or 1, captured, report)
+        if self.options.strict and isinstance(self.mesh, Mesh):
+            check_axes(planned.plan, True)
+        return planned
+
+    def _in(self, micro_batches: int, captured: Captured, report: Report) -> Planned:
+        """Return the best plan with so many micro-batches; for a number of devices with stages or without."""
+        options = replace(self.options, micro_batches=micro_batches)
+        if not isinstance(self.mesh, Mesh):
+            return mesh_search.search(
+                captured, self.mesh, options, self.name, self.schedule, self.stages_per_rank, report
+            )
+        return in_micro_batches(captured, options, lambda one, o: search(one, self.mesh, o, self.name, report))
