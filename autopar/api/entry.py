@@ -328,6 +328,9 @@ class _Compiler:
                 plan = self.given if isinstance(self.given, Plan) else Plan.load(self.given)
             else:
                 plan = self._first_plan(traced)
+            if not plan.pipeline.owners and not plan.pipeline.is_one_program:
+                plan.check_fits(captured.graph, self.mesh)
+                plan = with_owners(captured, plan)
             return plan.to_json()
 
         agreed = Plan.from_json(agree.from_rank_zero(made))
@@ -354,8 +357,7 @@ class _Compiler:
                     options["precision"], (*self.adapt, *more), self.passes,
                 )  # fmt: skip
 
-        plan = _found(request, captured, bool(self.adapt), retrace).plan
-        return plan if plan.pipeline.is_one_program else with_owners(captured, plan)
+        return _found(request, captured, bool(self.adapt), retrace).plan
 
     def _later_plan(self, traced: Traced, first: Plan, layouts: Mapping[str, Layout] | None) -> Plan:
         captured = traced.captured
