@@ -87,7 +87,10 @@ def predicted(case: Case, file: str) -> list[Held]:
                        micro_batches=MICRO_BATCHES)  # fmt: skip
     found.plan.save(file)
     places = [found.plan.mesh.coordinate(rank)["pp"] for rank in range(case.ranks)]
-    return [Held(sum(found.staged.judged.memory[place].values()), dict(found.staged.judged.memory[place])) for place in places]
+    return [
+        Held(sum(found.staged.judged.memory[place].values()), dict(found.staged.judged.memory[place]))
+        for place in places
+    ]
 
 
 def track(rank: int, cases: list[Case], files: list[str]) -> list[Held]:

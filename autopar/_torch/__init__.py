@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of the collectives
@@ -247,7 +247,7 @@ def dtensor_spec(device_mesh, placements, shape, stride, dtype: torch.dtype, is_
     shards are of what lies in parts; torch would read those of two axes on one dim as another order of the axes."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    known = {"use_strided_shard_as_shard_order": False} if is_in_parts else {}
+    known: dict[str, Any] = {"use_strided_shard_as_shard_order": False} if is_in_parts else {}
     known = {
         name: value for name, value in known.items() if name in DTensorSpec.__dataclass_fields__
     }  # torch 2.13 has it

@@ -151,22 +151,22 @@ def _found(request: PlanRequest, captured: Captured, adapts: bool, retrace: Call
 
 
 def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, example_inputs=None, *,
-            alternatives: int = 6, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
+            alternatives: int = 6, report=lambda text: None, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
     """Explain why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob
     `pattern` matches, and what up to `alternatives` others would cost each; `print` the result. `mesh`,
     `example_inputs` and `planning` as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of
     them. On a mesh with an axis pp the result also says why the pipeline is as it is, or says that alone without a
     pattern. Raises subclasses of AutoparError."""
-    planned = (
-        model if isinstance(model, Planned) else search(model, mesh, example_inputs, **{"baselines": False} | planning)
-    )
+    planned = model
+    if not isinstance(model, Planned):
+        planned = search(model, mesh, example_inputs, report=report, **{"baselines": False} | planning)
     if planned.staged:
-        return explain_pipeline(planned, pattern, alternatives)
+        return explain_pipeline(planned, pattern, alternatives, report)
     if pattern is None:
         raise StrategyError(
             "without a pipeline there is nothing to explain but what a pattern names", fix='such as "*.weight"'
         )
-    return explain_plan(planned, pattern, alternatives)
+    return explain_plan(planned, pattern, alternatives, report=report)
 
 
 def compile(

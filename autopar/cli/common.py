@@ -137,9 +137,10 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     from ..planner.batch import AUTO, passes_of
 
     mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches
-    if args.micro_batch is not None or many not in (None, AUTO):
-        inner = inside(mesh) if mesh and axis_of(mesh) else mesh
-        many = passes_of(args.batch, inner, args.strategy, None if many == AUTO else many, args.micro_batch)
+    if args.micro_batch is not None:
+        many = passes_of(
+            args.batch, mesh and inside(mesh), args.strategy, None if many == AUTO else many, args.micro_batch
+        )
     report("building the model")
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     asked = dict(
@@ -246,7 +247,7 @@ def check(args: argparse.Namespace) -> None:
     models.check(args.model)
     if args.mesh is not None:
         mesh = Mesh.parse(args.mesh)
-        Restriction.of(args.strategy, inside(mesh) if axis_of(mesh) else mesh)
+        Restriction.of(args.strategy, inside(mesh))
     profile.load(args.hardware)
     pins(args)
     if hasattr(args, "forbid"):

@@ -30,23 +30,12 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan the model and print why the plan chose what PATTERN names."""
     common.check(args)
-    common.check_staged(args)
     if args.pattern is None and args.mesh is not None and not axis_of(Mesh.parse(args.mesh)):
-        raise _no_pattern()
-    from ..planner.explain import explain_plan
-    from ..planner.explain_pipeline import explain_pipeline
+        raise AutoparError("PATTERN is missing, which only stages can do without", fix="see autopar explain --help")
+    from ..api import entry as api
 
     with common.progress() as report:
         planned = common.search(args, report)
-        if planned.staged:
-            explanation = explain_pipeline(planned, args.pattern, args.alternatives, report)
-        elif args.pattern is None:
-            raise _no_pattern()
-        else:
-            explanation = explain_plan(planned, args.pattern, args.alternatives, report=report)
+        explanation = api.explain(planned, args.pattern, alternatives=args.alternatives, report=report)
     print(explanation, end="")
     return 0
-
-
-def _no_pattern() -> AutoparError:
-    return AutoparError("PATTERN is missing, which only a pipeline can do without", fix="see autopar explain --help")

@@ -15,8 +15,8 @@ EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --ra
 NEEDS = {  # what makes the passes run that not every compilation has
     "lora": "--lora or --qlora", "quantize": "--qlora", "fake_quant": "--qat", "upcast": "--precision bf16",
     "overlap": "a GPU, such as --hardware h100", "unroll": "a model of many equal blocks",
-    "micro_batch": "an axis pp: --mesh pp=2,dp=2", "cut": "an axis pp: --mesh pp=2,dp=2",
-    "compute_once": "an axis pp and --micro-batches 2", "split_backward": "an axis pp: --mesh pp=2,dp=2",
+    "micro_batch": "--micro-batches 2", "cut": "an axis pp: --mesh pp=2,dp=2",
+    "compute_once": "--micro-batches 2", "split_backward": "an axis pp: --mesh pp=2,dp=2",
 }  # fmt: skip
 
 
@@ -26,6 +26,8 @@ def add(subparsers) -> None:
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_adapting(parser)
+    many = "parts of the batch (default 1, with pp as many as are best)"
+    parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
     after = "print the graph after this pass, or after plan: the joint graph with the plan's layouts"
     parser.add_argument("--after", metavar="PASS", help=after)
     parser.add_argument("--rank", type=int, default=0, help="whose graph, from localize on (default 0)")
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise AutoparError(f"no pass is called {args.after!r}", fix=f"one of {', '.join(names)}, or plan")
     mesh = Mesh.parse(args.mesh)
     mesh.coordinate(args.rank)  # raises if there is no such rank
-    adapt, staged = common.adaptations(args), axis_of(mesh) is not None
+    adapt, staged = common.adaptations(args), axis_of(mesh) is not None or (args.micro_batches or 1) > 1
     of_stages = {
         step.name for step in compiler.PASSES[names.index("cut") + 1 :]
     }  # they run for each of a rank's stages
@@ -79,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
             report("building the model")
             model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
             plan = api.plan(
-                model, args.mesh, inputs, baselines=False, report=report, adapt=adapt, **common.planning(args)
-            )
+                model, args.mesh, inputs, baselines=False, report=report, adapt=adapt,
+                micro_batches=args.micro_batches, **common.planning(args),
+            )  # fmt: skip
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
             if args.after != "plan" and staged:
                 _lower_stages(captured, plan, args, lines, texts)
@@ -100,16 +103,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], texts: dict[str, str]) -> None:
-    """Run the passes of a pipeline, then those of each stage of a rank."""
+    """Run the passes of micro-batches and stages, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
     from ..compiler import lower_stage, stages_of
 
     micro, stages = stages_of(captured, plan)
     coordinate, pipeline = plan.mesh.coordinate(args.rank), plan.pipeline
-    mine = pipeline.stages_of(coordinate[pipeline.axis])
+    mine = pipeline.stages_of(pipeline.place_of(coordinate))
     texts["cut"] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next pass begins with
     for i in mine:
-        lines.append(f"stage {i} of {len(stages)}: {pipeline.costs[i].name}")
+        held = pipeline.costs[i].name if pipeline.costs else "the whole model"
+        lines.append(f"stage {i} of {len(stages)}: {held}")
         program = lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
         if args.after == "split_backward" and program.backward is not None:
             program.split  # noqa: B018  parts of the backward are made when a schedule asks for them

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from .. import models, schedule
 from ..api import entry
@@ -92,16 +91,14 @@ def _run(device_mesh, settings: dict, say) -> None:
     seconds, peak = [], 0
     for step in range(done + 1, steps + 1):
         call = next(stream)
-        follows = not model.plan.pipeline.is_one_program and step == min(done + WARM_UP, steps)
+        follows = step == min(done + WARM_UP, steps)
         start = time.perf_counter()
         with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
-            with _saved_bytes(model) as saved:
-                loss = model(**call).loss
+            loss = model(**call).loss
             loss.backward()
             seconds.append(time.perf_counter() - start)
             optimizer.step()
-        counted = saved() + _state_bytes(model, optimizer) if model.plan.pipeline.is_one_program else most()
-        peak = max(peak, counted)
+        peak = max(peak, most())
         optimizer.zero_grad()
         whole = time.perf_counter() - start
         say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
@@ -190,47 +187,18 @@ def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:
 def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
     predicted = f"predicted {ms(plan.step_seconds)}, {size(plan.peak_bytes)} a device; measured {ms(seconds)}"
     timed = f"measured: median of forward and backward over {steps} step{'s' if steps > 1 else ''}, on the slowest rank"
-    held = "parameters, buffers, gradients, optimizer state and tensors saved for the backward, on the rank with most"
-    if not plan.pipeline.is_one_program:
-        held = "bytes of all live tensors but the batch, of one step before these, on the rank with most"
+    held = "bytes of all live tensors but the batch, of one step before these, on the rank with most"
     return f"{predicted}, {size(bytes_)}\n{timed}; {held}"
 
 
 @contextmanager
 def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) -> Iterator[Callable[[], int]]:
-    """Yield a function that says how many bytes were alive at once inside, at the most: micro-batches come and
-    go in the call. Every op inside takes longer."""
+    """Yield a function that says how many bytes were alive at once inside, at the most. Every op inside takes
+    longer."""
     with Allocations() as seen:
         seen.hold_state(model, optimizer)
         seen.leave_out(x for x in call.values() if isinstance(x, torch.Tensor))
         yield lambda: seen.peak_bytes
-
-
-@contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Yield a function that says how many bytes the forward inside saves for the backward, parameters left out."""
-    parameters, saved = _storages(model.parameters()), {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.update(_storages([tensor]))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(bytes_ for pointer, bytes_ in saved.items() if pointer not in parameters)
-
-
-def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that this rank holds of parameters, buffers, gradients and optimizer state."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    return sum(_storages(tensors).values())
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of the memory behind tensors by its address: gradients from one bucket share theirs."""
-    local = (t.detach().to_local() if isinstance(t, DTensor) else t.detach() for t in tensors)
-    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
 
 
 def _silent(*words, **options) -> None:

@@ -82,7 +82,7 @@ def explain_pipeline(planned: Planned, pattern: str | None = None, alternatives:
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
     return PipelineExplanation(
-        planned.plan, tuple(ranks_of(planned.staged.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
+        planned.plan, tuple(ranks_of(planned.stages.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
         tuple(cuts), left_out, inside,
     )  # fmt: skip
 
@@ -103,8 +103,8 @@ class _Pricing:
     """Prices what `explain_pipeline` compares with."""
 
     def __init__(self, planned: Planned, report: Report):
-        self.planned, self.staged, self.report = planned, planned.staged, report
-        self.limit, self.chosen = planned.plan.memory_limit_bytes, planned.staged.judged.pipeline
+        self.planned, self.staged, self.report = planned, planned.stages, report
+        self.limit, self.chosen = planned.plan.memory_limit_bytes, planned.stages.judged.pipeline
         self.options: PlanOptions = replace(
             planned.options, within=None, micro_batches=1, memory_bytes=self.limit, refuses=False
         )
@@ -146,7 +146,7 @@ class _Pricing:
                                   stages_per_rank=self.chosen.stages_per_rank, report=self.report)  # fmt: skip
         except AutoparError as error:
             return Priced(text, note=error.message)
-        return self.priced(text, again.staged.judged)
+        return self.priced(text, again.stages.judged)
 
     def schedules(self) -> list[Priced]:
         """Price every schedule with its best cut, those that fit first, the fastest first, and those that are

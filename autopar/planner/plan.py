@@ -15,7 +15,7 @@ from ..cost.collectives import CollectiveCost
 from ..cost.host import HostCost
 from ..cost.memory import StateBytes
 from ..cost.redistribute import Redistributor
-from ..errors import AutoparError, StrategyError, UnsupportedOpError
+from ..errors import AutoparError, StageError, StrategyError, UnsupportedOpError
 from ..frontend.export import Captured
 from ..frontend.precision import compute_dtype
 from ..hardware.profile import Hardware
@@ -49,11 +49,11 @@ class PlanOptions:
     """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
     that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: of a step; the graph that is
     planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
-    memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are
-    on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines.
-    `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole mesh,
-    gradients are reduced once a step, and copies of parameters that are kept are gathered once. `beside`: another graph
-    that runs with the same decisions, of fewer samples."""
+    memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of
+    parameters that are on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of
+    the baselines. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the
+    whole mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `beside`:
+    another graph that runs with the same decisions, of fewer samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -145,6 +145,13 @@ class Planned:
     def live_bytes(self) -> LiveBytes:
         """Return the memory of a device over the step."""
         return live_bytes(*self.whole, self.pricer)
+
+    @property
+    def stages(self) -> Staged:
+        """Return the stages that were found. Raise StageError if there is one alone."""
+        if self.staged is None:
+            raise StageError(f"the plan for mesh {self.plan.mesh} has one stage", fix="plan for a mesh with an axis pp")
+        return self.staged
 
     @property
     def inner(self) -> Planned:

@@ -50,7 +50,7 @@ class PlanRequest:
         if not request.has_stages and micro_batches not in (None, AUTO):
             accumulation.check(micro_batches)
         if not is_count:
-            asked.check(inside(read) if request.has_stages else read)
+            asked.check(inside(read))
         return request
 
     @property
@@ -61,24 +61,25 @@ class PlanRequest:
     def find(self, captured: Captured, report: Report = lambda text: None) -> Planned:
         """Return the best plan of the captured call of a whole batch, with all that the search knows. Raises
         subclasses of AutoparError."""
-        if self.has_stages:
-            many = None if self.micro_batches == AUTO else self.micro_batches
-            planned = plan_pipeline(captured, self.mesh, self.options, self.name, schedule=self.schedule,
-                                    micro_batches=many, stages_per_rank=self.stages_per_rank, report=report)  # fmt: skip
-        elif self.micro_batches == AUTO:
+        many = self.micro_batches
+        if isinstance(self.mesh, Mesh) and axis_of(self.mesh):
+            planned = plan_pipeline(
+                captured, self.mesh, self.options, self.name, schedule=self.schedule,
+                micro_batches=None if isinstance(many, str) else many, stages_per_rank=self.stages_per_rank,
+                report=report,
+            )  # fmt: skip
+        elif isinstance(many, str):
             ways = data_ways(self.mesh, self.options.strategy) if isinstance(self.mesh, Mesh) else 1
             planned = fewest(lambda k: self._in(k, captured, report), samples_of(captured.signature), ways)
         else:
-            planned = self._in(self.micro_batches or 1, captured, report)
+            planned = self._in(many or 1, captured, report)
         if self.options.strict and isinstance(self.mesh, Mesh):
             check_axes(planned.plan, True)
         return planned
 
     def _in(self, micro_batches: int, captured: Captured, report: Report) -> Planned:
         """Return the best plan with so many micro-batches; for a number of devices with stages or without."""
-        options = replace(self.options, micro_batches=micro_batches)
-        if not isinstance(self.mesh, Mesh):
-            return mesh_search.search(
-                captured, self.mesh, options, self.name, self.schedule, self.stages_per_rank, report
-            )
-        return in_micro_batches(captured, options, lambda one, o: search(one, self.mesh, o, self.name, report))
+        mesh, options = self.mesh, replace(self.options, micro_batches=micro_batches)
+        if not isinstance(mesh, Mesh):
+            return mesh_search.search(captured, mesh, options, self.name, self.schedule, self.stages_per_rank, report)
+        return in_micro_batches(captured, options, lambda one, o: search(one, mesh, o, self.name, report))

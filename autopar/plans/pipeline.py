@@ -81,7 +81,7 @@ class Pipeline:
 
     def mesh_of_stage(self, mesh: Mesh) -> Mesh:
         """Return the mesh of one stage."""
-        return inside(mesh, self.axis) if self.ranks > 1 else mesh
+        return inside(mesh, self.axis)
 
     def place_of(self, coordinate: Mapping[str, int]) -> int:
         """Return the place along the axis of a device at a coordinate of the whole mesh."""
@@ -126,13 +126,14 @@ def _made(name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank
 
 def axis_of(mesh: Mesh) -> str | None:
     """Return the pipeline's axis: the one that is named pp, if it has more than one device; else None."""
-    return AXIS if AXIS in mesh.names and mesh.size(AXIS) > 1 else None
+    return AXIS if mesh.axis_sizes.get(AXIS, 1) > 1 else None
 
 
 def inside(mesh: Mesh, axis: str = AXIS) -> Mesh:
-    """Return the mesh of one stage: without the pipeline's axis, or one device if there is no other. Raise MeshError if
-    it has no such axis."""
-    mesh.size(axis)
+    """Return the mesh of one stage: without the pipeline's axis, or one device if there is no other; the same mesh if
+    it has no such axis of more than one device."""
+    if mesh.axis_sizes.get(axis, 1) == 1:
+        return mesh
     left = [(n, s) for n, s in zip(mesh.names, mesh.sizes) if n != axis] or [(ALONE, 1)]
     return Mesh(*map(tuple, zip(*left)))
 

@@ -235,8 +235,7 @@ def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:
         **data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))}
     )
     counts = {len(costs), len(pipeline.owners)}
-    ranks = mesh.size(pipeline.axis) if pipeline.axis in mesh.names else 1
-    if ranks != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
+    if mesh.axis_sizes.get(pipeline.axis, 1) != pipeline.ranks or counts - {0, len(pipeline.cuts) + 1}:
         raise ValueError("the pipeline does not match the mesh")
     catalogue.checked(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank)
     return pipeline

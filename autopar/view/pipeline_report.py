@@ -35,7 +35,7 @@ def pipeline_page(planned: Planned, explanation: PipelineExplanation | None = No
     inside = tag("p", f"{inside_lines(plan)[0]}.", class_="note")
     sections = [
         ("What it costs", _summary(plan)),
-        ("Stages", _stages(planned.staged.judged)),
+        ("Stages", _stages(planned.stages.judged)),
         ("The step as it is predicted", _schedule(plan)),
         ("Memory of the ranks at their peaks", _memory(planned)),
         ("Other micro-batches, schedules and cuts", _explained(explanation)),
@@ -94,7 +94,7 @@ def _schedule(plan: Plan) -> Html:
 
 def _memory(planned: Planned) -> Html:
     """Return a table with a bar and a row for each rank, by kind."""
-    memory, limit = [in_order(m) for m in planned.staged.judged.memory], planned.plan.memory_limit_bytes
+    memory, limit = [in_order(m) for m in planned.stages.judged.memory], planned.plan.memory_limit_bytes
     kinds = [k for k in MEMORY_KINDS if any(k in m for m in memory)]
     totals = [sum(m.values()) for m in memory]
     unit, cells = byte_column([b for m, total in zip(memory, totals) for b in (*(m.get(k, 0.0) for k in kinds), total)])
@@ -104,7 +104,7 @@ def _memory(planned: Planned) -> Html:
         shares = {k: f"width:{100 * held.get(k, 0.0) / max(totals):.2f}%" for k in kinds}
         drawn = tag("div", *(tag("i", class_=MEMORY_CLASSES[k], style=share, title=k) for k, share in shares.items()),
                     class_="stack")  # fmt: skip
-        stages = ", ".join(map(str, planned.staged.judged.pipeline.stages_of(rank)))
+        stages = ", ".join(map(str, planned.stages.judged.pipeline.stages_of(rank)))
         *parts, whole = cells[rank * width : (rank + 1) * width]
         rows.append([rank, drawn, stages, whole, percent(total, limit), *parts])
     header = ["rank", f"{unit} of a device", "stages", "in all", "of the limit", *kinds]

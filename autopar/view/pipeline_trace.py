@@ -9,7 +9,7 @@ from ..schedule.trace import ACTIONS, trace_of
 
 def pipeline_trace_of(planned: Planned) -> dict:
     """Return the trace as plain data for `json.dump`. Gradients are reduced after a rank's last action."""
-    judged = planned.staged.judged
+    judged = planned.stages.judged
     staying = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in judged.memory]
     transfers = [cost.transfer_seconds for cost in judged.pipeline.costs[:-1]]
     trace = trace_of(judged.played, transfers, staying)

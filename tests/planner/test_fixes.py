@@ -90,9 +90,7 @@ def test_adapters_are_offered_where_optimizer_state_does_not_fit():
 
 def test_next_stages_of_zero():
     def stages(strategy):
-        request = remedies.Request(
-            None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), True, None
-        )
+        request = remedies.Request(None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), True, None)
         return [change.options.strategy for change in remedies._higher_stages(request)]
 
     assert stages("zero1") == ["zero2", "fsdp"] and stages("zero3") == stages(None) == []

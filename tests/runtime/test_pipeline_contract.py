@@ -55,7 +55,9 @@ def _inputs_and_outputs(rank: int) -> dict[str, str]:
     wanted.loss.backward(), output.loss.backward()
     _assert_gradients(parallel, whole, "parts")
     output = parallel(**mine)
-    with pytest.raises(StageError, match="a gradient arrives for logits, and with stages or micro-batches the loss alone has one"):
+    with pytest.raises(
+        StageError, match="a gradient arrives for logits, and with stages or micro-batches the loss alone has one"
+    ):
         (output.loss + output.logits.full_tensor().square().mean()).backward()
     for m in (parallel, reference):
         m.eval()

@@ -21,6 +21,7 @@ from ...ir.graph import is_op
 from ...ir.mesh import Mesh
 from ...plans.pipeline import AXIS
 from ...plans.plan import MeshTried
+from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS
 from .. import mesh_search
 from ..batch import in_micro_batches, samples_of
@@ -113,7 +114,7 @@ class Point:
         return best
 
 
-def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str = AUTO,
+def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str | Schedule = AUTO,
            stages_per_rank: int | None = None,
            report: Report = lambda text: None) -> Planned:  # fmt: skip
     """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
@@ -141,7 +142,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
         told = flat.meshes
     tried = tuple(sorted((*told, *tour.told()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
-        return replace(staged, staged=replace(staged.staged, plan=replace(staged.plan, meshes=tried)))
+        return replace(staged, staged=replace(staged.stages, plan=replace(staged.plan, meshes=tried)))
     if flat is None:
         raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
                                     fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
@@ -225,7 +226,7 @@ class _Tour:
             )
 
 
-def _kinds(schedule: str, stages_per_rank: int | None) -> list[tuple[str, int]]:
+def _kinds(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[str, int]]:
     kinds = kinds_of(schedule, stages_per_rank)
     if given := KINDS[kinds[0][0]].given if len(kinds) == 1 else None:
         raise StrategyError(
