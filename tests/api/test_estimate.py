@@ -27,7 +27,7 @@ def _ordered(built, mesh):
 
 def test_flops_are_those_of_the_paper():
     passes = 3
-    e = estimated(strategy="megatron", recompute="full", micro_batches=passes)
+    e = estimated(strategy="megatron", recompute="full", micro_batches=passes, batch=passes * BATCH)
     common = passes * BATCH * SEQ * LAYERS * HIDDEN**2
     model = 72 * common * (1 + SEQ / (6 * HIDDEN) + VOCAB / (12 * LAYERS * HIDDEN))
     whole = 96 * common * (1 + SEQ / (6 * HIDDEN) + VOCAB / (16 * LAYERS * HIDDEN))
@@ -119,11 +119,11 @@ def test_the_command(capsys):
     ]
     assert main([*words, "--zero", "1", "--micro-batch", "2", "--recompute", "selective", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["micro_batches"], data["samples"], data["strategy"]) == (4, 4, "megatron_sp+zero1")
+    assert (data["micro_batches"], data["samples"], data["strategy"]) == (4, 16, "megatron_sp+zero1")
     assert data["peak_bytes"] == pytest.approx(sum(data["memory"].values()))
     assert data["step_seconds"] >= data["simulated_seconds"] > 0 and data["tflops_per_device"] > 0
     assert main([*words, "--micro-batches", "2"]) == 0
-    assert "2 passes of 8 samples a step" in capsys.readouterr().out
+    assert "2 micro-batches of 8 samples, gradients reduced once a step" in capsys.readouterr().out
     assert main([*words, "--micro-batch", "3"]) == 2
     assert "a micro-batch of 2 or 4" in capsys.readouterr().err
 

@@ -52,14 +52,14 @@ def test_graphs(name, golden):
         if result.name.startswith("partition"):
             texts.append(pass_manager.text_of(result.subject))
 
-    micro, stages = stages_of(captured, plan) if plan.pipeline.is_staged else (None, [])
+    micro, stages = stages_of(captured, plan) if not plan.pipeline.is_one_program else (None, [])
     with pass_manager.observe(watch):
         for rank in (0, plan.mesh.devices - 1):
-            if not plan.pipeline.is_staged:
+            if plan.pipeline.is_one_program:
                 lower(captured, plan, rank)
                 continue
             at = plan.mesh.coordinate(rank)
-            for i in plan.pipeline.stages_of(at[plan.pipeline.axis]):
+            for i in plan.pipeline.stages_of(plan.pipeline.place_of(at)):
                 lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, at))
     golden("\n".join(texts))
 
