@@ -123,6 +123,8 @@ def export(
     refusals.refuse(graph_module.graph, entered, source_line)
     graph_module.meta["entered"] = entered
     for node in graph_module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _torch.tree_map(_of_no_inference, node.meta["val"])
         if node.op == "get_attr" and node.target.startswith(ROOT + "."):
             name = node.target[len(ROOT) + 1 :]
             if name in with_gradient and node.users:
@@ -134,6 +136,14 @@ def export(
                 )
             node.target = f"{ROOT}.{ties.get(name, name)}"
     return Exported(graph_module, signature, returns, inputs, ties, forms, Guards.of(watch, constants))
+
+
+def _of_no_inference(value: object) -> object:
+    """Return a value of a node, if it was made in an inference mode as a tensor that passes may compute with."""
+    if not isinstance(value, torch.Tensor) or not value.is_inference() or torch.is_inference_mode_enabled():
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:

@@ -1,11 +1,12 @@
 """What Python code of a forward does to tensors past torch's tracing, said so that it is traced.
 
-`p.data` is `p.detach()`, `p.data = value` a write into `p`, and `torch.inference_mode` a stretch without gradients.
+`p.data` is `p.detach()`, `p.data = value` a write into `p`, and `torch.inference_mode` a stretch without gradients, whose
+tensors no later op may save for a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,8 +22,8 @@ def traced_idioms() -> Iterator[None]:
     """Inside, torch's tracing sees these idioms, if it began outside."""
     inference, idioms = torch.inference_mode, _Idioms()
     before = inference.__enter__, inference.__exit__
-    inference.__enter__ = lambda region: idioms.enter(region.mode)
-    inference.__exit__ = lambda region, *error: idioms.leave()
+    inference.__enter__ = lambda region: idioms.enter(before[0], region)
+    inference.__exit__ = lambda region, *error: idioms.leave(before[1], region, *error)
     try:
         with idioms:
             yield
@@ -48,14 +49,17 @@ class _Idioms(TorchFunctionMode):
             return None
         return function(*args, **(kwargs or {}))
 
-    def enter(self, inference: bool) -> None:
-        """Enter an inference mode, where gradients are off, or an `inference_mode(False)`, where they are on."""
+    def enter(self, enter: Callable, region: torch.inference_mode) -> None:
+        """Enter an inference mode, where gradients are off, or an `inference_mode(False)`, where they are on. `enter`
+        is torch's own, of which a trace keeps nothing but what it refuses."""
         self.outer.append((self.inference, torch.is_grad_enabled()))
-        self.inference = inference
-        torch.set_grad_enabled(not inference)
+        self.inference = region.mode
+        enter(region)
+        torch.set_grad_enabled(not region.mode)
 
-    def leave(self) -> None:
-        """Leave the innermost inference mode, and restore what was on around it."""
+    def leave(self, leave: Callable, region: torch.inference_mode, *error) -> None:
+        """Leave the innermost inference mode as torch's own `leave` does, and restore what was on around it."""
+        leave(region, *error)
         self.inference, gradients = self.outer.pop()
         torch.set_grad_enabled(gradients)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .._torch.seeds import seeding
 from ..errors import CaptureError
 from .moe_in_token_order import SETTINGS
 from .names import Place, Reach, called_by, is_library
@@ -308,13 +309,14 @@ def _is_same(before: object, now: object) -> bool:
 
 
 def _random_states() -> dict[str, tuple[object, Callable]]:
-    """Return the state of the generators outside of torch, and of torch's seed, each with what sets it."""
+    """Return the state of the generators outside of torch, and since when torch's has its seed, each with what sets
+    it."""
     import numpy
 
     return {
         "Python's random": (random.getstate(), random.setstate),
         "numpy.random": (numpy.random.get_state(legacy=False), numpy.random.set_state),
-        "torch.manual_seed": (torch.initial_seed(), torch.manual_seed),
+        "torch.manual_seed": (seeding(), lambda _, state=torch.get_rng_state(): torch.set_rng_state(state)),
     }
 
 

@@ -22,6 +22,7 @@ from ..ir.mesh import Mesh
 from . import process_groups, watch
 
 T = TypeVar("T")
+SAME_CALL = "call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch"
 
 
 def everywhere(run: Callable[[], T]) -> T:
@@ -64,7 +65,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     return box[0]
 
 
-def meet(place: str, call: str) -> None:
+def meet(place: str, call: str, fix: str = SAME_CALL) -> None:
     """Wait until all ranks come here with the same `call`, or raise InputError on all of them.
 
     A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
@@ -84,14 +85,13 @@ def meet(place: str, call: str) -> None:
         raise DesyncError(
             f"rank {rank} is called with {call} for the first time, and rank {', '.join(missing)} is not after "
             f"{patience.total_seconds():g} s",
-            fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch",
+            fix=fix,
         ) from None
     for other, theirs in enumerate(_gather(call)):
         if theirs != call:
             raise InputError(
                 f"rank {other} is called with {theirs} and rank {rank} with {call}",
-                fix="call the model with the same arguments, shapes and modes on every rank; drop or pad the last "
-                "batch",
+                fix=fix,
             )
 
 

@@ -222,14 +222,22 @@ class Captures:
         if tensors is None or not capture.is_met:
             capture, tensors = self._first_call(None if tensors is None else capture, args, kwargs, gradients)
         self.last = capture
+        if capture.step.draws and self.module.random.is_seeded:
+            self._meet("torch seeded anew", fix="call torch.manual_seed on every rank, or seed a torch.Generator() of "
+                                                "what one rank alone draws")  # fmt: skip
+            self.module.random.restart()
         return capture.step, Call(capture.inputs, tensors, capture.returns)
+
+    def _meet(self, call: str, **words: str) -> None:
+        """Wait for all ranks, with words for the error if they do not come (see agree.meet)."""
+        agree.meet(f"{self.place}/{self.meetings}", call, **words)
+        self.meetings += 1
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
         """Agree with all ranks on a call that they make together, compile it if there is no `capture`, and return its
         capture and the call's tensors."""
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
-        agree.meet(f"{self.place}/{self.meetings}", call)
-        self.meetings += 1
+        self._meet(call)
         if capture is None:
             capture = self._compile(call, args, kwargs, gradients)
         tensors = capture.inputs.match(args, kwargs)
@@ -271,8 +279,7 @@ class Captures:
             return self.completed[step]
         capture = next(c for c in self.table if c.step is step)
         call = f"{capture.call}; gradients of all outputs"
-        agree.meet(f"{self.place}/{self.meetings}", call)
-        self.meetings += 1
+        self._meet(call)
         start = time.perf_counter()
         with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
             traced = self.compiler.trace_again(capture.traced, capture.flags[-1], self._by_name(capture.trainable))

@@ -36,7 +36,7 @@ def deep_copy(module, memo: dict):
     old = module._captures
     for name in AS_THEY_ARE:
         setattr(made, name, getattr(module, name))
-    made.random = RandomState(module.random.seed, module.random.offset)
+    made.random = RandomState(module.random.seed, module.random.offset, module.random.follows)
     made._forms = _forms(module._forms, memo)
     give_all_whole_gradients(made, made.layouts, made.stage_mesh)
     translate_states(made, made.layouts, made.stage_mesh, made.elsewhere)

@@ -63,6 +63,8 @@ class PipelineStep:
         )
         self.captured, self.returns, self.random = captured, captured.returns, module.random
         self.trains, self.is_deferring = trains, False
+        leaves = (n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder")
+        self.draws = any(role.kind == "random" for role in leaves)
         if trains and captured.returns.loss is None:
             raise StageError(
                 "stages and micro-batches train with a scalar loss of the model's own, and this call returns none",

@@ -99,13 +99,13 @@ class Opened:
         if self.tensors is not None:
             optimizer_state.restore(model, self.optimizer, self.tensors, self.described)
             self.tensors.close()
-        random = getattr(model, "random", None)
-        if random is not None and self.dropout is not None:
-            random.seed, random.offset = self.dropout
         torch.set_rng_state(self.generators.read("cpu"))
         if "cuda" in self.generators.forms and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(self.generators.read("cuda"))
         self.generators.close()
+        random = getattr(model, "random", None)
+        if random is not None and self.dropout is not None:  # the last word: the generator's state is another seed
+            random.seed, random.offset = self.dropout
 
 
 def _values_of(state: dict) -> tuple:

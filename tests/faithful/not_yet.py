@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "eager refuses a backward that the compiled model runs": ("grad_modes/region_inference_mode",),
-    "torch.manual_seed between calls": ("randomness/seeded_by_the_user",),
     "caches among the outputs": ("huggingface/cache_returned",),
     "refused: state with a graph of an earlier call": ("memories/recurrent_state_attached",),
     "refused: a value of a tensor kept as a Python number": ("attributes/float_from_item",),

@@ -146,6 +146,76 @@ def seeded_by_the_user():
     return nn.Sequential(nn.Dropout(0.5), nn.Linear(300, 3)), _ones(200, 300), script
 
 
+def _masks(run, x=None):
+    """Return where the outputs of two calls on one input are equal."""
+    x = torch.ones(200, 300) if x is None else x
+    return (run.model(x) == run.model(x)).float().mean()
+
+
+def _dropped():
+    return nn.Sequential(nn.Dropout(0.5), nn.Linear(300, 3))
+
+
+@randomness(tolerance=0.05)
+def seeded_again_and_again():
+    """Equal seeds with numbers drawn between them give equal masks, other seeds other masks, and two calls after one
+    seed two masks."""
+
+    def script(run):
+        def after(seed, calls=1):
+            torch.manual_seed(seed)
+            torch.rand(5)
+            return [run.model(torch.ones(200, 300)) for _ in range(calls)]
+
+        first, other, again = after(1, 2), after(2), after(1, 2)
+        run.record(
+            same=[(a == b).float().mean() for a, b in zip(first, again)],
+            differ=[bool((a != b).any()) for a, b in ((first[0], other[0]), (first[0], first[1]))],
+        )
+
+    return _dropped(), _ones(200, 300), script
+
+
+@randomness(tolerance=0.05)
+def state_given_back():
+    """A call is made again with the state that torch's generator had before it (GradCache, Gao et al. 2021)."""
+
+    def script(run):
+        x, states, first = torch.ones(200, 300), [], []
+        for _ in range(3):
+            states.append(torch.get_rng_state())
+            with torch.no_grad():
+                first.append(run.model(x))
+        again = []
+        for state in states:
+            with torch.random.fork_rng():
+                torch.set_rng_state(state)
+                again.append(run.model(x))
+        more = run.model(x)
+        run.record(
+            same=[(a == b).float().mean() for a, b in zip(first, again)],
+            differ=[bool((more != a).any()) for a in first],
+        )
+
+    return _dropped(), _ones(200, 300), script
+
+
+@randomness(tolerance=0.05)
+def evaluated_with_a_seed_of_its_own():
+    """Between two steps something is drawn with another seed, in torch.random.fork_rng: the masks go on."""
+
+    def script(run):
+        outputs = []
+        for _ in range(3):
+            outputs.append(run.model(torch.ones(200, 300)))
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                noise = torch.randn(4)
+        run.record(noise=noise, differ=[bool((a != b).any()) for a, b in zip(outputs, outputs[1:])])
+
+    return _dropped(), _ones(200, 300), script
+
+
 @randomness(tolerance=0.05, refused="seed")
 def seeded_in_the_forward():
     """The forward seeds torch, so that every call draws the same."""
@@ -161,6 +231,21 @@ def seeded_in_the_forward():
         run.record(same=(a == b).float().mean(), mean=a.mean())
 
     return Seeded(), one(5, 6), script
+
+
+@randomness(tolerance=0.05, refused="seed")
+def seeded_in_the_forward_as_before():
+    """The forward seeds torch with the seed that it has."""
+
+    class Seeded(nn.Sequential):
+        def forward(self, x):
+            torch.manual_seed(torch.initial_seed())
+            return super().forward(x)
+
+    def script(run):
+        run.record(same=_masks(run))
+
+    return Seeded(*_dropped()), _ones(200, 300), script
 
 
 @randomness(refused="generator")

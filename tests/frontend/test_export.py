@@ -136,6 +136,30 @@ def test_tracing_works_without_gradients():
         assert fingerprint(api.trace(tiny.Regressor(), (x,)).graph) == expected
 
 
+def test_inference_tensors_are_saved_for_no_backward():
+    """As in eager torch: where one is saved the line is refused; where none is saved, or it is cloned, it is computed
+    with."""
+
+    class Inferring(tiny.Regressor):
+        def __init__(self, use):
+            super().__init__()
+            self.use = use
+
+        def forward(self, x):
+            with torch.inference_mode():
+                scale = x.mean().sigmoid()
+            return self.use(super().forward(x), scale)
+
+    x, _ = tiny.Regressor.batch()
+    for use in (torch.add, lambda y, scale: y * scale.clone()):
+        Inferring(use)(x).sum().backward()
+        api.trace(Inferring(use), (x,))
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        Inferring(torch.mul)(x)
+    with pytest.raises(CaptureError, match=r"(?s)Inference tensors cannot be saved.*source: .*self\.use\("):
+        api.trace(Inferring(torch.mul), (x,))
+
+
 # what cannot be captured
 # -----------------------------------------------------------------------------------------------
 

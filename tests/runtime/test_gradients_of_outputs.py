@@ -96,6 +96,7 @@ def test_the_forward_before_the_program_keeps_its_numbers(alone):
     parallel = autopar.compile(TwoHeads(0.5, norm=True), alone, (x, y))
     torch.manual_seed(3)
     again = autopar.compile(TwoHeads(0.5, norm=True), alone, (x, y))
+    parallel.random.seed = again.random.seed  # and goes on with it, although torch was seeded since
     full(again(x, y)["scores"]).sum().backward()  # from here on it has the program from the start
     again.random.offset = 0
     again.seen.zero_(), again.zero_grad()
