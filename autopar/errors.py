@@ -189,6 +189,11 @@ class SourceMethodError(AutoparError, AttributeError):
     """A method of the source model, such as `generate`, was looked up on the compiled one, which has only the call."""
 
 
+class AbsentError(AutoparError, AttributeError):
+    """Something of the plain model was looked up where the compiled one has none: in the cache of an output, or of a
+    layer whose parameters are on other ranks of a pipeline."""
+
+
 def not_compared(error: Exception) -> AutoparError:
     """Return what a row says of a comparison that could not be made: nobody asked for it, so it never takes the place
     of a plan."""

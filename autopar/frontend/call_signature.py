@@ -22,6 +22,7 @@ from .._torch import tree_flatten, tree_unflatten
 from ..errors import CaptureError, InputError
 from .constants import text_of, value_of
 from .effects import Effect, Refill
+from .no_cache import NoCache
 
 _PLAIN = (
     bool,
@@ -34,6 +35,7 @@ _PLAIN = (
     torch.dtype,
     torch.device,
     torch.Size,
+    NoCache,
 )  # constants of an output
 
 

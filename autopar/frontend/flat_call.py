@@ -17,6 +17,7 @@ from .eager_meaning import EagerMeaning
 from .effects import TensorTables, effects_of
 from .fake_parameters import Held, refreshed
 from .idioms import traced_idioms
+from .no_cache import Unwanted, keeps_cache, marked
 from .precision import computing_in, narrowed, widened
 from .watch import Watch
 
@@ -49,11 +50,11 @@ class FlatCall(nn.Module):
         loss_kwargs = {}
         if self.loss_fn is not None:
             kwargs, loss_kwargs = _route(model.forward, self.loss_fn, kwargs)
-        if _keeps_cache(model) and "use_cache" not in kwargs:
-            kwargs = {**kwargs, "use_cache": False}
+        if keeps_cache(model) and "use_cache" not in kwargs:
+            kwargs = {**kwargs, "use_cache": Unwanted()}
         args, kwargs = tree_map(lambda x: narrowed(x, self.dtype), (args, kwargs))
         with self._seen() as leaves:
-            output = model(*args, **kwargs)
+            output = marked(model, kwargs, model(*args, **kwargs))
             if self.loss_fn is not None:
                 output = LossOutput(self.loss_fn(output, **loss_kwargs), output)
             outputs = self.returns.take_apart(output)
@@ -112,13 +113,6 @@ def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:
         taken.add(_torch.storage_key(output))
         result.append(output)
     return result
-
-
-def _keeps_cache(model: nn.Module) -> bool:
-    """Return whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
-    takes = inspect.signature(model.forward).parameters
-    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    return "use_cache" in takes or (is_open and bool(getattr(getattr(model, "config", None), "use_cache", False)))
 
 
 def _route(forward: Callable, loss_fn: Callable, kwargs: dict) -> tuple[dict, dict]:

@@ -6,7 +6,14 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from .program import Topic, ids
 
@@ -186,10 +193,56 @@ def config_changed_between():
     return _gpt2(), _batch, script
 
 
-@huggingface(tolerance=1e-4)
+@huggingface(tolerance=1e-4, refused="no cache")
 def cache_returned():
-    """A model whose configuration returns a cache beside the logits."""
-    return _llama(use_cache=True), _batch, lambda run: _loss(run)(1)
+    """A model whose configuration returns a cache beside the logits, which is read."""
+
+    def script(run):
+        out = run.model(**_batch(1))
+        run.record(loss=out.loss, names=list(out))
+        run.record(length=out.past_key_values.get_seq_length(), keys=out.past_key_values.layers[0].keys)
+
+    return _llama(use_cache=True), _batch, script
+
+
+@huggingface(tolerance=1e-4)
+def cache_not_read():
+    """Outputs are counted, and looked up by number, where a cache is among them."""
+
+    def script(run):
+        out = run.model(**_batch(1))
+        out[0].backward()
+        run.record(names=list(out), logits=out[1], encoded=out[3], has_cache=out.past_key_values is not None)
+        run.model.eval()
+        with torch.no_grad():
+            out = run.model(**_batch(2))
+        run.record(names=list(out), count=len(out.to_tuple()))
+
+    sizes = dict(vocab_size=23, d_model=12, d_kv=4, d_ff=20, num_layers=1, num_heads=2, dropout_rate=0.0)
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)), _batch, script
+
+
+@huggingface(tolerance=1e-4, refused="cache")
+def cache_in_a_tuple():
+    """return_dict=False, where a cache would be one of the tuple's elements."""
+
+    def script(run):
+        run.record(count=len(run.model(**_batch(1), return_dict=False)))
+
+    return _gpt2(use_cache=True), _batch, script
+
+
+@huggingface(tolerance=1e-4, refused="cache")
+def cache_given_back():
+    """A later call goes on with the cache of an earlier one."""
+
+    def script(run):
+        with torch.no_grad():
+            out = run.model(input_ids=ids(1, 23, 2, 4))
+            more = run.model(input_ids=ids(2, 23, 2, 1), past_key_values=out.past_key_values)
+        run.record(logits=more.logits)
+
+    return _llama(use_cache=True).eval(), lambda seed: {"input_ids": ids(seed, 23, 2, 4)}, script
 
 
 @huggingface(refused="save_pretrained")

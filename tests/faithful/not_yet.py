@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
-    "caches among the outputs": ("huggingface/cache_returned",),
     "refused: state with a graph of an earlier call": ("memories/recurrent_state_attached",),
     "refused: a value of a tensor kept as a Python number": ("attributes/float_from_item",),
     "refused: inputs that share memory, are empty, or are numbers with ever new values": (

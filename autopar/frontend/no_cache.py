@@ -1,0 +1,82 @@
+"""Models of transformers, called without the cache of keys and values that they return by default.
+
+Training never reads it, and a plan would keep it. Where a model would have returned one, its output has an object that
+says so as soon as it is read. The model is asked for no cache by something that is false and knows whether the model
+looked: an encoder that has no cache to return never does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+
+from torch import nn
+
+from ..errors import AbsentError, CaptureError
+
+FIELDS = {"past_key_values", "past_buckets_states"}
+IN_EVAL = {"cache_params", "state"}  # of state space models and RWKV, which keep none while they train
+
+
+class Unwanted:
+    """The value of `use_cache`: false. `was_read`: whether a model asked, where it does not ask in order to warn that
+    there is no cache with labels, as Bart does."""
+
+    was_read = False
+
+    def __bool__(self) -> bool:
+        self.was_read |= sys._getframe(1).f_locals.get("labels") is None
+        return False
+
+
+class NoCache:
+    """In an output, in the place of a cache. Whatever reads it raises AbsentError."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str):
+        raise AbsentError(
+            f"a compiled model returns no cache of keys and values ({name} is looked up in it): it is called with "
+            f"use_cache=False",
+            fix="generate with a plain model: save_pretrained(folder), and load the folder",
+        )
+
+    def __getitem__(self, at):
+        return self.__getattr__(f"[{at}]")
+
+    def __len__(self) -> int:
+        return self.__getattr__("the length")
+
+    def __repr__(self) -> str:
+        return "no cache"
+
+
+def keeps_cache(model: nn.Module) -> bool:
+    """Return whether a call takes `use_cache`, by name or among the keywords of a model whose configuration has it."""
+    takes = inspect.signature(model.forward).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    return "use_cache" in takes or (is_open and bool(_setting(model, "use_cache", False)))
+
+
+def marked(model: nn.Module, kwargs: dict, output):
+    """Return the output of a call with a NoCache where the model would have returned a cache. Raises CaptureError if
+    it would have had a place in a tuple."""
+    asked = kwargs.get("use_cache")
+    checkpointed = any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    if not isinstance(asked, Unwanted) or not asked.was_read or not _setting(model, "use_cache", True) or checkpointed:
+        return output
+    if type(output) is tuple and not kwargs.get("return_dict", _setting(model, "return_dict", True)):
+        raise CaptureError(
+            "the model returns a tuple with a cache of keys and values in it, and a compiled model computes none",
+            fix="pass use_cache=False (or set it in the config), or leave out return_dict=False",
+        )
+    if dataclasses.is_dataclass(output):
+        for name in FIELDS if model.training else FIELDS | IN_EVAL:
+            if getattr(output, name, ...) is None:
+                setattr(output, name, NoCache())
+    return output
+
+
+def _setting(model: nn.Module, name: str, default: bool) -> bool:
+    return bool(getattr(getattr(model, "config", None), name, default))

@@ -1,0 +1,56 @@
+"""Outputs of models of transformers have a cache's place exactly where the model returns one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+
+from autopar.api import entry as api
+from autopar.errors import AbsentError, AutoparError
+from autopar.frontend.no_cache import NoCache
+
+SIZES = dict(vocab_size=13, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, n_embd=8,
+             n_layer=1, n_head=2, attention_hidden_size=8, context_length=16, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2)  # fmt: skip
+BART = dict(vocab_size=13, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_ffn_dim=12,
+            decoder_attention_heads=2, encoder_ffn_dim=12, forced_eos_token_id=None)  # fmt: skip
+MODELS = {
+    "decoder": lambda: GPT2LMHeadModel(GPT2Config(**SIZES)),
+    "encoder": lambda: BertModel(BertConfig(**SIZES)),
+    "encoder and decoder": lambda: BartForConditionalGeneration(BartConfig(**BART)),
+    "state": lambda: RwkvForCausalLM(RwkvConfig(**SIZES | {"num_hidden_layers": 2})),
+}
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["plain", "labels"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_cache_has_its_place(kind, training, labelled):
+    model = MODELS[kind]().train(training)
+    batch = {"input_ids": torch.arange(1, 9).view(2, 4)}
+    if labelled and kind != "encoder":
+        batch["labels"] = batch["input_ids"]
+    returns = api.trace(model, batch).returns
+    assert list(returns.rebuild([torch.zeros(1)] * returns.count)) == list(model(**batch))
+
+
+def test_whatever_reads_it_is_told():
+    cache = NoCache()
+    for read in (lambda: cache.get_seq_length(), lambda: cache[0], lambda: len(cache), lambda: [*cache]):
+        with pytest.raises(AbsentError, match="use_cache=False"):
+            read()
+    assert not hasattr(cache, "dtype") and issubclass(AbsentError, AutoparError)
+    assert isinstance(pickle.loads(pickle.dumps(copy.deepcopy(cache))), NoCache)
