@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ from ..ir.mesh import Mesh
 from . import process_groups, watch
 
 T = TypeVar("T")
+SECONDS_BETWEEN_LOOKS = 1.0
 SAME_CALL = "call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch"
 
 
@@ -65,34 +67,46 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     return box[0]
 
 
-def meet(place: str, call: str, fix: str = SAME_CALL) -> None:
+def meet(module: str, number: int, call: str, fix: str = SAME_CALL) -> None:
     """Wait until all ranks come here with the same `call`, or raise InputError on all of them.
 
     A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
-    step. So ranks wait for each other at the store, as long as a collective does, and then raise DesyncError. `place`
-    names the meeting."""
+    step. So ranks wait for each other at the store, as long as a collective does or until one of the others is in a
+    later call of the module, and then raise DesyncError. `number` is that of the module's meeting."""
     store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
-    key, patience = f"autopar/{place}", timedelta(seconds=process_groups.timeout_seconds())
+    key, patience = f"autopar/{module}/{number}", process_groups.timeout_seconds()
     store.set(f"{key}/{rank}", call)
     if store.add(key, 1) == world:
         store.set(f"{key}/all", "here")
-    try:
-        store.wait([f"{key}/all"], patience)
-    except RuntimeError:
-        missing = [str(r) for r in range(world) if not store.check([f"{key}/{r}"])]
+    end, ahead = time.monotonic() + patience, []
+    while not _arrived(store, f"{key}/all", min(SECONDS_BETWEEN_LOOKS, end - time.monotonic())):
+        ahead = watch.ahead(module)
+        if not ahead and time.monotonic() < end:
+            continue
+        missing = ahead or [r for r in range(world) if not store.check([f"{key}/{r}"])]
         store.add(key, -1)
         store.delete_key(f"{key}/{rank}")
-        raise DesyncError(
-            f"rank {rank} is called with {call} for the first time, and rank {', '.join(missing)} is not after "
-            f"{patience.total_seconds():g} s",
+        error = DesyncError(
+            f"rank {rank} is called with {call} for the first time, and rank {', '.join(map(str, missing))} is not "
+            + ("and has gone on" if ahead else f"after {patience:g} s"),
             fix=fix,
-        ) from None
+        )
+        watch.fail(error)
+        raise error
     for other, theirs in enumerate(_gather(call)):
         if theirs != call:
             raise InputError(
                 f"rank {other} is called with {theirs} and rank {rank} with {call}",
                 fix=fix,
             )
+
+
+def _arrived(store: dist.Store, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=max(seconds, 0.01)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_captures(inputs: Sequence[str], fingerprint: str) -> None:

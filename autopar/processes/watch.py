@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,6 +62,7 @@ class Watch:
         self.world = weakref.ref(dist.group.WORLD)
         self.thread = threading.get_ident()
         self.calls = self.step = 0
+        self.entered: Counter[str] = Counter()  # calls of compiled modules
         self.began = 0.0
         self.running: Guarded | str | None = None
         self.failed_at: Place | None = None
@@ -140,7 +142,7 @@ class Watch:
         """Answer another rank, on the listening thread."""
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
-        return asdict(self._place()) | {"cause": self.cause and asdict(self.cause)}
+        return asdict(self._place()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
         """Tell the others why this rank ends, before its connections break."""
@@ -238,6 +240,19 @@ def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
 def meeting(what: str):
     """Return a context for a collective outside of the graphs, with the same errors. All ranks enter it."""
     return contextlib.nullcontext() if _current is None else _current.meeting(what)
+
+
+def enter(module: str) -> None:
+    """Count a call of a compiled module, which all ranks make together."""
+    if _current is not None:
+        _current.entered[module] += 1
+
+
+def ahead(module: str) -> list[int]:
+    """Return the ranks that are in a later call of a module than this one."""
+    answers = _current.peers.ask({}) if _current is not None else {}
+    mine = 0 if _current is None else _current.entered[module]
+    return [rank for rank, a in answers.items() if isinstance(a, dict) and a["entered"].get(module, 0) > mine]
 
 
 def fail(error: BaseException) -> None:

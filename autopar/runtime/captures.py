@@ -35,7 +35,7 @@ from ..ir.graph import output_node
 from ..ir.layout import Layout, local_shape
 from ..passes.distribute.defer import unreduced_layouts
 from ..plans.plan import Plan
-from ..processes import agree
+from ..processes import agree, watch
 from ..processes.process_groups import ProcessGroups
 from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
@@ -226,18 +226,24 @@ class Captures:
             self._meet("torch seeded anew", fix="call torch.manual_seed on every rank, or seed a torch.Generator() of "
                                                 "what one rank alone draws")  # fmt: skip
             self.module.random.restart()
+        watch.enter(self.place)
         return capture.step, Call(capture.inputs, tensors, capture.returns)
 
     def _meet(self, call: str, **words: str) -> None:
         """Wait for all ranks, with words for the error if they do not come (see agree.meet)."""
-        agree.meet(f"{self.place}/{self.meetings}", call, **words)
+        agree.meet(self.place, self.meetings, call, **words)
         self.meetings += 1
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
         """Agree with all ranks on a call that they make together, compile it if there is no `capture`, and return its
         capture and the call's tensors."""
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
-        self._meet(call)
+        thawed = [n for n, now, before in zip(self.parameters, self._trainable(), self.last.trainable) if now != before]
+        if self.stage.line is not None and thawed:
+            self._meet(call, fix=f"set requires_grad of {thawed[0]} before autopar.compile: ranks of other stages do not "
+                                 f"see that it changed")  # fmt: skip
+        else:
+            self._meet(call)
         if capture is None:
             capture = self._compile(call, args, kwargs, gradients)
         tensors = capture.inputs.match(args, kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.errors import InputError, StageError
+from autopar.errors import DesyncError, InputError, RankFailure, StageError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.inputs import data_axes
 from tests.helpers import gloo
@@ -49,6 +51,7 @@ def _inputs_and_outputs(rank: int) -> dict[str, str]:
     whole = autopar.compile(build(), mesh, batch, micro_batches=2, schedule="1f1b", strategy="ddp")
     parallel, reference = pair(build(), mesh, mine, inputs="local", outputs="everywhere", plan=whole.plan)
     refused("parts that differ along pp", lambda: parallel(**{k: v + (rank == 2) for k, v in mine.items()}))
+    whole.random.seed = parallel.random.seed = 0  # whatever seed the models were built with since
     wanted, output = whole(**batch), parallel(**mine)
     assert_close(output.loss, wanted.loss, "the same masks")
     assert (wanted.logits is None) == (rank < 2) and output.logits.requires_grad
@@ -173,3 +176,31 @@ def _captured_again(rank: int) -> list[tuple[str, ...]]:
 def test_a_second_capture_gives_every_gradient_to_all_that_hold_the_parameter():
     owners = gloo.run(2, _captured_again)[0]
     assert all("embed.weight" in names for names in owners), owners
+
+
+def _thawed_on_one_rank(rank: int) -> str:
+    """What rank 0 is told that alone has a parameter which trains from the second call on."""
+    ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
+    model = _Tied()
+    model.head.weight = torch.nn.Parameter(torch.ones(11, 4))
+    model.embed.requires_grad_(False)
+    os.environ["AUTOPAR_TIMEOUT_S"] = "10"  # the error of the one does not wait for it, that of the other does
+    parallel = autopar.compile(model, device_mesh("pp=2"), {"ids": ids}, micro_batches=2, schedule="gpipe")
+    parallel(ids=ids)["loss"].backward()
+    parallel.embed.requires_grad_(True)
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(DesyncError) as caught:
+            parallel(ids=ids)
+        assert time.monotonic() - start < 8
+        return str(caught.value)
+    with pytest.raises(RankFailure) as caught:
+        parallel(ids=ids)["loss"].backward()
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_a_parameter_that_begins_to_train_on_one_rank_alone_is_an_error_at_once():
+    first, second = gloo.run(2, _thawed_on_one_rank)
+    assert "rank 1 is not and has gone on" in first and "set requires_grad of embed.weight before" in first, first
+    assert "rank 0" in second, second
