@@ -28,6 +28,11 @@ class AutoparError(Exception):
         self.message, self.node, self.source, self.shape, self.mesh, self.fix = message, node, source, shape, mesh, fix
         super().__init__(self.text())
 
+    def locate(self, source: str | None) -> None:
+        """Say the user's line, if the error does not say one yet."""
+        self.source = self.source or source
+        self.args = (self.text(),)
+
     def text(self) -> str:
         """Return the message with the fields that are given below it, one a line."""
         lines = [self.message]

@@ -108,6 +108,7 @@ def export(
             program = _program(wrapper, inputs)
             ties = tie_map(model)
     except AutoparError as error:
+        error.locate(_source_of_exception(error))
         raise refusals.explained(error, entered) or error from None
     except Exception as error:
         source = _source_of_exception(error)

@@ -92,6 +92,8 @@ class Forms(dict[str, Form]):
         with self.installed(tensors), refreshed(self.held):
             plain = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors.values()})
         for module in plain.modules():
+            own = vars(module)
+            own["_parameters"], own["_buffers"] = dict(module._parameters), dict(module._buffers)
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, CallRefusal)]:
                 del hooks[key]

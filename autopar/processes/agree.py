@@ -227,7 +227,7 @@ def _portable(error: Exception | None) -> tuple | None:
         return None
     if not isinstance(error, AutoparError):
         return None, f"{type(error).__name__}: {error}", {}
-    return type(error), error.message, {k: _plain(v) for k, v in error.__dict__.items() if k != "message"}
+    return type(error), str(error), {k: _plain(v) for k, v in error.__dict__.items()}
 
 
 def _plain(value: object) -> object:
@@ -239,4 +239,6 @@ def _raise(failure: tuple | None, rank: int) -> None:
         kind, message, fields = failure
         if kind is None:
             raise DesyncError(f"rank {rank} failed with {message}", fix="see the traceback of that rank")
-        raise kind(message, **fields)
+        error = kind.__new__(kind, message)  # with all that it carries, also what torch has noted on it while tracing
+        error.__dict__.update(fields)
+        raise error

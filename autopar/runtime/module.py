@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +29,7 @@ from ..storage.weights import Weights, persistent_buffers
 from . import captures, copies, optimizers
 from .adapters import Adapters
 from .captures import Captures, Compiler
+from .elsewhere import name_absent
 from .modes import Modes
 from .parameters import parallel_already, take_over
 from .random_state import RandomState
@@ -82,6 +84,8 @@ class ParallelModule(OfSource):
         self._forms = compiler.forms
         given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, missing[stage.place]
         self.layouts = agree.everywhere(lambda: take_over(source, self._forms, *given))
+        name_absent(source, self.elsewhere, self._where)
+        self.__dict__.update({name: vars(source)[name] for name in SHARED})
         translate_states(self, self.layouts, stage, self.elsewhere)
         self._captures = Captures(
             self, compiler, Modes(source), self.layouts, inputs, mesh, device_mesh, stage, everywhere
@@ -254,6 +258,10 @@ class ParallelModule(OfSource):
         return self._places.get(
             name, (0,) if self.stage_mesh.line is None else tuple(range(len(self.stage_mesh.ranks)))
         )
+
+    def _where(self, name: str) -> str:
+        ranks = ", ".join(str(rank) for place in self.places_of(name) for rank in self.stage_mesh.ranks[place])
+        return f"{name} is on rank {ranks}, in another stage of the pipeline than those of rank {dist.get_rank()}"
 
     def _apply(self, fn, recurse: bool = True):
         """Accept `.to(...)`, `.half()` and the like if they change nothing. Raises StrategyError otherwise: the graph

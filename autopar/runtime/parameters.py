@@ -229,4 +229,4 @@ def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:
     if isinstance(owner, OfSource):
         owner = owner._source
     table = getattr(owner, kind)
-    return (vars(owner) if leaf not in table and isinstance(vars(owner).get(leaf), torch.Tensor) else table), leaf
+    return (vars(owner) if isinstance(vars(owner).get(leaf), torch.Tensor) and leaf not in table else table), leaf

@@ -47,10 +47,10 @@ class OfSource(nn.Module):
             value = getattr(source, name)
         if callable(value) and not isinstance(value, nn.Module) and name not in vars(source):
             raise SourceMethodError(
-                f"{type(source).__name__}.{name} works on the parameters of the source model, which autopar.compile "
-                f"took over",
-                fix="call the model itself; for anything else save_pretrained(folder) and load the folder into a plain "
-                "model",
+                f"{type(source).__name__}.{name} is a method of the source model, and the compiled model has the call "
+                f"alone: autopar.compile took the parameters over",
+                fix="call the method before autopar.compile if it sets something; else save_pretrained(folder), and "
+                "call it on a plain model with that folder",
             )
         return value
 

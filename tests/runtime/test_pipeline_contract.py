@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import time
 from contextlib import nullcontext
@@ -11,7 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
-from autopar.errors import DesyncError, InputError, RankFailure, StageError
+from autopar.errors import AbsentError, DesyncError, InputError, RankFailure, StageError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.inputs import data_axes
 from tests.helpers import gloo
@@ -204,3 +206,38 @@ def test_a_parameter_that_begins_to_train_on_one_rank_alone_is_an_error_at_once(
     first, second = gloo.run(2, _thawed_on_one_rank)
     assert "rank 1 is not and has gone on" in first and "set requires_grad of embed.weight before" in first, first
     assert "rank 0" in second, second
+
+
+def _looked_up(rank: int) -> None:
+    """What a rank says of a parameter of the other stage; the model works as before, and so do copies."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(2)), torch.nn.BatchNorm1d(6), Summed())
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    parallel, reference = pair(model, device_mesh("pp=2"), (x,), micro_batches=1, schedule="gpipe")
+    parallel(x).backward(), reference(x).backward()
+    for made in (parallel, copy.deepcopy(parallel)):
+        for name, _ in [*reference.named_parameters(), *reference.named_buffers()]:
+            path, _, leaf = name.rpartition(".")
+            layer, is_mine = made.get_submodule(path), rank in made.places_of(name)
+            assert hasattr(layer, leaf) == is_mine
+            if not is_mine:
+                with pytest.raises(AbsentError, match=f"{name} is on rank {1 - rank}, .* than those of rank {rank}"):
+                    getattr(layer, leaf)
+                assert getattr(layer, leaf, None) is None and made.elsewhere[name].is_meta
+    torch.save(parallel, plain := io.BytesIO())
+    plain.seek(0)
+    loaded = torch.load(plain, weights_only=False)
+    assert all(type(m._parameters) is dict and type(m._buffers) is dict for m in loaded.modules())
+    parallel.eval()  # captured anew
+    assert torch.allclose(loaded.eval()(x), parallel(x) if rank else loaded(x), atol=1e-5)
+    if not rank:
+        parallel(x)
+
+
+class Summed(torch.nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+@pytest.mark.gloo
+def test_a_parameter_of_another_stage_says_where_it_is():
+    gloo.run(2, _looked_up)
