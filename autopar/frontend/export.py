@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -350,8 +351,8 @@ def _source_of_exception(error: BaseException) -> str | None:
     frames = []
     trace = error.__traceback__
     while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if not _is_internal(path):
+        path, module = trace.tb_frame.f_code.co_filename, trace.tb_frame.f_globals.get("__name__", "")
+        if not _is_internal(path) and module.partition(".")[0] not in sys.stdlib_module_names:
             frames.append((path, trace.tb_lineno))
         trace = trace.tb_next
     if not frames:

@@ -24,6 +24,13 @@ class Branching(tiny.Regressor):
         return y * 2 if y.sum() > 0 else y
 
 
+class Hooked(tiny.Regressor):
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
 class Twice(tiny.Regressor):
     def forward(self, x):
         return super().forward(2 * x)
@@ -115,6 +122,7 @@ def _mistakes(rank, of_model, of_mesh, of_shape, of_all):
         "no mesh": _error(lambda: autopar.compile(tiny.Regressor(), "dp=4", (x,))),
         "branch": compiled(Branching()),
         "branch on one rank": compiled(Branching() if rank == 2 else tiny.Regressor()),
+        "hook on one rank": compiled(Hooked() if rank == 2 else tiny.Regressor()),
         "other models": compiled(Twice() if rank == 1 else tiny.Regressor()),
         "other shapes": compiled(tiny.Regressor(hidden=16 + 16 * (rank == 1))),
         "meta": compiled(tiny.Regressor().to("meta")),
@@ -158,6 +166,12 @@ EXPECTED = {
         "fix: ",
     ],
     "branch on one rank": ["CaptureError: Branching could not be traced", "test_errors.py:", "fix: "],
+    "hook on one rank": [
+        "CaptureError: the forward calls a hook of a tensor",
+        "test_errors.py:",
+        "y.register_hook",
+        "fix: ",
+    ],
     "other models": ["DesyncError: rank 1 traced another graph", "fix: build the same model"],
     "other shapes": [
         "DesyncError: up.weight is (32, 6) torch.float32 on rank 1 and (16, 6) torch.float32 on rank 0",

@@ -171,7 +171,7 @@ def test_hugging_face_outputs(alone):
     assert found[0] is found.loss and found.logits.requires_grad
     assert parallel.config.n_embd == 24 and parallel.config is model.config
     assert parallel.dtype == torch.float32
-    with pytest.raises(AttributeError, match="generate works on the parameters of the source model"):
+    with pytest.raises(AttributeError, match="generate is a method of the source model"):
         _ = parallel.generate
     assert not hasattr(parallel, "no_such_attribute")
 

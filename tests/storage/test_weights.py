@@ -203,7 +203,7 @@ def test_what_passes_through(alone):
     source.words = ["a"]
     model = autopar.compile(source, alone, (x,))
     assert model.config is Generator.config and model.words is source.words
-    with pytest.raises(AutoparError, match="Generator.generate works on the parameters of the source") as caught:
+    with pytest.raises(AutoparError, match="Generator.generate is a method of the source") as caught:
         model.generate(x)
     assert (
         isinstance(caught.value, AttributeError)
