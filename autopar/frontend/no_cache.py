@@ -63,8 +63,9 @@ def marked(model: nn.Module, kwargs: dict, output):
     """Return the output of a call with a NoCache where the model would have returned a cache. Raises CaptureError if
     it would have had a place in a tuple."""
     asked = kwargs.get("use_cache")
-    checkpointed = any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    if not isinstance(asked, Unwanted) or not asked.was_read or not _setting(model, "use_cache", True) or checkpointed:
+    if not isinstance(asked, Unwanted) or not asked.was_read or not _setting(model, "use_cache", True):
+        return output
+    if any(m.training and vars(m).get("gradient_checkpointing") for m in model.modules()):  # the model has read it too
         return output
     if type(output) is tuple and not kwargs.get("return_dict", _setting(model, "return_dict", True)):
         raise CaptureError(
