@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, repeat
 
 from torch import nn
 
@@ -14,15 +14,16 @@ BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class Hooks:
-    """The hooks of the modules of `model`, and those of all modules."""
+    """The hooks of the modules of `model`, those of all modules, and forwards that were put in the place of a class's."""
 
     def __init__(self, model: nn.Module):
         own = [vars(module)[name] for module in model.modules() for name in (*FORWARD, *BACKWARD)]
         self.tables = [*own, *_torch.hooks_of_all_modules()]
+        self.attributes = [vars(module) for module in model.modules()]
 
-    def now(self) -> list[int]:
-        """Return the numbers of all hooks, each of which torch gives out once."""
-        return [*chain.from_iterable(self.tables)]
+    def now(self) -> list[object]:
+        """Return the numbers of all hooks, each of which torch gives out once, and a forward or None a module."""
+        return [*chain.from_iterable(self.tables), *map(dict.get, self.attributes, repeat("forward"))]
 
 
 class Structure:

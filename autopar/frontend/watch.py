@@ -257,6 +257,12 @@ class Watch:
                     return
                 return self._note(owner, name, None, f"{path}.{name}")  # a buffer that is to be filled
         if value is not MISSING and _own(owner, name) is MISSING and _is_computed(type(owner), name):
+            if isinstance(value, types.MethodType) and hasattr(owner, "__dict__"):  # which the object may get itself
+                self._note(Place(vars(owner), name, f"{path}.{name}"), name, MISSING, f"{path}.{name}")
+                if not is_library(type(owner).__module__) and isinstance(
+                    vars(type(owner)).get(name), types.FunctionType
+                ):
+                    self._note(type(owner), name, vars(type(owner))[name], f"{type(owner).__name__}.{name}")
             return
         self._note(owner, name, value, f"{path}.{name}")
 

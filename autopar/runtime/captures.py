@@ -105,7 +105,7 @@ class Capture:
 
     call: str
     flags: list[bool]
-    hooks: list[int]
+    hooks: list[object]
     trainable: list[bool]
     ambient: Ambient
     gradients: bool

@@ -156,7 +156,7 @@ def all_weights_regularized():
     return Net(), one(5, 6), script
 
 
-@containers(refused="works on the parameters")
+@containers(refused="is a method of the source model")
 def method_called():
     """A method beside forward, which uses the parameters."""
 
@@ -312,3 +312,27 @@ def wrapped_in_another_module():
             run.record(y=y, norm=whole[0].weight)
 
     return Net(), one(5, 6), script
+
+
+@containers()
+def method_replaced_between_calls():
+    """A method of the model's class gets another one in its place, on the model and then on a layer's forward."""
+
+    class Acting(Net):
+        def act(self, x):
+            return x.tanh()
+
+        def forward(self, x):
+            return self.down(self.act(self.up(x)))
+
+    def script(run):
+        run(1)
+        run.model.act = torch.relu
+        run(2)
+        plain = run.model.up.forward
+        run.model.up.forward = lambda x: 3 * plain(x)
+        run(3)
+        del run.model.act, run.model.up.forward
+        run(4)
+
+    return Acting(), one(5, 6), script
