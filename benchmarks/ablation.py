@@ -27,7 +27,6 @@ from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.checkpoint_min_cut import FULL, Remake
-from autopar.planner.objective.evaluate import Pricer
 from autopar.planner.pipeline import search as pipeline_search
 from autopar.planner.pipeline.plan import plan_pipeline
 from autopar.planner.plan import PlanOptions
@@ -106,13 +105,9 @@ PATCHES: dict[str, tuple] = {
                                                                        lambda self, value: None)),),
     "prices around the best one tried": ((Limit, "_bisect", lambda self, free, point: None),),
     "plans at the bound mixed": ((memory_limit, "MOST_MIXED", 0),),
-    "components exchanged while they fit": ((memory_limit, "mix", lambda problem, lean, *rest: lean),),
     "copies kept while they fit": ((memory_limit, "keep_copies", lambda problem, e, limit, pricer: e),),
-    "copies given up before recomputing": ((Limit, "_recomputed", lambda self, tried, limit, prices:
-                                            self.solver.blocks.fit(tried, limit, prices)),),
     "parts of blocks recomputed (minimum cuts)": ((Remake, "chain", whole_blocks_alone),),
     "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),
-    "tensors remembered between evaluations": ((Pricer, "known", lambda self, *prices: {}),),
     "pipeline: plans at prices of memory": ((pipeline_search, "MEMORY_PRICES", ()),),
     "pipeline: what ranks compute again": ((PS, "_settled", lambda self, inner, pipeline, again:
                                             SETTLED(self, inner, pipeline, None)),),

@@ -84,18 +84,18 @@ TAMPERED = {
 
 def _compiled_with(change, mesh, plan):
     """Compile a model on a rank that changes its first all-reduce (which then is never run: all ranks notice)."""
-    original = captures.lower
+    original = captures.lower_plan
 
-    def lower(*args):
+    def lower_plan(*args):
         program = original(*args)
         change(next(n for n in program.parts.forward.graph.nodes if "all_reduce" in str(n.target)))
         return program
 
-    captures.lower = lower
+    captures.lower_plan = lower_plan
     try:
         autopar.compile(tiny.Regressor(loss=True), mesh, dict(zip(("x", "target"), tiny.Regressor.batch())), plan=plan)
     finally:
-        captures.lower = original
+        captures.lower_plan = original
 
 
 def _mistakes(rank, of_model, of_mesh, of_shape, of_all):

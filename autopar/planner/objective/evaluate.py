@@ -169,14 +169,6 @@ class Pricer:
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self.prices = TransferPrices(redistribute, collectives)
         self._local: dict[tuple, float] = {}
-        self._known: tuple[tuple, dict] = ((), {})
-
-    def known(self, *prices) -> dict:
-        """Return what is remembered of evaluations at these prices, of the last ones alone: plans that are compared
-        differ in few tensors."""
-        if self._known[0] != prices:
-            self._known = prices, {}
-        return self._known[1]
 
     def is_bucketed(self, producer: int, slots) -> bool:
         """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
@@ -253,12 +245,8 @@ def evaluate(
             result.offload_seconds += seconds
         result.resident_bytes += float(options.resident_bytes[k]) * times
         result.gradient_bytes += float(options.gradient_bytes[k]) * times
-    known = pricer.known(prices, keep_parameters)
     for (producer, output), uses in problem.uses_of.items():
-        key = (producer, output, copies[producer], choice[producer], *(choice[u.consumer] for u in uses))
-        if key not in known:
-            known[key] = _serve(problem, choice, pricer, prices, keep_parameters, uses, copies[producer])
-        served = known[key]
+        served = _serve(problem, choice, pricer, prices, keep_parameters, uses, copies[producer])
         result.transfers.extend(served.transfers)
         result.kept.update(served.kept)
         result.saved.update(served.saved)

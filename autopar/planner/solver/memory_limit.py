@@ -3,8 +3,8 @@
 Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L * limit is a lower bound on the seconds
 of every plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
 (autopar/planner/solver/cutting_planes.py). At these prices every op decides together with its sharding whether it runs
-again in the backward. The plans that this gives are then made to fit: by copies that are given up, by as much
-recomputation as it takes, or, where there is room left, by parts of faster plans.
+again in the backward. The plans that this gives are then made to fit: by as much recomputation as it takes, or, where
+there is room left, by the blocks of faster plans.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ PLAN_GAP, ROUNDS = 5e-3, 40
 BOUND_GAP = 1e-2  # of the first searches for the bound
 MOST_MIXED = 3  # plans that meet at the highest bound, of which mixtures are tried
 MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
-LOWEST_PART = 16.0  # of the price of recomputation, at which copies may still be given up
 STEP = 1e-5  # between two points, for a slope
 PROGRAM_PRICES = tuple(MOST_PRICE / 4.0**i for i in range(8))  # of memory, at which the full program's choice is tried
 
@@ -215,12 +214,11 @@ class WithinLimit:
         None and infinity if it does not fit."""
         limit, judge = self.limit_bytes, partial(self.run.judge, prices, passing_bytes=tried.passing_bytes)
         for _ in range(MOST_TRIES):
-            fitted, dearest = self._recomputed(tried, limit, prices)
+            fitted, dearest = self.solver.blocks.fit(tried, limit, prices)
             if fitted is None:
                 break
             if dearest == 0.0:
                 fitted = between(self.problem, fitted, self.fast, judge, limit)
-                fitted = mix(self.problem, fitted, self.fast, limit, judge)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
             fitted = self.solver.settled(fitted)
@@ -228,23 +226,6 @@ class WithinLimit:
                 return self._filled(fitted, prices), dearest
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
         return None, math.inf
-
-    def _recomputed(self, tried: Evaluation, limit_bytes: float, prices: Prices) -> tuple[Evaluation | None, float]:
-        """Return the plan with as much recomputed as it takes to fit, after copies were given up that cost less to make
-        again, and the price of the dearest step. The plan is None if nothing makes it fit."""
-        fit = self.solver.blocks.fit
-        best, dearest = fit(tried, limit_bytes, prices)
-        if dearest <= prices.byte_seconds or self.run.restriction.keep is not None:
-            return best, dearest
-        least = max(prices.byte_seconds, dearest / LOWEST_PART)
-        most = least * LOWEST_PART if best is None else dearest
-        # what is gathered again is hidden, or is not: the backward may have compute enough for it or not
-        for again, weight in itertools.product((most, math.sqrt(most * least), least), (1.0 - prices.overlap, 1.0)):
-            dear = replace(prices, byte_seconds=again, hidden_backward=weight, saved=True)
-            leaner, last = fit(self.run.judge(dear, tried.choice, tried.first, tried.passing_bytes), limit_bytes, dear)
-            if leaner is not None and (best is None or leaner.seconds < best.seconds):
-                best, dearest = leaner, last
-        return best, dearest
 
     def _filled(self, fitted: Evaluation, prices: Prices) -> Evaluation:
         """Return a plan that has parameters on the host, with as many of them on the device as there is room for, or as
