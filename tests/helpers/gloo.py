@@ -30,7 +30,7 @@ PRELOAD = [
     "torch._export.passes.replace_autocast_with_hop_pass", "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.auto.modeling_auto",
     "ortools.graph.python.max_flow", "ortools.math_opt.python.mathopt", "autopar.api.asynchronous_pipeline",
-    "autopar.runtime.pipeline_step", "autopar.storage.checkpoint",
+    "autopar.runtime.pipeline_step", "autopar.storage.checkpoint", "tests.helpers.warm",
 ]  # fmt: skip
 
 
