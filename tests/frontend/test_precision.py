@@ -26,6 +26,7 @@ def errors(mine: dict, whole: dict) -> float:
     return max((mine[n].double() - t.double()).norm().item() / max(t.norm().item(), floor) for n, t in whole.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, mesh, strategy", [
     ("gpt2", "tp=2", "megatron_sp"), ("gpt2", "dp=3", "fsdp"), ("llama", "dp=2,tp=2", "megatron"),
     ("llama", "dp=2", "auto"),

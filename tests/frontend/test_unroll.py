@@ -51,7 +51,7 @@ def build(name: str):
     return huggingface(name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [
     "gpt2", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
     f"gpt:hidden=32,layers={DEPTH},heads=4,vocab=64,seq=16", "mlp:hidden=16,layers=12",

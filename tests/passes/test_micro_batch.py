@@ -41,7 +41,7 @@ def check(case: staged.Case, micro_batches: int, note: object = ""):
     return micro
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "vit"])
 def test_families(name, micro_batches):

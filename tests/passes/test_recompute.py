@@ -19,6 +19,7 @@ def saved_bytes(parts) -> int:
     return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in saved)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), [
     ("gpt2-tiny", "tp=2", "megatron_sp"), ("llama-tiny:layers=2", "dp=2", "fsdp"),
 ])  # fmt: skip

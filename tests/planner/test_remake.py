@@ -34,6 +34,7 @@ def remakes(instance: Instance, e, prices: Prices = Prices()) -> list[Remake]:
     return [Remake(blocks, e, block, moves, prices) for block in blocks.members]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):

@@ -44,6 +44,7 @@ def model(request) -> str:
     return MODELS[request.param]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["dp=4", "a=2,b=2"])
 def test_ddp_replicates_parameters_and_reduces_gradients(model, mesh):
     plan = make(model, mesh, WAITING, strategy="ddp")
@@ -83,6 +84,7 @@ def test_hsdp_shards_inside_and_replicates_outside(model):
     assert not gathered_outside
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sp"])
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
 def test_megatron_shards_matrices_over_the_tensor_axis(model, strategy, mesh):

@@ -193,7 +193,7 @@ PROGRAMS |= {
 }
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(14)
 @everywhere(PROGRAMS)
 def test_layer(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

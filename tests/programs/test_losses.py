@@ -146,7 +146,7 @@ MICRO_BATCHED = [
 ]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(14)
 @everywhere(PROGRAMS)
 def test_loss(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)
@@ -166,7 +166,7 @@ def test_micro_batches(name, mesh):
     PROGRAMS[name].check(mesh, micro_batches=3)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
     n=st.integers(2, 5),
     c=st.integers(2, 6),

@@ -149,8 +149,8 @@ def test_merged_is_added(alone, options):
 
 
 def test_accumulation_adds_up(alone):
-    base, batch = tiny.llama(num_hidden_layers=1)
-    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
+    base, batch = tiny.regressor()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["up"], r=2)], strategy="ddp")
     model(**batch).loss.backward()
     once = {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     assert once and all("lora_" in n for n in once)
@@ -180,15 +180,15 @@ def test_weights_and_checkpoints(alone, tmp_path):
 
 
 def test_adapters_of_others(alone, tmp_path):
-    base, batch = tiny.llama(num_hidden_layers=1)
-    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj", "v_proj"], r=2)], strategy="ddp")
+    base, batch = tiny.regressor()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["up"], r=2)], strategy="ddp")
     model.save_adapter(tmp_path)
     for settings, message in (
-        (dict(target_modules=["q_proj", "v_proj"], r=3), "r is 2 there, 3 here"),
-        (dict(target_modules=["q_proj"], r=2), "of another model or other targets; unexpected: (.|\n)*v_proj.lora_A"),
-        (dict(target_modules=["q_proj", "v_proj", "o_proj"], r=2), "missing: (.|\n)*o_proj.lora_A"),
+        (dict(target_modules=["up"], r=3), "r is 2 there, 3 here"),
+        (dict(target_modules=["down"], r=2), "of another model or other targets; unexpected: (.|\n)*up.lora_A"),
+        (dict(target_modules=["up", "down"], r=2), "missing: (.|\n)*down.lora_A"),
     ):
-        base, batch = tiny.llama(num_hidden_layers=1)
+        base, batch = tiny.regressor()
         other = autopar.compile(base, alone, batch, adapt=[LoRA(**settings)], strategy="ddp")
         with pytest.raises(AdaptError, match=message):
             other.load_adapter(tmp_path)
@@ -208,8 +208,8 @@ def test_adapters_of_others(alone, tmp_path):
     ({"init_lora_weights": "pissa"}, "changes the base too"), ({"layer_replication": [[0, 2]]}, "layer_replication"),
 ])  # fmt: skip
 def test_adapters_that_mean_something_else(alone, tmp_path, change, message):
-    base, batch = tiny.llama(num_hidden_layers=1)
-    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
+    base, batch = tiny.regressor()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["up"], r=2)], strategy="ddp")
     model.save_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
@@ -218,8 +218,8 @@ def test_adapters_that_mean_something_else(alone, tmp_path, change, message):
 
 
 def test_merged_and_disabled_do_not_mix(alone, tmp_path):
-    base, batch = tiny.llama(num_hidden_layers=1)
-    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["q_proj"], r=2)], strategy="ddp")
+    base, batch = tiny.regressor()
+    model = autopar.compile(base, alone, batch, adapt=[LoRA(target_modules=["up"], r=2)], strategy="ddp")
     train(model, batch, 3)
     with model.disable_adapter():
         off = _logits(model, batch)
@@ -259,16 +259,16 @@ def test_lengths_of_weights_that_are_read_later(alone, tmp_path):
 
 
 def test_what_trains_besides_trains_while_adapters_are_off(alone):
-    base, batch = tiny.llama(num_hidden_layers=1)
-    adapt = [LoRA(target_modules=["q_proj"], r=2, modules_to_save=["lm_head"])]
+    base, batch = tiny.regressor()
+    adapt = [LoRA(target_modules=["up"], r=2, modules_to_save=["down"])]
     model = autopar.compile(base, alone, batch, adapt=adapt, strategy="ddp")
     with model.disable_adapter():
         model(**batch).loss.backward()
-    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["down.weight", "down.bias"]
 
 
 def test_no_adapters(alone):
-    base, batch = tiny.llama(num_hidden_layers=1)
+    base, batch = tiny.regressor()
     model = autopar.compile(base, alone, batch, strategy="ddp")
     with pytest.raises(AdaptError, match="no adapters"):
         model.merge_adapter()

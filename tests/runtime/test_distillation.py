@@ -28,7 +28,7 @@ def _train(model, teacher, tokens, steps: int) -> list[float]:
 
 
 def _distilled(rank, mesh, plan, seq):
-    model, tokens = tiny.gpt2(batch=4, seq=seq)
+    model, tokens = tiny.gpt2(batch=4, seq=seq, n_layer=1)
     teacher = torch.randn(4, seq, 96, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     parallel, reference = pair(model, device_mesh(mesh), tokens, plan=plan)
     mine, whole = _train(parallel, teacher, tokens, 3), _train(reference, teacher, tokens, 3)
@@ -42,7 +42,7 @@ def _distilled(rank, mesh, plan, seq):
     "mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", "megatron"), ("dp=2,tp=2", "fsdp"), ("tp=2", None)]
 )
 def test_distillation(mesh, strategy):
-    model, tokens = tiny.gpt2(batch=4, seq=11)
+    model, tokens = tiny.gpt2(batch=4, seq=11, n_layer=1)
     plan = planned(model, mesh, tokens, strategy=strategy)
     results = gloo.run(2 if "," not in mesh else 4, _distilled, mesh, plan, 11)
     assert all(r == results[0] for r in results)

@@ -14,7 +14,7 @@ from . import tiny
 from .parity import assert_close, device_mesh, planned
 
 DROPPED = dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=1)
-STEPS = 3
+STEPS = 2
 
 
 def _one_device(precision: str) -> list[tuple[float, dict[str, torch.Tensor]]]:

@@ -146,9 +146,12 @@ def _on_two(rank: int, folder: str) -> None:
 
 
 @pytest.mark.gloo
-def test_life(tmp_path):
+@pytest.mark.parametrize(
+    "mesh, strategy", [("pp=2", None), pytest.param("pp=2,tp=2", "megatron", marks=pytest.mark.slow)]
+)
+def test_life(mesh, strategy, tmp_path):
     pytest.importorskip("peft")
-    gloo.run(4, _life, "pp=2,tp=2", str(tmp_path), "megatron", seconds=240)
+    gloo.run(2 if mesh == "pp=2" else 4, _life, mesh, str(tmp_path), strategy, seconds=240)
 
 
 @pytest.mark.slow

@@ -62,6 +62,11 @@ def _tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
     return dict(input_ids=ids, labels=ids)
 
 
+def regressor():
+    """Two linear layers, a model that is compiled in a moment."""
+    return Regressor(loss=True), dict(zip(("x", "target"), Regressor.batch()))
+
+
 class Shuffled(nn.Module):
     """Draws in a way that has no formula."""
 

@@ -74,17 +74,19 @@ def test_random_cuts(seed):
     check(case, 2, f"{name}, seed {seed}", mesh=mesh, schedule=schedule, strategy=strategy, cuts=cuts)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputation_inside_of_stages(recompute):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "recompute, schedule", [("full", "1f1b"), ("full", "zb_h1"), ("selective", "zb_h1"), ("selective", "1f1b")]
+)
+def test_recomputation_inside_of_stages(recompute, schedule):
     planning = dict(mesh="pp=2,tp=2", strategy="megatron", recompute=recompute)
-    for schedule in ("1f1b", "zb_h1"):
-        check(staged.family("gpt2"), 2, recompute, schedule=schedule, **planning)
+    check(staged.family("gpt2"), 2, recompute, schedule=schedule, **planning)
 
 
 def test_dropout():
     model, inputs = tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=1)
     case = staged.Case.of(model.train(), inputs)
-    check(case, 2, "dropout", mesh="pp=2,dp=2,tp=2", schedule="zb_h1", strategy="megatron_sp")
+    check(case, 2, "dropout", mesh="pp=2,dp=2", schedule="zb_h1", strategy="fsdp")
     check(case, 4, "dropout", mesh="pp=2", schedule="interleaved_1f1b")
     check(case, 2, "dropout", mesh="pp=2,tp=2", schedule="1f1b", strategy="megatron_sp", recompute="full")
 
@@ -110,8 +112,9 @@ def test_adapters(adaptation):
     check(case, 2, str(adaptation), mesh="pp=2,dp=2", schedule="1f1b", strategy="fsdp")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "schedule, mesh, strategy", [("1f1b", "pp=2,dp=2", "fsdp"), ("zbv", "pp=2,tp=2", "megatron_sp")]
+    "schedule, mesh, strategy", [("zbv", "pp=2,tp=2", "megatron_sp"), ("1f1b", "pp=2,dp=2", "fsdp")]
 )
 def test_bf16_with_fp32_masters(schedule, mesh, strategy):
     """One device in bf16 is as near as its rounding, and the same graph in fp32 shows that this is all."""
@@ -162,7 +165,7 @@ def test_sends_are_those_of_the_cut(schedule):
     case = staged.own("gpt:layers=4,hidden=8,heads=2,vocab=16,seq=8,tied=false")
     micro = micro_batch(case.captured, 4)
     plan = staged.plan_of(micro, "pp=2", schedule)
-    step = simulate_pipeline(case.captured, plan, case.values)
+    step = simulate_pipeline(case.captured, plan, case.values, check=False)
     stages = stages_of(case.captured, plan)[1]
     wanted = {(s.index, "forward"): 4 * len(s.sent) for s in stages if s.sent}
     wanted |= {(s.index, "backward"): 4 * len(s.returned) for s in stages if s.returned}
@@ -205,7 +208,7 @@ def test_gradients_are_reduced_once_a_step():
     for count in (1, 2):
         micro = micro_batch(case.captured, count)
         plan = staged.plan_of(micro, "pp=2,dp=2", "1f1b", strategy="ddp")
-        step = simulate_pipeline(case.captured, plan, case.values)
+        step = simulate_pipeline(case.captured, plan, case.values, check=False)
         for stage, sent in zip(stages_of(case.captured, plan)[1], step.bytes_sent):
             mine = sum(bytes_of(case.wanted.gradients[name]) for name in stage.parameters)
             assert all(mine <= bytes_ <= mine + 256 for bytes_ in sent), (

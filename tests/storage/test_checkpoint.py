@@ -335,7 +335,7 @@ def _with_dropout(rank, plans, root):
     """Dropout goes on where it stood: the same masks on the same mesh and on another one."""
     _, inputs = tiny.bert(dropout=0.1, layers=1)
 
-    def steps(model, optimizer, count: int = 3) -> list[float]:
+    def steps(model, optimizer, count: int = 2) -> list[float]:
         return take_steps(model, optimizer, count, lambda: model(**inputs).loss)
 
     runs = []

@@ -23,7 +23,7 @@ MOVED = {"pp=2,dp=2": [*MESHES], "dp=2,tp=2": ["pp=4"], "pp=4": ["pp=2,tp=2"]}
 
 
 def gpt2():
-    return tiny.gpt2(batch=8, n_layer=2)
+    return tiny.gpt2(batch=8, n_layer=1)
 
 
 def optimizer_of(model) -> torch.optim.Optimizer:
