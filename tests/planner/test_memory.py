@@ -16,7 +16,7 @@ from autopar.planner.solver.interpolate import keep_copies, mix
 from .planning import Instance, make, toy
 
 GPT = "gpt:hidden=64,layers=3,heads=4,vocab=64,seq=16"
-SMALL = GPT.replace("layers=3", "layers=1")
+SMALL = "mlp:hidden=64,layers=2"
 DEAR = Prices(1e-7, True)
 MACHINE = toy(flops=1e11, memory=1e10, latency=1e-6, bucket=1 << 16)  # the batch is worth sharding, parameters are not
 

@@ -24,6 +24,7 @@ from autopar.simulate.compare import verify_plan
 
 from .planning import make, toy
 
+GPT = "gpt:hidden=64,layers=2,heads=4,vocab=64,seq=16"
 SMALL = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 HOST = Host(link_bytes_per_second=1e9, memory_bytes_per_second=4e9, memory_bytes=10**9)
 MACHINE = replace(toy(flops=1e11, memory=1e10, latency=1e-6, bucket=1 << 16), host=HOST)
@@ -75,11 +76,11 @@ def test_memory_decides_how_many_parameters_go_to_the_host():
     """Below what fits on the device, as few parameters as needed; what no plan of the device could fit is planned at
     all."""
     options = {"hardware": MACHINE, "strategy": "ddp", "recompute": "auto", "batch": 8}
-    free, all_ = make(SMALL, "dp=2", **options), make(SMALL, "dp=2", **options, offload="optimizer")
+    free, all_ = make(GPT, "dp=2", **options), make(GPT, "dp=2", **options, offload="optimizer")
     with pytest.raises(MemoryInfeasibleError):
-        make(SMALL, "dp=2", **options, memory_bytes=1.1 * all_.peak_bytes)
+        make(GPT, "dp=2", **options, memory_bytes=1.1 * all_.peak_bytes)
     some = [
-        make(SMALL, "dp=2", **options, offload="auto", memory_bytes=limit * free.peak_bytes) for limit in (0.9, 0.5)
+        make(GPT, "dp=2", **options, offload="auto", memory_bytes=limit * free.peak_bytes) for limit in (0.9, 0.5)
     ]
     held = [plan.offloaded.host_bytes for plan in some]
     assert 0 < held[0] < held[1] <= all_.offloaded.host_bytes

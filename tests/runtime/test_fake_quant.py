@@ -140,7 +140,7 @@ def test_what_cannot_be_converted(alone, tmp_path):
     compiled(**batch)
     autopar.convert(compiled, tmp_path)
     with pytest.raises(AdaptError, match="of another model"):
-        autopar.load_quantized(tiny.Regressor(hidden=8), tmp_path)
+        autopar.load_quantized(tiny.gpt2(n_layer=1)[0], tmp_path)
     with pytest.raises(AdaptError, match="cannot read"):
         autopar.load_quantized(tiny.regressor()[0], tmp_path / "none")
 
