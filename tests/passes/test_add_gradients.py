@@ -13,6 +13,7 @@ from autopar.passes.pipeline.add_gradients import add_gradients
 from tests.runtime import tiny
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_gradient_is_added_to_its_sum(rank):
     model, batch = tiny.gpt2()

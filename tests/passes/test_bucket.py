@@ -117,7 +117,7 @@ def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
 MESHES = ("dp=3", "dp=2,tp=2", "dp=2,tp=3", "dp=2,cp=2,tp=2")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_parameters_in_any_layout(seed):
     """Moves over several axes in any order: a bucket may need what other buckets bring, and takes it along."""

@@ -70,6 +70,7 @@ def test_once_is_enough():
     assert once != before and graph_text(lora(exported, model).graph_module) == once
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_only_adapters_are_reduced_and_have_state(devices):
     model, inputs, captured = usual()
@@ -97,7 +98,7 @@ def test_layouts_follow_the_base():
         assert layouts[f"{down}.lora_A.weight"] == "tp:S(1)", layouts
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_shapes_and_meshes(seed):
     """Random sizes, uneven too, ranks, meshes and strategies: as on one device."""

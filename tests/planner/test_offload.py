@@ -79,9 +79,7 @@ def test_memory_decides_how_many_parameters_go_to_the_host():
     free, all_ = make(GPT, "dp=2", **options), make(GPT, "dp=2", **options, offload="optimizer")
     with pytest.raises(MemoryInfeasibleError):
         make(GPT, "dp=2", **options, memory_bytes=1.1 * all_.peak_bytes)
-    some = [
-        make(GPT, "dp=2", **options, offload="auto", memory_bytes=limit * free.peak_bytes) for limit in (0.9, 0.5)
-    ]
+    some = [make(GPT, "dp=2", **options, offload="auto", memory_bytes=limit * free.peak_bytes) for limit in (0.9, 0.5)]
     held = [plan.offloaded.host_bytes for plan in some]
     assert 0 < held[0] < held[1] <= all_.offloaded.host_bytes
     for plan in some:

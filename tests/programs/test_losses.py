@@ -152,7 +152,7 @@ def test_loss(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name, mesh",
     [

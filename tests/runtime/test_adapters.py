@@ -100,8 +100,8 @@ def _switching(rank: int, model, batch, trained: torch.Tensor, folder: str) -> N
 def test_life(tmp_path):
     pytest.importorskip("peft")
     model, batch = tiny.llama(num_hidden_layers=1)
-    plan = planned(model, "tp=4", batch, strategy="megatron_sp", adapt=[LoRA(**CONFIG)])
-    gloo.run(4, _life, "tp=4", plan, str(tmp_path), seconds=240)
+    plan = planned(model, "tp=2", batch, strategy="megatron_sp", adapt=[LoRA(**CONFIG)])
+    gloo.run(2, _life, "tp=2", plan, str(tmp_path), seconds=240)
 
 
 def _experts(rank: int, plan: autopar.Plan, folder: str) -> None:
