@@ -26,13 +26,13 @@ from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.planner.objective.checkpoint_blocks import Blocks
-from autopar.planner.objective.checkpoint_min_cut import FULL, Remake
+from autopar.planner.objective.checkpoint_min_cut import FULL, Rematerialization
 from autopar.planner.pipeline import search as pipeline_search
 from autopar.planner.pipeline.plan import plan_pipeline
 from autopar.planner.plan import PlanOptions
 from autopar.planner.plan import search as search_flat
 from autopar.planner.solver import memory_limit, search
-from autopar.planner.solver.local_search import Tied
+from autopar.planner.solver.local_search import LocalSearch
 from autopar.planner.solver.minimize import Search, minimize
 from autopar.plans.pipeline import axis_of
 
@@ -84,7 +84,7 @@ def faster(problem, one, other, judge, limit_bytes=float("inf")):
     return min(one, other, key=lambda e: (max(0.0, e.bytes_ - limit_bytes), e.seconds))
 
 
-def whole_blocks_alone(self: Remake):
+def whole_blocks_alone(self: Rematerialization):
     return [(FULL, self.at(FULL))]
 
 
@@ -96,7 +96,7 @@ OPTIONS: dict[str, Callable[[PlanOptions], PlanOptions]] = {  # mechanisms that 
     "(on) starting from the experts' plans": lambda o: replace(o, baselines=True),
 }
 PATCHES: dict[str, tuple] = {
-    "local search after rounding": ((Tied, "improve", lambda self, choice, passes=8: choice),),
+    "local search after rounding": ((LocalSearch, "improve", lambda self, choice, passes=8: choice),),
     "starting from choices found before": ((search, "minimize", without_starts), (memory_limit, "minimize",
                                                                                   without_starts)),
     "weights of hidden communication": ((search, "MOST_WEIGHTS", 1),),
@@ -106,7 +106,7 @@ PATCHES: dict[str, tuple] = {
     "prices around the best one tried": ((Limit, "_bisect", lambda self, free, point: None),),
     "plans at the bound mixed": ((memory_limit, "MOST_MIXED", 0),),
     "copies kept while they fit": ((memory_limit, "keep_copies", lambda problem, e, limit, pricer: e),),
-    "parts of blocks recomputed (minimum cuts)": ((Remake, "chain", whole_blocks_alone),),
+    "parts of blocks recomputed (minimum cuts)": ((Rematerialization, "chain", whole_blocks_alone),),
     "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),
     "pipeline: plans at prices of memory": ((pipeline_search, "MEMORY_PRICES", ()),),
     "pipeline: what ranks compute again": ((PS, "_settled", lambda self, inner, pipeline, again:

@@ -88,7 +88,7 @@ def predicted(case: Case, file: str) -> list[Held]:
     found.plan.save(file)
     places = [found.plan.mesh.coordinate(rank)["pp"] for rank in range(case.ranks)]
     return [
-        Held(sum(found.staged.judged.memory[place].values()), dict(found.staged.judged.memory[place]))
+        Held(sum(found.staged.evaluated.memory[place].values()), dict(found.staged.evaluated.memory[place]))
         for place in places
     ]
 

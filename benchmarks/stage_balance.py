@@ -6,9 +6,9 @@ One micro-batch on one device a stage, bf16 on H100s and fp32 on CPUs, memory ne
 stage.
 
 chosen   what autopar's cut gives, its stages costed as the plan costs them, without what they send
-pieces   the smallest ratio of any cut at the places where autopar cuts (planner/pipeline/segments.py)
-any op   the smallest ratio of any cut at any forward op. A backward op goes with the piece that it belongs to when every op is a
-         piece, and what a cut would make to be computed twice is left out: a bound of what the model allows
+segments   the smallest ratio of any cut at the places where autopar cuts (planner/pipeline/segments.py)
+any op   the smallest ratio of any cut at any forward op. A backward op goes with the segment that it belongs to when every op is a
+         segment, and what a cut would make to be computed twice is left out: a bound of what the model allows
 worse    how much longer the slowest stage is, with what it sends, than that of the best cut at any op, sends included too
 sends    share of sending in the slowest stage's seconds
 
@@ -124,32 +124,32 @@ def costs_of(found: Planned, cuts: Sequence[str], send, repeated: bool) -> tuple
 
 
 def row(found: Planned, hardware: str, stages: int) -> tuple[float, float, float, float, float, int]:
-    """(chosen, pieces, any op, worse, sends, number of pieces)."""
+    """(chosen, segments, any op, worse, sends, number of segments)."""
     collectives = CollectiveCost(load(hardware), Mesh.parse(f"pp={stages}"))
 
     def send(bytes_: float) -> float:
         return collectives.seconds("send", ("pp",), bytes_)
 
     problem, e = found.whole
-    pieces = chain(problem, e, found.pricer, stages, send, found.live_bytes)
-    cut = cut_stages(pieces.pieces, stages, 4 * stages, 1e18, timing_of("1f1b", stages, 1), pieces.shared)
-    chosen, ahead, back = costs_of(found, pieces.cuts(cut.cuts), send, True)
+    segments = chain(problem, e, found.pricer, stages, send, found.live_bytes)
+    cut = cut_stages(segments.segments, stages, 4 * stages, 1e18, timing_of("1f1b", stages, 1), segments.shared)
+    chosen, ahead, back = costs_of(found, segments.cuts(cut.cuts), send, True)
     whole = [s + a + b for s, a, b in zip(chosen, [*ahead[:-1], 0.0], [0.0, *back[:-1]])]
     ops, crossing = crossing_bytes(problem, e, found.pricer, Places(problem.graph, ()).free)
     each, *_ = costs_of(found, [op.name for op in ops[1:]], send, False)
     sent = [send(bytes_) for bytes_ in crossing[1:]]
-    of_pieces = [piece.levels[0].seconds for piece in pieces.pieces]
+    of_segments = [segment.levels[0].seconds for segment in segments.segments]
     slowest = int(np.argmax(whole))
-    return (max(chosen) * stages / sum(chosen), least(of_pieces, stages) * stages / sum(of_pieces),
+    return (max(chosen) * stages / sum(chosen), least(of_segments, stages) * stages / sum(of_segments),
             least(each, stages) * stages / sum(each), max(whole) / least(each, stages, sent, sent) - 1,
-            1 - chosen[slowest] / whole[slowest], len(pieces.pieces))  # fmt: skip
+            1 - chosen[slowest] / whole[slowest], len(segments.segments))  # fmt: skip
 
 
 def main(words: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     began = time.time()
     print(
-        f"{'model':26}{'profile':10}{'stages':>7}{'pieces':>8}{'chosen':>9}{'pieces':>9}"
+        f"{'model':26}{'profile':10}{'stages':>7}{'segments':>8}{'chosen':>9}{'segments':>9}"
         f"{'any op':>9}{'worse':>8}{'sends':>8}"
     )
     misses = count = 0
@@ -160,14 +160,14 @@ def main(words: Sequence[str]) -> None:
             found = planned(model, precision, hardware, 2)
             for stages in STAGES:
                 try:
-                    chosen, pieces, any_op, worse, sends, number = row(found, hardware, stages)
+                    chosen, segments, any_op, worse, sends, number = row(found, hardware, stages)
                 except StageError as error:
                     print(f"{name:26}{hardware:10}{stages:>7}  {error.message}")
                     continue
                 count, missed = count + 1, chosen > TARGET
                 misses += missed
                 note = "  the model's" if any_op > TARGET else "  the sends'" if worse <= SAME else "  the cut's"
-                print(f"{name:26}{hardware:10}{stages:>7}{number:>8}{chosen:>9.3f}{pieces:>9.3f}{any_op:>9.3f}{worse:>8.1%}"
+                print(f"{name:26}{hardware:10}{stages:>7}{number:>8}{chosen:>9.3f}{segments:>9.3f}{any_op:>9.3f}{worse:>8.1%}"
                       f"{sends:>8.1%}{note if missed else ''}", flush=True)  # fmt: skip
     print(f"\n{count - misses} of {count} cuts within {TARGET}; {time.time() - began:.0f} s")
 

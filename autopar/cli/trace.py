@@ -38,7 +38,7 @@ def _flat(planned, timeline) -> tuple[dict, str]:
 def _pipeline(planned) -> tuple[dict, str]:
     from ..view.pipeline_trace import pipeline_trace_of
 
-    judged = planned.stages.judged
-    actions = sum(map(len, judged.played.schedule.orders))
-    said = f"{actions} actions of {judged.pipeline.ranks} ranks, step {ms(judged.step_seconds)}"
-    return pipeline_trace_of(planned), f"{said}, bubble {judged.played.bubble:.1%}"
+    evaluated = planned.stages.evaluated
+    actions = sum(map(len, evaluated.played.schedule.orders))
+    said = f"{actions} actions of {evaluated.pipeline.ranks} ranks, step {ms(evaluated.step_seconds)}"
+    return pipeline_trace_of(planned), f"{said}, bubble {evaluated.played.bubble:.1%}"

@@ -228,7 +228,7 @@ class _Explainer:
             e, roomy = self.evaluation, self.roomy.evaluation
             price = max(price, (e.seconds - roomy.seconds) / max(roomy.bytes_ - e.bytes_, 1.0))
         prices = replace(self.solver.free, byte_seconds=price, saved=bool(self.roomy))
-        dual = Dual(self.problem, self.solver.hubs, free, prices, self.restriction.keep)
+        dual = Dual(self.problem, self.solver.hyperedges, free, prices, self.restriction.keep)
         for _ in range(SWEEPS):
             dual.sweep(True)
             dual.sweep(False)

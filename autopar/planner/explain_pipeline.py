@@ -2,7 +2,7 @@
 
     micro-batches   the same schedule with half and twice as many, each planned anew
     schedules       every other one of the catalogue, with its best cut, for the same plan of a micro-batch
-    cuts            equally many pieces in every stage; each border one piece earlier or later; the same plan and schedule
+    cuts            equally many segments in every stage; each border one segment earlier or later; else the same
 
 A step is what the mean rank works, reduces of gradients after its last action, and waits: these add up.
 """
@@ -18,7 +18,7 @@ from ..plans.pipeline import Pipeline
 from ..plans.plan import Plan
 from ..schedule.catalogue import KINDS
 from .explain import Explanation, explain_plan
-from .pipeline.evaluate import Judged, judge
+from .pipeline.evaluate import PipelineCost, evaluate_pipeline
 from .pipeline.plan import plan_pipeline, with_schedules
 from .pipeline.segments import Chain
 from .plan import Planned, PlanOptions
@@ -82,21 +82,21 @@ def explain_pipeline(planned: Planned, pattern: str | None = None, alternatives:
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
     return PipelineExplanation(
-        planned.plan, tuple(ranks_of(planned.stages.judged)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
+        planned.plan, tuple(ranks_of(planned.stages.evaluated)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
         tuple(cuts), left_out, inside,
     )  # fmt: skip
 
 
-def ranks_of(judged: Judged) -> Iterator[RankCost]:
+def ranks_of(evaluated: PipelineCost) -> Iterator[RankCost]:
     """Iterate over what each rank along the pipeline's axis does in a step."""
-    played, step = judged.played, judged.step_seconds
+    played, step = evaluated.played, evaluated.step_seconds
     for rank, order in enumerate(played.schedule.orders):
         seconds = {False: 0.0, True: 0.0}
         for action, start, end in zip(order, played.starts[rank], played.ends[rank]):
             seconds[action.kind == "F"] += end - start
-        once = judged.once_seconds[rank]
-        yield RankCost(judged.pipeline.stages_of(rank), seconds[True], seconds[False], once,
-                       step - sum(seconds.values()) - once, sum(judged.memory[rank].values()))  # fmt: skip
+        once = evaluated.once_seconds[rank]
+        yield RankCost(evaluated.pipeline.stages_of(rank), seconds[True], seconds[False], once,
+                       step - sum(seconds.values()) - once, sum(evaluated.memory[rank].values()))  # fmt: skip
 
 
 class _Pricing:
@@ -104,33 +104,33 @@ class _Pricing:
 
     def __init__(self, planned: Planned, report: Report):
         self.planned, self.staged, self.report = planned, planned.stages, report
-        self.limit, self.chosen = planned.plan.memory_limit_bytes, planned.stages.judged.pipeline
+        self.limit, self.chosen = planned.plan.memory_limit_bytes, planned.stages.evaluated.pipeline
         self.options: PlanOptions = replace(
             planned.options, within=None, micro_batches=1, memory_bytes=self.limit, refuses=False
         )
 
-    def priced(self, text: str, judged: Judged) -> Priced:
-        """Return the price of a judged pipeline, which `text` describes."""
-        ranks, step = judged.pipeline.ranks, judged.step_seconds
-        works, reduces = sum(judged.played.busy) / ranks, sum(judged.once_seconds) / ranks
+    def priced(self, text: str, evaluated: PipelineCost) -> Priced:
+        """Return the price of a evaluated pipeline, which `text` describes."""
+        ranks, step = evaluated.pipeline.ranks, evaluated.step_seconds
+        works, reduces = sum(evaluated.played.busy) / ranks, sum(evaluated.once_seconds) / ranks
         return Priced(
-            text, step, works, reduces, step - works - reduces, judged.peak_bytes, judged.peak_bytes <= self.limit
+            text, step, works, reduces, step - works - reduces, evaluated.peak_bytes, evaluated.peak_bytes <= self.limit
         )
 
     def itself(self, text: str) -> Priced:
         """Return the price of the chosen pipeline, marked as chosen."""
-        return replace(self.priced(text, self.staged.judged), chosen=True)
+        return replace(self.priced(text, self.staged.evaluated), chosen=True)
 
     def micro_batches(self) -> list[Priced]:
         """Price the numbers of micro-batches that were tried with the chosen schedule, and half and twice the chosen
         one, in order of their number."""
         p, samples = self.chosen, self.planned.plan.samples
-        best: dict[int, Judged] = {}
-        for judged in sorted(self.staged.tried, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
-            if (judged.pipeline.schedule, judged.pipeline.stages_per_rank) == (p.schedule, p.stages_per_rank):
-                best.setdefault(judged.pipeline.micro_batches, judged)
+        best: dict[int, PipelineCost] = {}
+        for evaluated in sorted(self.staged.tried, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
+            if (evaluated.pipeline.schedule, evaluated.pipeline.stages_per_rank) == (p.schedule, p.stages_per_rank):
+                best.setdefault(evaluated.pipeline.micro_batches, evaluated)
         best.pop(p.micro_batches, None)
-        found = {m: self.priced(_batches(m, samples), judged) for m, judged in best.items()}
+        found = {m: self.priced(_batches(m, samples), evaluated) for m, evaluated in best.items()}
         found[p.micro_batches] = self.itself(_batches(p.micro_batches, samples))
         for m in {p.micro_batches // 2, 2 * p.micro_batches} - found.keys() - {0}:
             if samples % m == 0:
@@ -146,7 +146,7 @@ class _Pricing:
                                   stages_per_rank=self.chosen.stages_per_rank, report=self.report)  # fmt: skip
         except AutoparError as error:
             return Priced(text, note=error.message)
-        return self.priced(text, again.stages.judged)
+        return self.priced(text, again.stages.evaluated)
 
     def schedules(self) -> list[Priced]:
         """Price every schedule with its best cut, those that fit first, the fastest first, and those that are
@@ -166,10 +166,10 @@ class _Pricing:
     def cuts(self) -> tuple[list[Priced], int]:
         """Price the chosen cut, an even one, and each border moved; and return how many borders are left out."""
         p, best = self.chosen, self.staged.best
-        _, pieces, _ = best.search.prepared(best.base)
-        found, places = [self.itself("as chosen")], [*pieces.starts]
-        even = _even(pieces, len(p.cuts) + 1)
-        found.append(self.priced("equally many pieces a stage", self._cut(even)))
+        _, segments, _ = best.search.prepared(best.base)
+        found, places = [self.itself("as chosen")], [*segments.starts]
+        even = _even(segments, len(p.cuts) + 1)
+        found.append(self.priced("equally many segments a stage", self._cut(even)))
         slow = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in p.costs]
         borders = sorted(range(len(p.cuts)), key=lambda i: (-max(slow[i], slow[i + 1]), i))
         for i in sorted(borders[:MOST_BORDERS]):
@@ -177,7 +177,7 @@ class _Pricing:
             for step, how in ((-1, "earlier"), (1, "later")):
                 if 0 <= at + step < len(places) and places[at + step] not in p.cuts:
                     moved = (*p.cuts[:i], places[at + step], *p.cuts[i + 1 :])
-                    where = pieces.parts[at + step + 1].name.partition(" to ")[0]
+                    where = segments.parts[at + step + 1].name.partition(" to ")[0]
                     found.append(self.priced(f"stage {i + 1} {how}, in {where}", self._cut(moved)))
         return found, max(0, len(borders) - MOST_BORDERS)
 
@@ -186,15 +186,15 @@ class _Pricing:
             "send", (self.chosen.axis,), bytes_
         )
 
-    def _cut(self, cuts: Sequence[str]) -> Judged:
+    def _cut(self, cuts: Sequence[str]) -> PipelineCost:
         p, (problem, e), inner = self.chosen, self.planned.whole, self.planned
         pipeline = replace(p, cuts=tuple(cuts), costs=(), owners=())
-        return judge(problem, e, inner.pricer, pipeline, self._send, inner.live_bytes)
+        return evaluate_pipeline(problem, e, inner.pricer, pipeline, self._send, inner.live_bytes)
 
 
-def _even(pieces: Chain, stages: int) -> tuple[str, ...]:
-    count = len(pieces.pieces)
-    return pieces.cuts([count * i // stages for i in range(1, stages)])
+def _even(segments: Chain, stages: int) -> tuple[str, ...]:
+    count = len(segments.segments)
+    return segments.cuts([count * i // stages for i in range(1, stages)])
 
 
 def _schedule(p: Pipeline) -> str:

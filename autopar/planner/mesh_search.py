@@ -71,7 +71,7 @@ class _Try:
         return self.planned.evaluation.seconds if self.planned else math.inf
 
 
-class _Tour:
+class _MeshSearch:
     """The tries of one search, and the best plan so far."""
 
     def __init__(self, captured: Captured, options: plan.PlanOptions, model: str, report: Callable[[str], None]):
@@ -160,7 +160,7 @@ def search(
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
         raise _indivisible(devices, node, batch)
-    tour = _Tour(captured, options, model, report)
+    tour = _MeshSearch(captured, options, model, report)
     tour.visit(coarse, MOST_COARSE)
     best = tour.best
     if best is None and any(t.note == BEYOND for t in tour.tries):
@@ -180,19 +180,19 @@ def search(
     return replace(planned, meshes=_all_told(tour, options.micro_batches))
 
 
-def _beyond(tour: _Tour, micro_batches: int) -> BeyondCutoff:
+def _beyond(tour: _MeshSearch, micro_batches: int) -> BeyondCutoff:
     error = BeyondCutoff(min(one.bound for one in tour.tries))
     error.tried = _all_told(tour, micro_batches)
     return error
 
 
-def _all_told(tour: _Tour, micro_batches: int) -> tuple[MeshTried, ...]:
+def _all_told(tour: _MeshSearch, micro_batches: int) -> tuple[MeshTried, ...]:
     return tuple(_told(one, micro_batches) for one in sorted(tour.tries, key=_order))
 
 
 def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
     """Return seconds that no plan of the problem undercuts, whatever memory it takes."""
-    dual = Dual(solver.problem, solver.hubs, solver.allowed(restriction, pins), solver.free, restriction.keep)
+    dual = Dual(solver.problem, solver.hyperedges, solver.allowed(restriction, pins), solver.free, restriction.keep)
     for _ in range(SWEEPS):
         dual.sweep(True)
         dual.sweep(False)

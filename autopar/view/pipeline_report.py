@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..planner.explain_pipeline import PipelineExplanation
 from ..planner.explain_pipeline_text import inside_lines, priced_table
-from ..planner.pipeline.evaluate import Judged
+from ..planner.pipeline.evaluate import PipelineCost
 from ..planner.plan import Planned
 from ..plans.file import MEMORY_KINDS
 from ..plans.pipeline_text import pipeline_line
@@ -35,7 +35,7 @@ def pipeline_page(planned: Planned, explanation: PipelineExplanation | None = No
     inside = tag("p", f"{inside_lines(plan)[0]}.", class_="note")
     sections = [
         ("What it costs", _summary(plan)),
-        ("Stages", _stages(planned.stages.judged)),
+        ("Stages", _stages(planned.stages.evaluated)),
         ("The step as it is predicted", _schedule(plan)),
         ("Memory of the ranks at their peaks", _memory(planned)),
         ("Other micro-batches, schedules and cuts", _explained(explanation)),
@@ -63,8 +63,8 @@ def _summary(plan: Plan) -> Html:
     return cards(shown)
 
 
-def _stages(judged: Judged) -> Html:
-    p = judged.pipeline
+def _stages(evaluated: PipelineCost) -> Html:
+    p = evaluated.pipeline
     seconds = [(c.forward_seconds, c.input_seconds, c.weight_seconds) for c in p.costs]
     slowest = max(map(sum, seconds)) or 1.0
     times = column([1e3 * s for three in seconds for s in three])
@@ -74,7 +74,7 @@ def _stages(judged: Judged) -> Html:
     rows = [
         [s, bar(sum(seconds[s]) / slowest), c.name, p.orders.rank_of_stage[s], f"{c.parameters:,}",
          *times[3 * s : 3 * s + 3], sent[s], state[s], saved[s],
-         f"{judged.played.peak_of_stage(s) / c.activation_bytes:.0f}" if c.activation_bytes else "-"]
+         f"{evaluated.played.peak_of_stage(s) / c.activation_bytes:.0f}" if c.activation_bytes else "-"]
         for s, c in enumerate(p.costs)
     ]  # fmt: skip
     header = ["stage", "seconds", "holds", "rank", "parameters", "F ms", "B ms", "W ms", f"{sent_unit} sent",
@@ -94,7 +94,7 @@ def _schedule(plan: Plan) -> Html:
 
 def _memory(planned: Planned) -> Html:
     """Return a table with a bar and a row for each rank, by kind."""
-    memory, limit = [in_order(m) for m in planned.stages.judged.memory], planned.plan.memory_limit_bytes
+    memory, limit = [in_order(m) for m in planned.stages.evaluated.memory], planned.plan.memory_limit_bytes
     kinds = [k for k in MEMORY_KINDS if any(k in m for m in memory)]
     totals = [sum(m.values()) for m in memory]
     unit, cells = byte_column([b for m, total in zip(memory, totals) for b in (*(m.get(k, 0.0) for k in kinds), total)])
@@ -104,7 +104,7 @@ def _memory(planned: Planned) -> Html:
         shares = {k: f"width:{100 * held.get(k, 0.0) / max(totals):.2f}%" for k in kinds}
         drawn = tag("div", *(tag("i", class_=MEMORY_CLASSES[k], style=share, title=k) for k, share in shares.items()),
                     class_="stack")  # fmt: skip
-        stages = ", ".join(map(str, planned.stages.judged.pipeline.stages_of(rank)))
+        stages = ", ".join(map(str, planned.stages.evaluated.pipeline.stages_of(rank)))
         *parts, whole = cells[rank * width : (rank + 1) * width]
         rows.append([rank, drawn, stages, whole, percent(total, limit), *parts])
     header = ["rank", f"{unit} of a device", "stages", "in all", "of the limit", *kinds]

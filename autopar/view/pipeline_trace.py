@@ -9,17 +9,17 @@ from ..schedule.trace import ACTIONS, trace_of
 
 def pipeline_trace_of(planned: Planned) -> dict:
     """Return the trace as plain data for `json.dump`. Gradients are reduced after a rank's last action."""
-    judged = planned.stages.judged
-    staying = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in judged.memory]
-    transfers = [cost.transfer_seconds for cost in judged.pipeline.costs[:-1]]
-    trace = trace_of(judged.played, transfers, staying)
+    evaluated = planned.stages.evaluated
+    staying = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in evaluated.memory]
+    transfers = [cost.transfer_seconds for cost in evaluated.pipeline.costs[:-1]]
+    trace = trace_of(evaluated.played, transfers, staying)
     for event in trace["traceEvents"]:
         if event["name"] == "process_name":
             event["args"]["name"] += f" of {planned.plan.model} on mesh {planned.plan.mesh}, predicted"
-    for rank, (ends, seconds) in enumerate(zip(judged.played.ends, judged.once_seconds)):
+    for rank, (ends, seconds) in enumerate(zip(evaluated.played.ends, evaluated.once_seconds)):
         if seconds and ends:
             trace["traceEvents"].append({
                 "ph": "X", "pid": rank, "tid": ACTIONS, "name": "reduce gradients", "cat": "reduction",
-                "ts": round((ends[-1] - judged.played.first) * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": {},
+                "ts": round((ends[-1] - evaluated.played.first) * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": {},
             })  # fmt: skip
     return trace

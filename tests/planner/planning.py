@@ -21,7 +21,7 @@ from autopar.planner.problem.multipliers import Prices
 from autopar.planner.problem.problem import Problem, build
 from autopar.planner.problem.recipes import Restriction
 from autopar.planner.solver.dual import Dual
-from autopar.planner.solver.hyperedges import HubPrices, hubs_of
+from autopar.planner.solver.hyperedges import HyperedgePrices, hyperedges_of
 from autopar.planner.solver.ilp import Program, Solution
 from autopar.planner.solver.minimize import Search, minimize
 from autopar.plans.plan import Plan
@@ -73,7 +73,9 @@ class Instance:
         self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth),
                              self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,
                              gathers_once=shared_by > 1)  # fmt: skip
-        self.hubs = [HubPrices(self.problem, self.pricer, hub) for hub in hubs_of(self.problem)]
+        self.hyperedges = [
+            HyperedgePrices(self.problem, self.pricer, hyperedge) for hyperedge in hyperedges_of(self.problem)
+        ]
         self.restriction = Restriction.of(strategy, self.mesh)
         self.allowed: dict[int, np.ndarray] = allowed_strategies(self.problem, self.restriction)
 
@@ -81,10 +83,10 @@ class Instance:
         self, prices: Prices = Prices(), keep: bool | None = None, masks=None, search: Search = Search()
     ) -> Solution:
         """The best choice by class that the search finds among the strategies of `masks`, or all that are allowed."""
-        return minimize(Dual(self.problem, self.hubs, masks or self.allowed, prices, keep), search=search)
+        return minimize(Dual(self.problem, self.hyperedges, masks or self.allowed, prices, keep), search=search)
 
     def program(self, prices: Prices = Prices(), keep: bool | None = None) -> Program:
-        return Program(self.problem, self.hubs, self.allowed, [prices], keep)
+        return Program(self.problem, self.hyperedges, self.allowed, [prices], keep)
 
     def evaluate(self, choice: dict[int, int], prices: Prices = Prices(), keep: bool | None = None) -> Evaluation:
         """Cost of a choice by class on the unfolded graph."""

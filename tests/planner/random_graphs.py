@@ -15,7 +15,7 @@ from autopar.frontend.export import Captured
 from autopar.ir.graph import OutputRole, Role
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.solver.dual import Dual, own_cost
-from autopar.planner.solver.hyperedges import HubPrices, served
+from autopar.planner.solver.hyperedges import HyperedgePrices, served
 from autopar.planner.solver.ilp import Program
 from autopar.planner.solver.minimize import Search
 
@@ -113,20 +113,22 @@ def every_cost(instance: Instance, masks: dict[int, np.ndarray], prices: Prices,
 
     for cls in masks:
         total += along(own_cost(instance.problem, cls, prices)[index[cls]], [cls])
-    for hub in instance.hubs:
-        classes = [hub.hub.producer, *dict.fromkeys(cls for cls, _, _ in hub.hub.consumers)]
-        total += along(_hub_costs(hub, index, classes, prices, keep), classes)
+    for hyperedge in instance.hyperedges:
+        classes = [hyperedge.hyperedge.producer, *dict.fromkeys(cls for cls, _, _ in hyperedge.hyperedge.consumers)]
+        total += along(_hyperedge_costs(hyperedge, index, classes, prices, keep), classes)
     return total
 
 
-def _hub_costs(hub: HubPrices, index: dict[int, np.ndarray], classes: list[int], prices: Prices, keep) -> np.ndarray:
+def _hyperedge_costs(
+    hyperedge: HyperedgePrices, index: dict[int, np.ndarray], classes: list[int], prices: Prices, keep
+) -> np.ndarray:
     producer, *consumers = classes
     costs = np.zeros([len(index[cls]) for cls in classes])
-    modes, sources = hub.modes(prices, keep), hub.source_of[index[producer]]
+    modes, sources = hyperedge.modes(prices, keep), hyperedge.source_of[index[producer]]
     for place in np.ndindex(costs.shape[1:]):
         chosen = {cls: index[cls][k] for cls, k in zip(consumers, place)}
-        columns = [int(of[chosen[cls]]) for of, (cls, _, _) in zip(hub.target_of, hub.hub.consumers)]
-        costs[(slice(None), *place)] = served(modes, sources, columns, hub.phases) * hub.hub.copies
+        columns = [int(of[chosen[cls]]) for of, (cls, _, _) in zip(hyperedge.target_of, hyperedge.hyperedge.consumers)]
+        costs[(slice(None), *place)] = served(modes, sources, columns, hyperedge.phases) * hyperedge.hyperedge.copies
     return costs
 
 
@@ -160,12 +162,12 @@ def check(
             judged = instance.objective(choice, prices, keep)
             assert math.isclose(costs[place], judged, rel_tol=1e-9, abs_tol=1e-15), (costs[place], judged)
     found = instance.minimize(prices, keep, masks)
-    exact = Program(instance.problem, instance.hubs, masks, [prices], keep).solve(60, 1e-7)
+    exact = Program(instance.problem, instance.hyperedges, masks, [prices], keep).solve(60, 1e-7)
     assert math.isclose(exact.objective, best, rel_tol=2e-6), (exact.objective, best)
     assert math.isclose(found.objective, instance.objective(found.choice, prices, keep), rel_tol=1e-9)
     assert best * (1 - 1e-9) <= found.objective <= best * (1 + Search().gap), (found.objective, best)
     assert found.bound <= best * (1 + 1e-9), (found.bound, best)
-    dual = Dual(instance.problem, instance.hubs, masks, prices, keep)
+    dual = Dual(instance.problem, instance.hyperedges, masks, prices, keep)
     for i in range(SWEEPS):  # as far as the bound rises, where a search may stop before
         dual.sweep(forward=i % 2 == 0)
     assert dual.bound() <= best * (1 + 1e-9), (dual.bound(), best)

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from autopar.planner.objective.checkpoint_blocks import Blocks
-from autopar.planner.objective.checkpoint_min_cut import FULL, Moves, Remake
+from autopar.planner.objective.checkpoint_min_cut import FULL, Moves, Rematerialization
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.solver.dual import Dual
-from autopar.planner.solver.local_search import Tied
+from autopar.planner.solver.local_search import LocalSearch
 
 from .planning import Instance
-from .test_remake import CASES, MACHINE
+from .test_checkpoint_min_cut import CASES, MACHINE
 
 PRICE_SECONDS = (
     1e-13,
@@ -28,14 +28,14 @@ def reruns(model: str, mesh: str, strategy: str | None, byte_seconds: float):
     instance, prices = Instance(model, mesh, MACHINE, strategy, batch=16, folded=False), Prices(byte_seconds, True)
     e = instance.evaluate(instance.minimize(prices).choice, prices)
     blocks = Blocks(instance.problem, instance.pricer)
-    dual = Dual(instance.problem, instance.hubs, instance.allowed, prices, None, blocks.reruns)
+    dual = Dual(instance.problem, instance.hyperedges, instance.allowed, prices, None, blocks.reruns)
     moves = Moves(e, blocks)
-    return e, dual, prices, [Remake(blocks, e, block, moves, prices) for block in blocks.members]
+    return e, dual, prices, [Rematerialization(blocks, e, block, moves, prices) for block in blocks.members]
 
 
-def options(dual: Dual, e, remake: Remake, made: frozenset[int]) -> dict[int, int]:
+def options(dual: Dual, e, rematerialization: Rematerialization, made: frozenset[int]) -> dict[int, int]:
     """The plan's choice with the ops of a set run again."""
-    again = {x for i in made if isinstance(x := remake.elements[i], int)}
+    again = {x for i in made if isinstance(x := rematerialization.elements[i], int)}
     return {v: k + len(dual.allowed[v]) if v in again else k for v, k in e.choice.items()}
 
 
@@ -46,22 +46,22 @@ def test_a_set_is_charged_what_it_costs(model, mesh, strategy, byte_seconds):
     """Of one block at a time. Random sets are charged no more than they cost, since the search may still decide which
     copies are kept; the best set at the price, a minimum cut, is charged exactly that."""
     e, dual, prices, remakes = reruns(model, mesh, strategy, byte_seconds)
-    tied, rng = Tied(dual), random.Random(0)
+    tied, rng = LocalSearch(dual), random.Random(0)
     before = tied.objective(e.choice)
     assert before == pytest.approx(e.priced(prices))
-    for remake in remakes:
-        full = remake.at(FULL)
-        seconds, bytes_ = remake.cost(frozenset())
+    for rematerialization in remakes:
+        full = rematerialization.at(FULL)
+        seconds, bytes_ = rematerialization.cost(frozenset())
 
-        def more(made, remake=remake, seconds=seconds, bytes_=bytes_):
-            s, b = remake.cost(made)
+        def more(made, rematerialization=rematerialization, seconds=seconds, bytes_=bytes_):
+            s, b = rematerialization.cost(made)
             return s - seconds + byte_seconds * (b - bytes_)
 
         for _ in range(30):
             made = frozenset(rng.sample(sorted(full), rng.randint(1, len(full)))) if full else frozenset()
-            assert tied.objective(options(dual, e, remake, made)) <= before + more(made) + 1e-9 * before
-        best = remake._cut(byte_seconds, frozenset(), full)
-        assert tied.objective(options(dual, e, remake, best)) == pytest.approx(before + more(best), rel=1e-6)
+            assert tied.objective(options(dual, e, rematerialization, made)) <= before + more(made) + 1e-9 * before
+        best = rematerialization._cut(byte_seconds, frozenset(), full)
+        assert tied.objective(options(dual, e, rematerialization, best)) == pytest.approx(before + more(best), rel=1e-6)
 
 
 @pytest.mark.sampled(1)
@@ -71,13 +71,13 @@ def test_bounds_hold_for_plans_that_recompute(model, mesh, strategy):
     for byte_seconds in PRICE_SECONDS:
         e, dual, prices, remakes = reruns(model, mesh, strategy, byte_seconds)
         plan = e.priced(prices)
-        for remake in remakes:
-            best = remake._cut(byte_seconds, frozenset(), remake.at(FULL))
-            (s, b), (least, fewer) = remake.cost(frozenset()), remake.cost(best)
+        for rematerialization in remakes:
+            best = rematerialization._cut(byte_seconds, frozenset(), rematerialization.at(FULL))
+            (s, b), (least, fewer) = rematerialization.cost(frozenset()), rematerialization.cost(best)
             plan += least - s + byte_seconds * (fewer - b)
         for _ in range(12):
             dual.sweep(True)
             dual.sweep(False)
         rounded = dual.round()
-        assert dual.bound() <= min(plan, Tied(dual).objective(rounded)) * (1 + 1e-9)
-        assert Tied(dual).objective(Tied(dual).improve(rounded)) <= plan * 1.05
+        assert dual.bound() <= min(plan, LocalSearch(dual).objective(rounded)) * (1 + 1e-9)
+        assert LocalSearch(dual).objective(LocalSearch(dual).improve(rounded)) <= plan * 1.05

@@ -94,8 +94,10 @@ def test_classes_are_those_of_the_whole_graph():
     small, whole = Instance(graph, "a=2"), Instance(replace(graph, compact=None), "a=2")
     members = [sorted((c.copies, len(c.strategies)) for c in i.problem.classes.values()) for i in (small, whole)]
     assert members[0] == members[1]
-    hubs = [sorted((h.hub.copies, len(h.sources), len(h.targets)) for h in i.hubs) for i in (small, whole)]
-    assert hubs[0] == hubs[1]
+    hyperedges = [
+        sorted((h.hyperedge.copies, len(h.sources), len(h.targets)) for h in i.hyperedges) for i in (small, whole)
+    ]
+    assert hyperedges[0] == hyperedges[1]
 
 
 @pytest.mark.sampled(1)

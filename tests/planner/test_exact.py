@@ -52,8 +52,8 @@ def test_copies_that_micro_batches_share(seed):
 
 @pytest.mark.parametrize("seed", [7, 18, 36])
 def test_a_parameter_that_many_ops_read(seed):
-    """The dual shares such a hub among factors of a few consumers: of those that see one phase alone, none says more
-    than what both phases pay together."""
+    """The dual shares such a hyperedge among factors of a few consumers: of those that see one phase alone, none says
+    more than what both phases pay together."""
     check(seed, 20_000, shared_by=4, draw=read_often)
 
 

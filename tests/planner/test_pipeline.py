@@ -120,7 +120,7 @@ def test_the_step_is_that_of_the_played_schedule():
     costs, orders = found.plan.pipeline.costs, found.plan.pipeline.orders
     alone = play(orders, *([getattr(c, f"{kind}_seconds") for c in costs] for kind in ("forward", "input", "weight")),
                  [c.transfer_seconds for c in costs[:-1]]).seconds  # fmt: skip
-    assert alone <= found.plan.step_seconds <= alone + max(found.staged.judged.once_seconds) * (1 + 1e-9)
+    assert alone <= found.plan.step_seconds <= alone + max(found.staged.evaluated.once_seconds) * (1 + 1e-9)
     assert found.plan.pipeline.played().seconds == alone
     assert (
         0 < found.plan.bound <= found.plan.step_seconds
@@ -187,10 +187,10 @@ def test_less_memory_is_met_by_other_cuts_or_by_computing_again():
 def test_early_stages_compute_more_again_than_late_ones():
     asked = dict(schedule="1f1b", micro_batches=8)
     free = planned(trace_of(GPT), "pp=4", **asked)
-    by_rank = [sum(memory.values()) for memory in free.staged.judged.memory]
+    by_rank = [sum(memory.values()) for memory in free.staged.evaluated.memory]
     tight = planned(trace_of(GPT), "pp=4", options={"memory_bytes": 0.93 * by_rank[0]}, **asked)
     assert tight.plan.peak_bytes <= 0.93 * by_rank[0] and tight.plan.step_seconds >= free.plan.step_seconds
-    again = [sum(work.again for work in part.work.values()) for part in tight.staged.judged.parts]
+    again = [sum(work.again for work in part.work.values()) for part in tight.staged.evaluated.parts]
     assert again[0] > 0 and again[0] > again[-1], again
     check_step(GPT, tight.plan)
 

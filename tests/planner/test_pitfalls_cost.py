@@ -199,12 +199,12 @@ def weights_of_blocks(instance: Instance) -> dict[str, list]:
     return found
 
 
-def test_every_use_of_a_tensor_is_known_to_its_hub():
-    """Fold (b): hubs count real tensors: copies times members is every tensor with a use, once."""
-    from autopar.planner.solver.hyperedges import hubs_of
+def test_every_use_of_a_tensor_is_known_to_its_hyperedge():
+    """Fold (b): hyperedges count real tensors: copies times members is every tensor with a use, once."""
+    from autopar.planner.solver.hyperedges import hyperedges_of
 
     instance = Instance(LLAMA, "a=2", batch=4, seq=32)
     used = {(u.producer, u.output) for u in instance.problem.uses}
-    assert sum(hub.copies for hub in hubs_of(instance.problem)) == len(used)
+    assert sum(hyperedge.copies for hyperedge in hyperedges_of(instance.problem)) == len(used)
     assert all(np.isfinite(instance.problem.tensor_bytes[t]) for t in used)
     assert {tensor_of(instance.problem.vertices[p].node)[0] for p, _ in used} <= set(captured(LLAMA, 4, 32).graph.nodes)

@@ -13,53 +13,57 @@ from ortools.sat.python import cp_model
 
 from autopar.errors import MemoryInfeasibleError, StrategyError
 from autopar.planner.pipeline.cut import cut_stages
-from autopar.planner.pipeline.model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Level, Piece, Shared, Timing
+from autopar.planner.pipeline.model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, RecomputeOption, Segment, Shared, Timing
 from autopar.schedule.catalogue import make
 from autopar.schedule.play import play
 
 from . import pipelines
 
 TIMINGS = (GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2)
-BLOCK = Piece(
-    "block", (Level(1.0, 2.0, 100), Level(1.0, 3.0, 10)), state_bytes=300, transient_bytes=90, boundary_bytes=10
+BLOCK = Segment(
+    "block",
+    (RecomputeOption(1.0, 2.0, 100), RecomputeOption(1.0, 3.0, 10)),
+    state_bytes=300,
+    transient_bytes=90,
+    boundary_bytes=10,
 )
-EMBED = Piece("embed", (Level(0.1, 0.2, 10),), state_bytes=500, transient_bytes=50, boundary_bytes=10)
-HEAD = Piece("head", (Level(0.8, 1.6, 40),), state_bytes=500, transient_bytes=200)
+EMBED = Segment("embed", (RecomputeOption(0.1, 0.2, 10),), state_bytes=500, transient_bytes=50, boundary_bytes=10)
+HEAD = Segment("head", (RecomputeOption(0.8, 1.6, 40),), state_bytes=500, transient_bytes=200)
 
 
-def fixed_bytes(pieces, shared, first, end):
-    """All but activations, of pieces `first` to `end` as a stage."""
+def fixed_bytes(segments, shared, first, end):
+    """All but activations, of segments `first` to `end` as a stage."""
     own = range(first, end)
-    state = sum(pieces[i].state_bytes for i in own) - sum(
+    state = sum(segments[i].state_bytes for i in own) - sum(
         s.bytes_ for s in shared if s.first in own and s.second in own
     )
-    buffers = sum(pieces[i - 1].boundary_bytes for i in (first, end) if 0 < i < len(pieces))
-    return state + max(pieces[i].transient_bytes for i in own) + buffers
+    buffers = sum(segments[i - 1].boundary_bytes for i in (first, end) if 0 < i < len(segments))
+    return state + max(segments[i].transient_bytes for i in own) + buffers
 
 
-def sends(pieces, first, end):
-    forward = pieces[end - 1].boundary_seconds[0] if end < len(pieces) else 0.0
-    return forward + (pieces[first - 1].boundary_seconds[1] if first else 0.0)
+def sends(segments, first, end):
+    forward = segments[end - 1].boundary_seconds[0] if end < len(segments) else 0.0
+    return forward + (segments[first - 1].boundary_seconds[1] if first else 0.0)
 
 
-def all_cuts(pieces, stages):
-    places = [i for i in range(1, len(pieces)) if pieces[i - 1].may_cut_after]
+def all_cuts(segments, stages):
+    places = [i for i in range(1, len(segments)) if segments[i - 1].may_cut_after]
     for inner in itertools.combinations(places, stages - 1):
-        yield list(itertools.pairwise((0, *inner, len(pieces))))
+        yield list(itertools.pairwise((0, *inner, len(segments))))
 
 
-def brute_force(pieces, stages, micro_batches, limit, timing, shared):
-    """The best step over all cuts and all levels of all pieces, inf if nothing fits."""
+def brute_force(segments, stages, micro_batches, limit, timing, shared):
+    """The best step over all cuts and all levels of all segments, inf if nothing fits."""
     flight = [timing.in_flight(stages, s, micro_batches) for s in range(stages)]
 
     def fewest_seconds(s, first, end):
-        room = limit - fixed_bytes(pieces, shared, first, end)
-        runs = itertools.product(*(pieces[i].levels for i in range(first, end)))
+        room = limit - fixed_bytes(segments, shared, first, end)
+        runs = itertools.product(*(segments[i].levels for i in range(first, end)))
         fits = (sum(l.seconds for l in run) for run in runs if flight[s] * sum(l.activation_bytes for l in run) <= room)
-        return min(fits, default=math.inf) + sends(pieces, first, end)
+        return min(fits, default=math.inf) + sends(segments, first, end)
 
     best, known = math.inf, {}
-    for spans in all_cuts(pieces, stages):
+    for spans in all_cuts(segments, stages):
         keys = [(s, *span) for s, span in enumerate(spans)]
         times = [known[key] if key in known else known.setdefault(key, fewest_seconds(*key)) for key in keys]
         apart = sum(o.seconds for o in shared if not any(a <= o.first < b and a <= o.second < b for a, b in spans))
@@ -68,43 +72,43 @@ def brute_force(pieces, stages, micro_batches, limit, timing, shared):
     return best
 
 
-def checked(pieces, stages, micro_batches, limit, timing, shared=()):
+def checked(segments, stages, micro_batches, limit, timing, shared=()):
     """The cut, after its numbers were counted again from what it says; None where nothing fits."""
     try:
-        cut = cut_stages(pieces, stages, micro_batches, limit, timing, shared)
+        cut = cut_stages(segments, stages, micro_batches, limit, timing, shared)
     except MemoryInfeasibleError:
         return None
     spans = [span for stage in cut.stages for span in stage.spans]
-    assert list(cut.cuts) == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(pieces)
+    assert list(cut.cuts) == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == len(segments)
     assert cut.bound_seconds == cut.step_seconds
-    assert all(pieces[first - 1].may_cut_after for first in cut.cuts[1:])
+    assert all(segments[first - 1].may_cut_after for first in cut.cuts[1:])
     for s, (stage, (first, end)) in enumerate(zip(cut.stages, spans)):
-        own, by_kind = pieces[first:end], {piece.kind: piece for piece in pieces}
-        counts = {kind: sum(piece.kind == kind for piece in own) for kind in {piece.kind for piece in own}}
+        own, by_kind = segments[first:end], {segment.kind: segment for segment in segments}
+        counts = {kind: sum(segment.kind == kind for segment in own) for kind in {segment.kind for segment in own}}
         assert {kind: sum(levels) for kind, levels in stage.levels.items()} == counts
         runs = [(n, level) for kind, levels in stage.levels.items() for n, level in zip(levels, by_kind[kind].levels)]
         held = timing.in_flight(stages, s, micro_batches) * sum(n * level.activation_bytes for n, level in runs)
-        assert stage.total_bytes == held + fixed_bytes(pieces, shared, first, end) <= limit
-        seconds = sum(n * level.seconds for n, level in runs) + sends(pieces, first, end)
+        assert stage.total_bytes == held + fixed_bytes(segments, shared, first, end) <= limit
+        seconds = sum(n * level.seconds for n, level in runs) + sends(segments, first, end)
         assert stage.seconds == pytest.approx(seconds, rel=1e-12)
     step = timing.step_seconds([stage.seconds for stage in cut.stages], micro_batches) + cut.shared_seconds
     assert cut.step_seconds == pytest.approx(step, rel=1e-12)
     return cut
 
 
-def drawn(seed, most_pieces=8, integer=False):
+def drawn(seed, most_segments=8, integer=False):
     """A random problem whose memory is short more often than not."""
     rng = np.random.default_rng(seed)
-    pieces = pipelines.chain(rng, int(rng.integers(2, most_pieces + 1)), integer=integer)
-    places = 1 + sum(piece.may_cut_after for piece in pieces[:-1])
+    segments = pipelines.chain(rng, int(rng.integers(2, most_segments + 1)), integer=integer)
+    places = 1 + sum(segment.may_cut_after for segment in segments[:-1])
     stages, micro_batches = int(rng.integers(1, places + 1)), int(rng.integers(1, 9))
-    timing, shared = TIMINGS[int(rng.integers(len(TIMINGS)))], pipelines.pairs(rng, pieces)
+    timing, shared = TIMINGS[int(rng.integers(len(TIMINGS)))], pipelines.pairs(rng, segments)
     try:
-        cut_stages(pieces, stages, micro_batches, 0, timing, shared)
+        cut_stages(segments, stages, micro_batches, 0, timing, shared)
         raise AssertionError("nothing fits 0 bytes")
     except MemoryInfeasibleError as error:
         least = error.missing_bytes
-    return pieces, stages, micro_batches, int(least * rng.uniform(0.95, 1.8)), timing, shared
+    return segments, stages, micro_batches, int(least * rng.uniform(0.95, 1.8)), timing, shared
 
 
 @pytest.mark.parametrize(
@@ -122,20 +126,20 @@ def test_no_cut_and_no_levels_are_better(seeds):
     assert fitting >= 25
 
 
-def cp_sat(pieces, stages, micro_batches, limit, timing, shared):
-    """The same problem as a program: a stage for each piece, a level for each piece and stage. Step in thirds of a
+def cp_sat(segments, stages, micro_batches, limit, timing, shared):
+    """The same problem as a program: a stage for each segment, a level for each segment and stage. Step in thirds of a
     second (the bubble factors are thirds, seconds whole), None if nothing fits."""
-    model, last = cp_model.CpModel(), len(pieces) - 1
-    on = [[model.new_bool_var("") for _ in range(stages)] for _ in pieces]
-    run = [[[model.new_bool_var("") for _ in piece.levels] for _ in range(stages)] for piece in pieces]
+    model, last = cp_model.CpModel(), len(segments) - 1
+    on = [[model.new_bool_var("") for _ in range(stages)] for _ in segments]
+    run = [[[model.new_bool_var("") for _ in segment.levels] for _ in range(stages)] for segment in segments]
     number = [sum(s * x for s, x in enumerate(row)) for row in on]
-    for i in range(len(pieces)):
+    for i in range(len(segments)):
         model.add_exactly_one(on[i])
         for s in range(stages):
             model.add(sum(run[i][s]) == on[i][s])
         if i:
             model.add(number[i] >= number[i - 1])
-            model.add(number[i] <= number[i - 1] + (1 if pieces[i - 1].may_cut_after else 0))
+            model.add(number[i] <= number[i - 1] + (1 if segments[i - 1].may_cut_after else 0))
     model.add(number[0] == 0)
     model.add(number[last] == stages - 1)
 
@@ -148,21 +152,23 @@ def cp_sat(pieces, stages, micro_batches, limit, timing, shared):
     slowest, times = model.new_int_var(0, 10**6, ""), []
     for s in range(stages):
         flight, most = int(timing.in_flight(stages, s, micro_batches)), model.new_int_var(0, 10**6, "")
-        seconds = [int(l.seconds) * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])]
+        seconds = [int(l.seconds) * x for i, segment in enumerate(segments) for l, x in zip(segment.levels, run[i][s])]
         bytes_ = [
-            flight * l.activation_bytes * x for i, piece in enumerate(pieces) for l, x in zip(piece.levels, run[i][s])
+            flight * l.activation_bytes * x
+            for i, segment in enumerate(segments)
+            for l, x in zip(segment.levels, run[i][s])
         ]
-        for i, piece in enumerate(pieces):
-            model.add(most >= piece.transient_bytes * on[i][s])
-            bytes_.append(piece.state_bytes * on[i][s])
-            if i < last and s < stages - 1:  # a cut after piece i, between s and s + 1
+        for i, segment in enumerate(segments):
+            model.add(most >= segment.transient_bytes * on[i][s])
+            bytes_.append(segment.state_bytes * on[i][s])
+            if i < last and s < stages - 1:  # a cut after segment i, between s and s + 1
                 cut = both(on[i][s], on[i + 1][s + 1])
-                seconds.append(int(piece.boundary_seconds[0]) * cut)
-                bytes_.append(piece.boundary_bytes * cut)
+                seconds.append(int(segment.boundary_seconds[0]) * cut)
+                bytes_.append(segment.boundary_bytes * cut)
             if i < last and s:
                 cut = both(on[i][s - 1], on[i + 1][s])
-                seconds.append(int(piece.boundary_seconds[1]) * cut)
-                bytes_.append(piece.boundary_bytes * cut)
+                seconds.append(int(segment.boundary_seconds[1]) * cut)
+                bytes_.append(segment.boundary_bytes * cut)
         bytes_ += [-o.bytes_ * together[k, s] for k, o in enumerate(shared)]
         model.add(sum(bytes_) + most <= limit)
         model.add(slowest >= sum(seconds))
@@ -180,7 +186,7 @@ def cp_sat(pieces, stages, micro_batches, limit, timing, shared):
 def test_an_independent_program_agrees():
     fitting = 0
     for seed in range(1000, 1030):
-        problem = drawn(seed, most_pieces=10, integer=True)
+        problem = drawn(seed, most_segments=10, integer=True)
         step, cut = cp_sat(*problem), checked(*problem)
         assert (cut is None) == (step is None), f"seed {seed}"
         if cut is not None:
@@ -225,14 +231,14 @@ def test_recomputation_goes_where_activations_are_held():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_more_memory_is_never_slower(seed):
-    pieces, stages, micro_batches, limit, timing, shared = drawn(seed, most_pieces=24)
-    steps = [checked(pieces, stages, micro_batches, limit * k / 10, timing, shared) for k in range(8, 31)]
+    segments, stages, micro_batches, limit, timing, shared = drawn(seed, most_segments=24)
+    steps = [checked(segments, stages, micro_batches, limit * k / 10, timing, shared) for k in range(8, 31)]
     steps = [math.inf if cut is None else cut.step_seconds for cut in steps]
     assert all(more <= less * (1 + 1e-12) for less, more in itertools.pairwise(steps)), f"seed {seed}: {steps}"
 
 
 def test_tied_parameters():
-    """One copy on one stage, two copies and a reduction on two; and where the reduction is dear, the two pieces stay
+    """One copy on one stage, two copies and a reduction on two; and where the reduction is dear, the two segments stay
     together."""
     model, tied = [EMBED, *[BLOCK] * 6, HEAD], Shared(0, 7, 400, 0.5)
     alone = checked(model, 1, 8, 10**9, ONE_F_ONE_B, [tied])
@@ -249,24 +255,33 @@ def u_net():
     """Convolutions at five resolutions down and up: fewer pixels, more channels, skip connections held all along."""
     down = [(f"down{k}", 4.0 / 1.5**k, 64 // 2**k) for k in range(5) for _ in range(2)]
     up = [(f"up{k}", 6.0 / 1.4**k, 96 // 2**k) for k in reversed(range(5)) for _ in range(2)]
-    return [Piece(kind, (Level(t, 2 * t, b), Level(t, 3 * t, b // 4)), 10) for kind, t, b in (*down, *up)]
+    return [
+        Segment(kind, (RecomputeOption(t, 2 * t, b), RecomputeOption(t, 3 * t, b // 4)), 10)
+        for kind, t, b in (*down, *up)
+    ]
 
 
 def encoder_decoder():
     """Short cheap encoder layers on a long sequence, dear decoder layers with cross-attention, a large head."""
     parts = [("embed", 0.3, 1), ("encoder", 1.0, 12), ("bridge", 0.2, 1), ("decoder", 1.7, 12), ("head", 2.2, 1)]
-    return [Piece(kind, (Level(t, 2 * t, 50), Level(t, 3 * t, 5)), 10) for kind, t, n in parts for _ in range(n)]
+    return [
+        Segment(kind, (RecomputeOption(t, 2 * t, 50), RecomputeOption(t, 3 * t, 5)), 10)
+        for kind, t, n in parts
+        for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize("model, stages, even", [(u_net, 2, True), (u_net, 4, True), (u_net, 8, False),
                                                  (encoder_decoder, 2, True), (encoder_decoder, 4, True)])  # fmt: skip
 def test_stages_of_unequal_pieces_are_balanced(model, stages, even):
     """With micro-batches that make the bubble small, the balance is the best of all cuts, which is within 1.10 for all
-    but the U-Net on 8 stages of 2 to 4 pieces."""
-    pieces = model()
-    before = np.cumsum([0, *(piece.levels[0].seconds for piece in pieces)])
-    best = min(max(before[b] - before[a] for a, b in spans) for spans in all_cuts(pieces, stages)) * stages / before[-1]
-    cut = checked(pieces, stages, 64, 10**9, ONE_F_ONE_B)
+    but the U-Net on 8 stages of 2 to 4 segments."""
+    segments = model()
+    before = np.cumsum([0, *(segment.levels[0].seconds for segment in segments)])
+    best = (
+        min(max(before[b] - before[a] for a, b in spans) for spans in all_cuts(segments, stages)) * stages / before[-1]
+    )
+    cut = checked(segments, stages, 64, 10**9, ONE_F_ONE_B)
     assert cut.balance == pytest.approx(best) and (best <= 1.10) == even, f"{cut.cuts}: {cut.balance}"
 
 
@@ -274,7 +289,7 @@ def test_too_little_memory_is_refused_in_numbers():
     """What is missing is exactly what is missing: with one byte less there is no cut, with it there is one."""
     model = [EMBED, *[BLOCK] * 8, HEAD]
     with pytest.raises(
-        MemoryInfeasibleError, match=r"stage \d, pieces \d to \d, needs .* more than there are"
+        MemoryInfeasibleError, match=r"stage \d, segments \d to \d, needs .* more than there are"
     ) as raised:
         cut_stages(model, 4, 8, 500, ONE_F_ONE_B, [Shared(0, 9, 400, 0.5)])
     need = 500 + raised.value.missing_bytes
@@ -284,13 +299,13 @@ def test_too_little_memory_is_refused_in_numbers():
 
 
 def test_what_cannot_be_cut_is_refused():
-    whole = Piece("whole", BLOCK.levels, may_cut_after=False)
-    for pieces, stages in (([BLOCK] * 3, 4), ([whole] * 5, 2), ([], 1)):
+    whole = Segment("whole", BLOCK.levels, may_cut_after=False)
+    for segments, stages in (([BLOCK] * 3, 4), ([whole] * 5, 2), ([], 1)):
         with pytest.raises(StrategyError, match="too few") as raised:
-            cut_stages(pieces, stages, 8, 10**9, GPIPE)
+            cut_stages(segments, stages, 8, 10**9, GPIPE)
         assert "fix: use " in str(raised.value)
     with pytest.raises(StrategyError, match="not the same"):
-        cut_stages([BLOCK, Piece("block", BLOCK.levels[:1])], 1, 8, 10**9, GPIPE)
+        cut_stages([BLOCK, Segment("block", BLOCK.levels[:1])], 1, 8, 10**9, GPIPE)
     for stages, micro_batches in ((0, 8), (2, 0)):
         with pytest.raises(StrategyError, match="no pipeline"):
             cut_stages([BLOCK] * 3, stages, micro_batches, 10**9, GPIPE)

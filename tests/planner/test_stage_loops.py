@@ -21,30 +21,30 @@ from . import pipelines
 from .test_stage_cut import BLOCK, EMBED, HEAD, all_cuts, sends
 
 
-def fixed_bytes(pieces, shared, spans):
+def fixed_bytes(segments, shared, spans):
     """All but activations, of a rank with these stages."""
     own = [i for first, end in spans for i in range(first, end)]
-    state = sum(pieces[i].state_bytes for i in own) - sum(
+    state = sum(segments[i].state_bytes for i in own) - sum(
         s.bytes_ for s in shared if s.first in own and s.second in own
     )
-    buffers = sum(pieces[i - 1].boundary_bytes for span in spans for i in span if 0 < i < len(pieces))
-    return state + max(pieces[i].transient_bytes for i in own) + buffers
+    buffers = sum(segments[i - 1].boundary_bytes for span in spans for i in span if 0 < i < len(segments))
+    return state + max(segments[i].transient_bytes for i in own) + buffers
 
 
-def brute_force(pieces, ranks, micro_batches, limit, timing, shared):
-    """The best step over all cuts and all levels of all pieces, inf if nothing fits."""
+def brute_force(segments, ranks, micro_batches, limit, timing, shared):
+    """The best step over all cuts and all levels of all segments, inf if nothing fits."""
 
     def fewest_seconds(rank, *spans):
-        room = limit - fixed_bytes(pieces, shared, spans)
+        room = limit - fixed_bytes(segments, shared, spans)
         flight = timing.in_flight(ranks, rank, micro_batches)
-        runs = itertools.product(*(pieces[i].levels for first, end in spans for i in range(first, end)))
+        runs = itertools.product(*(segments[i].levels for first, end in spans for i in range(first, end)))
         fits = (
             sum(l.seconds for l in run) for run in runs if flight * sum(l.activation_bytes for l in run) <= room + 1e-9
         )
-        return min(fits, default=math.inf) + sum(sends(pieces, *span) for span in spans)
+        return min(fits, default=math.inf) + sum(sends(segments, *span) for span in spans)
 
     best, known = math.inf, {}
-    for spans in all_cuts(pieces, ranks * timing.looped):
+    for spans in all_cuts(segments, ranks * timing.looped):
         keys = [(rank, *spans[rank::ranks]) for rank in range(ranks)]
         times = [known[key] if key in known else known.setdefault(key, fewest_seconds(*key)) for key in keys]
         if max(times) < math.inf:
@@ -61,13 +61,23 @@ def test_against_all_cuts():
         rng = np.random.default_rng(seed)
         looped = int(rng.integers(2, 4))
         ranks = int(rng.integers(2, 4)) if looped == 2 else 2
-        pieces, timing = pipelines.chain(rng, int(rng.integers(ranks * looped, 10)), most_levels=2), interleaved(looped)
-        if 1 + sum(piece.may_cut_after for piece in pieces[:-1]) < ranks * looped:
+        segments, timing = (
+            pipelines.chain(rng, int(rng.integers(ranks * looped, 10)), most_levels=2),
+            interleaved(looped),
+        )
+        if 1 + sum(segment.may_cut_after for segment in segments[:-1]) < ranks * looped:
             continue
-        shared, micro_batches = pipelines.pairs(rng, pieces), ranks * int(rng.integers(1, 5))
+        shared, micro_batches = pipelines.pairs(rng, segments), ranks * int(rng.integers(1, 5))
         with pytest.raises(MemoryInfeasibleError) as raised:
-            cut_looped(pieces, ranks, micro_batches, 0, timing, shared)
-        problem = pieces, ranks, micro_batches, int(raised.value.missing_bytes * rng.uniform(0.95, 1.7)), timing, shared
+            cut_looped(segments, ranks, micro_batches, 0, timing, shared)
+        problem = (
+            segments,
+            ranks,
+            micro_batches,
+            int(raised.value.missing_bytes * rng.uniform(0.95, 1.7)),
+            timing,
+            shared,
+        )
         best = brute_force(*problem)
         try:
             cut = cut_looped(*problem)
@@ -76,12 +86,12 @@ def test_against_all_cuts():
             continue
         assert cut.bound_seconds <= best * (1 + 1e-9) and best <= cut.step_seconds * (1 + 1e-9), f"seed {seed}: {cut}"
         for rank, stage in enumerate(cut.stages):
-            levels = {piece.kind: piece.levels for piece in pieces}
+            levels = {segment.kind: segment.levels for segment in segments}
             runs = [(n, level) for kind, counts in stage.levels.items() for n, level in zip(counts, levels[kind])]
             held = timing.in_flight(ranks, rank, micro_batches) * sum(n * level.activation_bytes for n, level in runs)
-            assert stage.total_bytes == pytest.approx(held + fixed_bytes(pieces, shared, stage.spans)), f"seed {seed}"
+            assert stage.total_bytes == pytest.approx(held + fixed_bytes(segments, shared, stage.spans)), f"seed {seed}"
             assert stage.total_bytes <= problem[3] + 1e-6, f"seed {seed}"
-            seconds = sum(n * level.seconds for n, level in runs) + sum(sends(pieces, *span) for span in stage.spans)
+            seconds = sum(n * level.seconds for n, level in runs) + sum(sends(segments, *span) for span in stage.spans)
             assert stage.seconds == pytest.approx(seconds), f"seed {seed}"
         step = timing.step_seconds([stage.seconds for stage in cut.stages], micro_batches) + cut.shared_seconds
         assert cut.step_seconds == pytest.approx(step), f"seed {seed}"

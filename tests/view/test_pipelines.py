@@ -71,23 +71,23 @@ def test_the_report(planned, explained):
     said = " ".join(page.texts)
     assert "gpt <2> on mesh pp=2,dp=2" in page.texts and "<2>" not in text
     assert ms(plan.step_seconds) in said and all(c.name in said for c in plan.pipeline.costs)
-    assert all(kind in said for held in planned.staged.judged.memory for kind in held)
+    assert all(kind in said for held in planned.staged.evaluated.memory for kind in held)
     titles = [t for t in page.texts if t.startswith(("0F", "1F", "0B", "1B"))]
     assert len(titles) == sum(map(len, plan.pipeline.orders.orders))
     assert "Other micro-batches" in said and "Other micro-batches" not in pipeline_page(planned)
 
 
 def test_the_trace(planned):
-    events, judged = json.loads(json.dumps(pipeline_trace_of(planned)))["traceEvents"], planned.staged.judged
+    events, evaluated = json.loads(json.dumps(pipeline_trace_of(planned)))["traceEvents"], planned.staged.evaluated
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"rank {r} of gpt <2> on mesh pp=2,dp=2, predicted" for r in range(2)]
     work = [e for e in events if e["ph"] == "X"]
-    assert max(e["ts"] + e["dur"] for e in work) == pytest.approx(judged.step_seconds * 1e6, rel=1e-3)
+    assert max(e["ts"] + e["dur"] for e in work) == pytest.approx(evaluated.step_seconds * 1e6, rel=1e-3)
     sends = [e for e in work if e["cat"] == "send"]
-    assert len(sends) == 2 * judged.pipeline.micro_batches and all(e["tid"] == 1 for e in sends)
+    assert len(sends) == 2 * evaluated.pipeline.micro_batches and all(e["tid"] == 1 for e in sends)
     for rank in range(2):  # the counter's highest is what the plan charges
         held = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank]
-        assert max(held) == pytest.approx(sum(judged.memory[rank].values()), abs=10)
+        assert max(held) == pytest.approx(sum(evaluated.memory[rank].values()), abs=10)
 
 
 def test_plans_are_compared(planned):

@@ -21,7 +21,7 @@ from dataclasses import replace
 from ...cost.compute import flops_of
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
-from .checkpoint_min_cut import FULL, Moves, Recomputation, Remake
+from .checkpoint_min_cut import FULL, Moves, Recomputation, Rematerialization
 from .evaluate import Evaluation, Pricer, held
 
 _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
@@ -70,8 +70,10 @@ class Blocks:
         alone, or, without any, those that minimum cuts find at the prices of compute and communication."""
         moves, found = Moves(evaluation, self), []
         for block in self.members:
-            remake = Remake(self, evaluation, block, moves, prices)
-            found += remake.steps([(level, remake.at(level)) for level in levels] if levels else remake.chain())
+            rematerialization = Rematerialization(self, evaluation, block, moves, prices)
+            found += rematerialization.steps(
+                [(level, rematerialization.at(level)) for level in levels] if levels else rematerialization.chain()
+            )
         return found
 
     def least_bytes(self, evaluation: Evaluation) -> float:

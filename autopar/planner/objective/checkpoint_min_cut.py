@@ -93,7 +93,7 @@ class _Value:
     readers: list[int] = field(default_factory=list)
 
 
-class Remake:
+class Rematerialization:
     """One block of an evaluated plan. Sets hold numbers of `elements`: vertices, and transfers."""
 
     def __init__(self, blocks: Blocks, e: Evaluation, block: str, moves: Moves, prices: Prices):

@@ -6,16 +6,16 @@ from __future__ import annotations
 from ...errors import AutoparError, not_compared
 from ..fixed_recompute import AUTO
 from ..problem.recipes import BASELINES, Restriction
-from .search import Estimate, Tried
+from .search import Candidate, Estimate
 
 LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis
 BESIDE = "megatron_sp+zero1"
 
 
-def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
+def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     """Return by name what each strategy would take with the best of its cuts, or why there is none; nothing if
     something of the sharding was asked for."""
-    search, pipeline = best.search, best.judged.pipeline
+    search, pipeline = best.search, best.evaluated.pipeline
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
@@ -30,12 +30,12 @@ def experts(best: Tried) -> dict[str, Estimate | AutoparError]:
     return found
 
 
-def judged_if_faster(one: Estimate | AutoparError, seconds: float) -> Estimate | Tried | AutoparError:
-    """Judge an expert's estimate if it fits and is below `seconds`, else return it as it is. Return why if it cannot be
-    judged."""
+def evaluated_if_faster(one: Estimate | AutoparError, seconds: float) -> Estimate | Candidate | AutoparError:
+    """Evaluate an expert's estimate if it fits and is below `seconds`, else return it as it is. Return why if it cannot
+    be evaluated."""
     if not isinstance(one, Estimate) or not one.fits or one.step_seconds >= seconds:
         return one
     try:
-        return one.search.judged(one)
+        return one.search.evaluated(one)
     except Exception as error:
         return not_compared(error)

@@ -13,10 +13,10 @@ from ..objective.evaluate import Evaluation
 from ..objective.expand import whole_of
 from ..objective.memory_timeline import SAVED
 from ..plan import Planned
-from .evaluate import Judged
+from .evaluate import PipelineCost
 
 
-class Again:
+class StageRecomputation:
     """The steps of every block of the whole model under a plan that computes nothing again."""
 
     def __init__(self, inner: Planned):
@@ -30,13 +30,13 @@ class Again:
         """Return the plan that computes again all that it can."""
         return taking(self.base, [(step, 1) for steps in self.steps.values() for step in steps])
 
-    def more(self, e: Evaluation, judged: Judged, limit_bytes: float) -> Evaluation | None:
+    def more(self, e: Evaluation, evaluated: PipelineCost, limit_bytes: float) -> Evaluation | None:
         """Return a plan that computes more again than `e` on every rank that holds more than the limit, just enough to
         fit; None if all that a rank has is too little."""
         taken = {block: len(levels) for block, levels in e.recomputed.items()}
-        for rank, memory in enumerate(judged.memory):
+        for rank, memory in enumerate(evaluated.memory):
             excess = sum(memory.values()) - limit_bytes
-            stages = [judged.parts[s] for s in judged.pipeline.stages_of(rank)]
+            stages = [evaluated.parts[s] for s in evaluated.pipeline.stages_of(rank)]
             in_flight = memory.get(SAVED, 0.0) / max(sum(part.saved_bytes for part in stages), 1.0)
             blocks = [b for b in dict.fromkeys(block_of(m) for part in stages for m in part.modules) if b in self.steps]
             if excess > 0 and not self._free(taken, blocks, excess, in_flight):

@@ -1,11 +1,11 @@
-"""The exact cut of a chain of pieces into pipeline stages, and how many pieces of each stage run at which level.
+"""The exact cut of a chain of segments into pipeline stages, and how many segments of each stage run at which level.
 
     minimize    (m - bubble_factor) T + sum over stages (bubble_factor t[s] + shared[s])     (the step of stages.py)
     where       t[s] <= T,    state + transient + buffers + in_flight[s] * activations <= limit
 
 A stage is better the less seconds it takes, whatever T is, so its levels are chosen first and alone (pareto.py);
 what is left is a shortest path over cuts for each T. The sum falls as T rises: between two T that were tried, no T is
-better than the smaller T with the larger one's sum, and most are never tried. Stages with the same pieces are solved
+better than the smaller T with the larger one's sum, and most are never tried. Stages with the same segments are solved
 once. The path for each T is that of Alpa (Zheng et al., arXiv:2201.12023), whose stages also choose their devices, but
 not how much they compute again.
 """
@@ -19,18 +19,18 @@ import numpy as np
 
 from ...errors import MemoryInfeasibleError, StrategyError
 from ...utils.format import size
-from .model import Piece, Shared, Stage, StageCut, Timing
+from .model import Segment, Shared, Stage, StageCut, Timing
 from .pareto import Levels
 
 FIRST_REACH = 2.0  # stages of up to so many times the mean seconds are looked at first
 SAME = 1e-12  # two steps that differ by less of them are equal
 
 
-def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_bytes: float, timing: Timing,
+def cut_stages(segments: Sequence[Segment], stages: int, micro_batches: int, limit_bytes: float, timing: Timing,
                shared: Sequence[Shared] = ()) -> StageCut:  # fmt: skip
     """Return the cut with the shortest step in which every stage fits `limit_bytes`.
 
-    Raise StrategyError where there are fewer places to cut than stages need, or for pieces of one kind with different
+    Raise StrategyError where there are fewer places to cut than stages need, or for segments of one kind with different
     levels, and MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where
     nothing fits.
     """
@@ -38,15 +38,15 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
         raise StrategyError(
             f"{timing.name} has {timing.looped} stages a rank", fix="use cut_looped of cut_interleaved.py"
         )
-    check(pieces, stages, micro_batches, timing)
+    check(segments, stages, micro_batches, timing)
     levels, flight = (
-        Levels(pieces),
+        Levels(segments),
         np.array([timing.in_flight(stages, s, micro_batches) for s in range(stages)], dtype=float),
     )
     total = float(levels.before[-1] @ levels.fastest()[0])
     reach = FIRST_REACH * total / stages
     while True:
-        spans = Spans(pieces, stages, shared, levels, reach)
+        spans = Spans(segments, stages, shared, levels, reach)
         step, path = fastest(spans, spans.seconds(flight, limit_bytes), micro_batches, timing.bubble_factor)
         if spans.complete or step <= (micro_batches - timing.bubble_factor) * reach + timing.bubble_factor * total:
             break  # no stage longer than `reach` makes a shorter step
@@ -59,31 +59,33 @@ def cut_stages(pieces: Sequence[Piece], stages: int, micro_batches: int, limit_b
     return StageCut(found, timing, micro_batches, step, apart, step)
 
 
-def check(pieces: Sequence[Piece], stages: int, micro_batches: int, timing: Timing) -> None:
-    """Raise StrategyError for too few micro-batches, places to cut or stages, and for pieces without a level or of one
-    kind with different ones."""
+def check(segments: Sequence[Segment], stages: int, micro_batches: int, timing: Timing) -> None:
+    """Raise StrategyError for too few micro-batches, places to cut or stages, and for segments without a level or of
+    one kind with different ones."""
     if stages < 1 or micro_batches < max(1, timing.bubble_factor):
         raise StrategyError(
             f"{stages} stages and {micro_batches} micro-batches make no pipeline", fix="use 1 or more of both"
         )
-    most = len(pieces) and 1 + sum(piece.may_cut_after for piece in pieces[:-1])
+    most = len(segments) and 1 + sum(segment.may_cut_after for segment in segments[:-1])
     if stages > most:
-        raise StrategyError(f"{len(pieces)} pieces that may be cut into {most} stages are too few for {stages}",
+        raise StrategyError(f"{len(segments)} segments that may be cut into {most} stages are too few for {stages}",
                             fix=f"use {most} stages or less")  # fmt: skip
-    by_kind: dict[str, Piece] = {}
-    for piece in pieces:
-        if not piece.levels or by_kind.setdefault(piece.kind, piece).levels != piece.levels:
-            raise StrategyError(f"pieces of kind {piece.kind!r} have no level, or not the same ones",
-                                fix="give pieces with different levels different kinds")  # fmt: skip
+    by_kind: dict[str, Segment] = {}
+    for segment in segments:
+        if not segment.levels or by_kind.setdefault(segment.kind, segment).levels != segment.levels:
+            raise StrategyError(f"segments of kind {segment.kind!r} have no level, or not the same ones",
+                                fix="give segments with different levels different kinds")  # fmt: skip
 
 
 class Spans:
-    """All runs of pieces that may be a stage and take `reach` seconds at most, sorted by `end`: arrays of one number a
-    span."""
+    """All runs of segments that may be a stage and take `reach` seconds at most, sorted by `end`: arrays of one number
+    a span."""
 
-    def __init__(self, pieces: Sequence[Piece], stages: int, shared: Sequence[Shared], levels: Levels, reach: float):
-        self.pieces, self.levels, count = pieces, levels, len(pieces)
-        places = np.array([0, *(i for i in range(1, count) if pieces[i - 1].may_cut_after), count])
+    def __init__(
+        self, segments: Sequence[Segment], stages: int, shared: Sequence[Shared], levels: Levels, reach: float
+    ):
+        self.segments, self.levels, count = segments, levels, len(segments)
+        places = np.array([0, *(i for i in range(1, count) if segments[i - 1].may_cut_after), count])
         ends, firsts = np.meshgrid(places[1:], places[:-1], indexing="ij")
         inside = (firsts < ends) & (ends - firsts <= count - stages + 1)
         self.first, self.end = firsts[inside], ends[inside]
@@ -99,15 +101,15 @@ class Spans:
         self.fast_seconds, self.fast_bytes = (self.counts * fast_seconds).sum(1), (self.counts * fast_bytes).sum(1)
         self.least_bytes = (self.counts * levels.least()).sum(1)
 
-        def at_cuts(values: Sequence[float]) -> np.ndarray:  # of the cut before each piece
+        def at_cuts(values: Sequence[float]) -> np.ndarray:  # of the cut before each segment
             return np.array([0, *values[:-1], 0])
 
-        forward, backward = (at_cuts([piece.boundary_seconds[way] for piece in pieces]) for way in (0, 1))
+        forward, backward = (at_cuts([segment.boundary_seconds[way] for segment in segments]) for way in (0, 1))
         self.sends = forward[self.end] + backward[self.first]
-        buffers = at_cuts([piece.boundary_bytes for piece in pieces])
-        state = np.cumsum([0, *(piece.state_bytes for piece in pieces)])
+        buffers = at_cuts([segment.boundary_bytes for segment in segments])
+        state = np.cumsum([0, *(segment.state_bytes for segment in segments)])
         peaks = np.zeros((count, count + 1))
-        transient = np.array([piece.transient_bytes for piece in pieces])
+        transient = np.array([segment.transient_bytes for segment in segments])
         for i in range(count):
             peaks[i, i + 1 :] = np.maximum.accumulate(transient[i:])
         self.fixed = {
@@ -138,15 +140,15 @@ class Spans:
         return found + self.sends
 
     def path(self, costs: np.ndarray, join: Callable = np.add) -> tuple[float, list[int]]:
-        """Find the cheapest way to cut all pieces into one span a stage: (cost, spans), (inf, []) if there is none.
+        """Find the cheapest way to cut all segments into one span a stage: (cost, spans), (inf, []) if there is none.
         `costs` are by stage and span; `join` combines a stage's with those before it."""
         ends, offsets = np.unique(self.end, return_index=True)
-        reached = [np.full(len(self.pieces) + 1, np.inf)]
+        reached = [np.full(len(self.segments) + 1, np.inf)]
         reached[0][0] = 0.0
         for cost in costs:
             reached.append(np.full_like(reached[0], np.inf))
             reached[-1][ends] = np.minimum.reduceat(join(reached[-2][self.first], cost), offsets)
-        end, path = len(self.pieces), []
+        end, path = len(self.segments), []
         if not math.isfinite(reached[-1][end]):
             return math.inf, []
         for before, cost in zip(reached[-2::-1], costs[::-1]):
@@ -208,7 +210,7 @@ def infeasible(spans: Spans, flight: np.ndarray, limit: float, timing: Timing) -
         "activations": float(activations[stage, x])
     }
     return MemoryInfeasibleError(
-        f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, pieces {spans.first[x]} "
+        f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, segments {spans.first[x]} "
         f"to {spans.end[x] - 1}, needs {size(need)}, {size(missing)} more than there are",
         missing_bytes=missing, breakdown=bytes_,
         fix="use more stages, smaller micro-batches, or a schedule with fewer in flight",

@@ -1,10 +1,10 @@
 """Cuts for schedules with several stages a rank: stage i is on rank i mod p, and a rank's stages share its time and its
 memory.
 
-So no stage can be judged alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts, the
-levels of all pieces of its stages (pareto.py). Cuts are searched: from the exact cuts into p v stages that stand
-alone, one piece is moved from a stage to another, past those between, as long as that helps. The bound lets pieces of a
-kind be spread over the ranks as they like, in fractions: a linear program, so that every cut comes with a gap.
+So no stage can be evaluated alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts,
+the levels of all segments of its stages (pareto.py). Cuts are searched: from the exact cuts into p v stages that stand
+alone, one segment is moved from a stage to another, past those between, as long as that helps. The bound lets segments
+of a kind be spread over the ranks as they like, in fractions: a linear program, so that every cut comes with a gap.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from ...errors import MemoryInfeasibleError
 from ...utils.format import size
 from .cut import SAME, Spans, check, cut_stages, fastest
-from .model import Piece, Shared, Stage, StageCut, Timing
+from .model import Segment, Shared, Stage, StageCut, Timing
 from .pareto import Levels
 
 DOUBT = 1e-7  # of the linear program's optimum
 
 
-def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
+def cut_looped(segments: Sequence[Segment], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
                shared: Sequence[Shared] = (), is_rough: bool = False) -> StageCut:  # fmt: skip
     """Return a cut into `timing.looped` stages a rank, that of `cut_stages` where that is one: how far its step is from
     the shortest at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is
@@ -33,12 +33,12 @@ def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_by
     was found, if none was found that fits.
     """
     if timing.looped == 1:
-        return cut_stages(pieces, ranks, micro_batches, limit_bytes, timing, shared)
-    check(pieces, ranks * timing.looped, micro_batches, timing)
-    search = Loops(pieces, ranks, micro_batches, limit_bytes, timing, shared)
+        return cut_stages(segments, ranks, micro_batches, limit_bytes, timing, shared)
+    check(segments, ranks * timing.looped, micro_batches, timing)
+    search = Loops(segments, ranks, micro_batches, limit_bytes, timing, shared)
     starts = search.starts()
     found = next(
-        (found for found in map(search.judged, starts) if not found[0]), None
+        (found for found in map(search.evaluated, starts) if not found[0]), None
     )  # the first has the shortest longest stage
     if found is None or not is_rough:
         found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
@@ -49,7 +49,7 @@ def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_by
     bound = 0.0
     if not is_rough:
         bound = min(
-            step, fractional_step(pieces, search.levels, search.flight, micro_batches, limit_bytes, timing, shared)
+            step, fractional_step(segments, search.levels, search.flight, micro_batches, limit_bytes, timing, shared)
         )
     return StageCut(stages, timing, micro_batches, step, search.apart(path), bound)
 
@@ -57,7 +57,7 @@ def cut_looped(pieces: Sequence[Piece], ranks: int, micro_batches: int, limit_by
 class Loops:
     """The search. A path is a span for each stage, in the order of the model."""
 
-    def __init__(self, pieces: Sequence[Piece], ranks: int, micro_batches: int, limit: float, timing: Timing,
+    def __init__(self, segments: Sequence[Segment], ranks: int, micro_batches: int, limit: float, timing: Timing,
                  shared: Sequence[Shared]):  # fmt: skip
         self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
             ranks,
@@ -67,10 +67,10 @@ class Loops:
             shared,
         )
         self.levels, self.flight = (
-            Levels(pieces),
+            Levels(segments),
             [timing.in_flight(ranks, rank, micro_batches) for rank in range(ranks)],
         )
-        self.spans = Spans(pieces, ranks * timing.looped, shared, self.levels, math.inf)
+        self.spans = Spans(segments, ranks * timing.looped, shared, self.levels, math.inf)
         self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
         self.places = sorted({0, *self.spans.end.tolist()})
         self.number = {place: i for i, place in enumerate(self.places)}
@@ -85,12 +85,12 @@ class Loops:
             found.append(fastest(self.spans, seconds, self.micro_batches, self.timing.bubble_factor)[1])
         return [path for path in found if path]
 
-    def judged(self, path: list[int]) -> tuple[float, float, list[int]]:
+    def evaluated(self, path: list[int]) -> tuple[float, float, list[int]]:
         """Return (bytes too many, step, path) of a cut."""
         return *self.total([self.cost(rank, path) for rank in range(self.ranks)], path), path
 
     def descend(self, path: list[int]) -> tuple[float, float, list[int]]:
-        """Improve a cut until moving no single piece makes it better: return its (bytes too many, step, path)."""
+        """Improve a cut until moving no single segment makes it better: return its (bytes too many, step, path)."""
         costs = [self.cost(rank, path) for rank in range(self.ranks)]
         best, moves = self.total(costs, path), self.moves(len(path))
         last = 0  # moves since the last one that helped
@@ -172,23 +172,23 @@ class Loops:
         )  # fmt: skip
 
 
-def fractional_step(pieces: Sequence[Piece], levels: Levels, flight: Sequence[float], micro_batches: int, limit: float,
+def fractional_step(segments: Sequence[Segment], levels: Levels, flight: Sequence[float], micro_batches: int, limit: float,
                     timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
-    """Bound the step of every cut from below: pieces may be divided and be on any rank, with no shared parameter twice,
-    the least transient of all and the cheapest cuts around every stage."""
+    """Bound the step of every cut from below: segments may be divided and be on any rank, with no shared parameter
+    twice, the least transient of all and the cheapest cuts around every stage."""
     from ortools.math_opt.python import mathopt
 
     model, amount = mathopt.Model(), [0.0] * len(levels.kinds)
     slowest, times = model.add_variable(lb=0.0), []
-    cuts = [piece for piece in pieces[:-1] if piece.may_cut_after]
-    forward, backward = (min(piece.boundary_seconds[way] for piece in cuts) for way in (0, 1))
-    least = min(piece.boundary_bytes for piece in cuts)
-    room = limit + sum(one.bytes_ for one in shared) - min(piece.transient_bytes for piece in pieces)
+    cuts = [segment for segment in segments[:-1] if segment.may_cut_after]
+    forward, backward = (min(segment.boundary_seconds[way] for segment in cuts) for way in (0, 1))
+    least = min(segment.boundary_bytes for segment in cuts)
+    room = limit + sum(one.bytes_ for one in shared) - min(segment.transient_bytes for segment in segments)
     for rank, in_flight in enumerate(flight):
         before, after = timing.looped - (rank == 0), timing.looped - (rank == len(flight) - 1)  # how many cuts it is at
         seconds, bytes_ = [], []
         for k, kind in enumerate(levels.kinds):
-            state = min(piece.state_bytes for piece in pieces if piece.kind == kind.kind)
+            state = min(segment.state_bytes for segment in segments if segment.kind == kind.kind)
             for level in kind.levels:
                 x = model.add_variable(lb=0.0)
                 amount[k] += x

@@ -32,7 +32,7 @@ Send = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Judged:
+class PipelineCost:
     """A pipeline with its costs. `once_seconds`: by rank, before its first action and after its last. `memory`: by rank
     and kind, bytes at its peak. `parts`: by stage."""
 
@@ -71,11 +71,11 @@ class Judged:
         return (moved * sum(self.pipeline.shares) + sum(self.once_seconds)) / self.pipeline.ranks
 
 
-def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
-          live: LiveBytes | None = None) -> Judged:  # fmt: skip
-    """Judge what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a tensor
-    of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is known. Raise
-    StageError as Places does."""
+def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
+          live: LiveBytes | None = None) -> PipelineCost:  # fmt: skip
+    """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
+    tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
+    known. Raise StageError as Places does."""
     found = Parts(problem, e, pricer, pipeline.cuts, True, live)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
@@ -101,7 +101,7 @@ def judge(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, s
         for s, (p, t) in enumerate(zip(parts, transfers))
     )  # fmt: skip
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
-    return Judged(replace(pipeline, costs=costs), played, tuple(once), kinds, tuple(parts))
+    return PipelineCost(replace(pipeline, costs=costs), played, tuple(once), kinds, tuple(parts))
 
 
 def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:

@@ -4,8 +4,8 @@ Every combination is a mesh pp x dp x tp and a number of samples that a replica 
 depends on tp, hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say
 how fast and how large all combinations with it are, by the formulas of schedules, with as much computed again as the
 fullest rank must (planner/pipeline/model.py). The most promising combinations are searched
-(autopar/planner/pipeline/search.py), the best of them is judged, and the plan is that or, if it is faster, the best one
-without stages (planner/mesh_search.py).
+(autopar/planner/pipeline/search.py), the best of them is evaluated, and the plan is that or, if it is faster, the best
+one without stages (planner/mesh_search.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..plan import Planned, PlanOptions
 from ..solver.minimize import BeyondCutoff
 from .evaluate import timing_of
 from .plan import check_solver, described, kinds_of, promise
-from .search import Estimate, PipelineSearch, Tried
+from .search import Candidate, Estimate, PipelineSearch
 
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried
@@ -93,13 +93,13 @@ class Point:
         left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
         return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
 
-    def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, pieces: int) -> float:
+    def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, segments: int) -> float:
         """Guess the seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal
-        pieces the slowest rank has a whole number in each of its stages."""
+        segments the slowest rank has a whole number in each of its stages."""
         p, m = one.stages, one.micro_batches
         best = math.inf
         for kind, v in kinds:
-            if p * v > pieces:
+            if p * v > segments:
                 continue
             timing = timing_of(kind, p, v, self.left)
             held = timing.in_flight(p, 0, m) * one.samples / p
@@ -107,7 +107,7 @@ class Point:
             freed = max(held * (self.saved_bytes - self.full_saved_bytes), 1.0)
             if excess <= freed:
                 again = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
-                seconds, share = (self.seconds + again) * one.samples, v * math.ceil(pieces / (p * v)) / pieces
+                seconds, share = (self.seconds + again) * one.samples, v * math.ceil(segments / (p * v)) / segments
                 best = min(
                     best, timing.step_seconds([seconds * share] + [seconds * (1 - share) / (p - 1)] * (p - 1), m)
                 )
@@ -121,7 +121,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     which its `meshes` list. Raise what planning raises, if there is no plan for any."""
     check_solver(options)
     asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
-    tour = _Tour(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
+    tour = _MeshSearch(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
     if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
         tour.run()
     refusal: AutoparError | None = tour.error if asked else None
@@ -137,7 +137,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
     if (
         staged is None and flat is None and refusal is None and not asked
-    ):  # what was estimated does not fit when it is judged
+    ):  # what was estimated does not fit when it is evaluated
         flat = _flat(captured, devices, options, name, report)
         told = flat.meshes
     tried = tuple(sorted((*told, *tour.told()), key=_order))
@@ -153,7 +153,7 @@ def _flat(captured: Captured, devices: int, options: PlanOptions, name: str, rep
     return in_micro_batches(captured, options, lambda one, o: mesh_search.search(one, devices, o, name, report))
 
 
-class _Tour:
+class _MeshSearch:
     """Searches of combinations, and the best estimates so far."""
 
     def __init__(self, captured: Captured, devices: int, options: PlanOptions, name: str, kinds: list[tuple[str, int]],
@@ -162,8 +162,8 @@ class _Tour:
         self.kinds, self.batch = kinds, samples_of(captured.signature)
         self.room = float(options.memory_bytes or options.hardware.memory_bytes) - options.hardware.reserve_bytes
         node = options.hardware.links[0].devices or devices
-        self.pieces = _pieces(captured)
-        self.every = combinations(devices, node, self.batch, self.pieces // 2)
+        self.segments = _segments(captured)
+        self.every = combinations(devices, node, self.batch, self.segments // 2)
         self.found: dict[Combination, list[Estimate]] = {}
         self.error: AutoparError | None = None
 
@@ -184,13 +184,13 @@ class _Tour:
             self.error = error
 
     def planned(self) -> Planned | None:
-        """Judge the best of what was searched and return the fastest that fits; None if nothing fits."""
-        tried: list[Tried] = []
+        """Evaluate the best of what was searched and return the fastest that fits; None if nothing fits."""
+        tried: list[Candidate] = []
         for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_JUDGED]:
-            fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
+            fastest = min((t.evaluated.step_seconds for t in tried if t.fits), default=math.inf)
             if one.step_seconds < fastest:
-                tried.append(one.search.judged(one))
-        fitting = sorted((t for t in tried if t.fits), key=lambda t: t.judged.step_seconds)
+                tried.append(one.search.evaluated(one))
+        fitting = sorted((t for t in tried if t.fits), key=lambda t: t.evaluated.step_seconds)
         if not fitting:
             return None
         return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
@@ -222,7 +222,7 @@ class _Tour:
             singles = [one for one in own if one.samples == 1]
             points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
             yield from (
-                (min(point.guess(one, self.kinds, self.room, self.pieces) for point in points), one) for one in own
+                (min(point.guess(one, self.kinds, self.room, self.segments) for point in points), one) for one in own
             )
 
 
@@ -235,9 +235,9 @@ def _kinds(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[
     return [one for one in kinds if one[0] not in DOMINATED] or kinds
 
 
-def _pieces(captured: Captured) -> int:
-    """Return about how many pieces a model can be cut into: two of each block, or, without equal blocks, one of each op
-    with FLOPs."""
+def _segments(captured: Captured) -> int:
+    """Return about how many segments a model can be cut into: two of each block, or, without equal blocks, one of each
+    op with FLOPs."""
     if captured.compact is not None:
         return 2 * captured.compact.count
     return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))

@@ -1,4 +1,4 @@
-"""What the cut of a model into pipeline stages is made of: pieces, the levels they may be run at, schedules, and the
+"""What the cut of a model into pipeline stages is made of: segments, the levels they may be run at, schedules, and the
 result.
 
 The seconds of a step, m micro-batches through stages that take t[s] = forward + backward each, T = max t, S = sum t:
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Level:
-    """A way to run a piece. Seconds are of one micro-batch, the backward's with what it computes again;
+class RecomputeOption:
+    """A way to run a segment. Seconds are of one micro-batch, the backward's with what it computes again;
     `activation_bytes` are held for each micro-batch between its forward and its backward."""
 
     forward_seconds: float
@@ -42,7 +42,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """The least that is not cut. Pieces of one `kind` have the same levels.
 
     `state_bytes`: parameters, gradients, optimizer state. `transient_bytes`: what comes on top while it runs. A cut
@@ -51,7 +51,7 @@ class Piece:
     """
 
     kind: str
-    levels: tuple[Level, ...]
+    levels: tuple[RecomputeOption, ...]
     state_bytes: int = 0
     transient_bytes: int = 0
     boundary_bytes: int = 0
@@ -61,8 +61,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shared:
-    """A parameter of two pieces, counted in the `state_bytes` of both. Where one rank has both, `bytes_` are held once;
-    where two have them, a step takes `seconds` more to add up its gradients."""
+    """A parameter of two segments, counted in the `state_bytes` of both. Where one rank has both, `bytes_` are held
+    once; where two have them, a step takes `seconds` more to add up its gradients."""
 
     first: int
     second: int
@@ -110,7 +110,7 @@ def interleaved(looped: int) -> Timing:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank runs: pieces `first` to `end` (without it) of each of its `spans`, one if nothing is looped, and
+    """What one rank runs: segments `first` to `end` (without it) of each of its `spans`, one if nothing is looped, and
     `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are."""
 
     spans: tuple[tuple[int, int], ...]
@@ -138,7 +138,7 @@ class StageCut:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Return the piece where each stage begins."""
+        """Return the segment where each stage begins."""
         return tuple(sorted(first for stage in self.stages for first, _ in stage.spans))
 
     @property

@@ -2,9 +2,9 @@
 run.
 
 Every number of micro-batches is a search of its own (autopar/planner/pipeline/search.py); the most promising pipelines
-are judged, and the fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch takes
-less than the search's bound, so no pipeline with as many of them takes less than that, divided over the ranks with
-nobody waiting. The gap to that bound is mostly the bubble; that no other combination is faster is not proven.
+are evaluated, and the fastest of those whose fullest rank fits is the plan. What is proven: no plan of a micro-batch
+takes less than the search's bound, so no pipeline with as many of them takes less than that, divided over the ranks
+with nobody waiting. The gap to that bound is mostly the bubble; that no other combination is faster is not proven.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..batch import data_ways, samples_of
 from ..fixed_recompute import AUTO
 from ..plan import Planned, PlanOptions
 from ..solver.minimize import ILP
-from .baselines import experts, judged_if_faster
-from .evaluate import Judged
-from .search import Estimate, PipelineSearch, Tried
+from .baselines import evaluated_if_faster, experts
+from .evaluate import PipelineCost
+from .search import Candidate, Estimate, PipelineSearch
 
 COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
 
@@ -41,9 +41,9 @@ class Staged:
     """The stages that a search found: the plan, what it costs stage by stage, and all that was tried."""
 
     plan: Plan
-    judged: Judged
-    tried: tuple[Judged, ...]
-    best: Tried
+    evaluated: PipelineCost
+    tried: tuple[PipelineCost, ...]
+    best: Candidate
 
 
 def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str | Schedule = AUTO,
@@ -67,36 +67,36 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     for search in reversed(searches):  # the smallest micro-batches first
         if not any(one.fits for one in estimates):
             estimates += search.smaller([one for one in estimates if one.search is search])
-    tried = judged(estimates)
+    tried = evaluated(estimates)
     if not tried[0].fits and options.refuses:
         raise _refusal(tried[0], tried[0].limit)
     others = experts(tried[0]) if options.baselines and tried[0].fits else {}
     others = {
-        name: judged_if_faster(one, tried[0].judged.step_seconds) for name, one in others.items()
+        name: evaluated_if_faster(one, tried[0].evaluated.step_seconds) for name, one in others.items()
     }  # never worse than one
-    tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Tried))])
+    tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Candidate))])
     return described(tried[0], tried, captured, mesh, warnings, batch, others)
 
 
-def judged(estimates: Sequence[Estimate]) -> list[Tried]:
-    """Judge the most promising estimates and return them, the best first: those that fit by their seconds, then others
-    by their bytes. With one schedule of a number of micro-batches all of its schedules are judged; another number only
-    if it may be faster than all of those."""
+def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
+    """Evaluate the most promising estimates and return them, the best first: those that fit by their seconds, then
+    others by their bytes. With one schedule of a number of micro-batches all of its schedules are evaluated; another
+    number only if it may be faster than all of those."""
     best_of: dict[tuple[PipelineSearch, str, int], Estimate] = {}
     for one in sorted(estimates, key=promise):
         best_of.setdefault((one.search, one.schedule, one.stages_per_rank), one)
-    tried: list[Tried] = []
+    tried: list[Candidate] = []
     cut: set[PipelineSearch] = set()
     for one in best_of.values():
-        fastest = min((t.judged.step_seconds for t in tried if t.fits), default=math.inf)
+        fastest = min((t.evaluated.step_seconds for t in tried if t.fits), default=math.inf)
         if not tried or one.search in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
-            tried.append(one.search.judged(one))
+            tried.append(one.search.evaluated(one))
             cut.add(one.search)
     return _sorted(tried)
 
 
-def _sorted(tried: Sequence[Tried]) -> list[Tried]:
-    return sorted(tried, key=lambda t: (0, t.judged.step_seconds) if t.fits else (1, t.judged.peak_bytes))
+def _sorted(tried: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(tried, key=lambda t: (0, t.evaluated.step_seconds) if t.fits else (1, t.evaluated.peak_bytes))
 
 
 def promise(one: Estimate) -> tuple:
@@ -104,10 +104,10 @@ def promise(one: Estimate) -> tuple:
     return (0, one.step_seconds) if one.fits else (1, one.peak_bytes)
 
 
-def with_schedules(staged: Staged, kinds: list[tuple[str, int]]) -> list[Judged]:
-    """Judge other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each with
-    its best cut. Leave out those that need more stages than there are pieces."""
-    return [tried.judged for tried in staged.best.search.with_kinds(staged.best.base, kinds)]
+def with_schedules(staged: Staged, kinds: list[tuple[str, int]]) -> list[PipelineCost]:
+    """Evaluate other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each
+    with its best cut. Leave out those that need more stages than there are segments."""
+    return [tried.evaluated for tried in staged.best.search.with_kinds(staged.best.base, kinds)]
 
 
 def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -168,44 +168,44 @@ def _searches(captured: Captured, batch: int, mesh: Mesh, options: PlanOptions, 
         return [search(1)], [f"{error.message}{where}"]
 
 
-def _refusal(closest: Tried, limit: float) -> MemoryInfeasibleError:
-    judged = closest.judged
-    rank, pipeline = judged.fullest, judged.pipeline
-    missing = judged.peak_bytes - limit
+def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
+    evaluated = closest.evaluated
+    rank, pipeline = evaluated.fullest, evaluated.pipeline
+    missing = evaluated.peak_bytes - limit
     stages = ", ".join(f"{s} ({pipeline.costs[s].name})" for s in pipeline.stages_of(rank))
     several = "s" if pipeline.stages_per_rank > 1 else ""
-    label = _label(judged)
+    label = _label(evaluated)
     return MemoryInfeasibleError(
         f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with "
-        f"stage{several} {stages} needs {size(judged.peak_bytes)}, {size(missing)} "
+        f"stage{several} {stages} needs {size(evaluated.peak_bytes)}, {size(missing)} "
         "more", missing_bytes=math.ceil(missing),
-        breakdown=judged.memory[rank], mesh=closest.inner.options.within,
+        breakdown=evaluated.memory[rank], mesh=closest.inner.options.within,
         fix="use more ranks along pp, more devices on its other axes, or more micro-batches",
     )  # fmt: skip
 
 
-def _label(judged: Judged) -> str:
-    p = judged.pipeline
+def _label(evaluated: PipelineCost) -> str:
+    p = evaluated.pipeline
     several = f", {p.stages_per_rank} stages a rank" if p.stages_per_rank > 1 else ""
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
-              others: Mapping[str, Estimate | Tried | AutoparError] | None = None) -> Planned:  # fmt: skip
+def described(best: Candidate, tried: list[Candidate], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
+              others: Mapping[str, Estimate | Candidate | AutoparError] | None = None) -> Planned:  # fmt: skip
     """Describe the best pipeline as a plan, with what else was tried as its alternatives. `others`: strategies of
     experts, as they are told beside the plan."""
-    judged, pipeline = best.judged, best.judged.pipeline
+    evaluated, pipeline = best.evaluated, best.evaluated.pipeline
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
-    step, rank = judged.step_seconds, judged.fullest
+    step, rank = evaluated.step_seconds, evaluated.fullest
     if m < ranks:
-        share = percent(judged.waiting_share, 1.0)
+        share = percent(evaluated.waiting_share, 1.0)
         many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {share} of the step"
         warnings = ["; ".join([many, *warnings])]
-    by_label = {_label(t.judged): t for t in reversed(tried)}  # of equal names the fastest that fits
+    by_label = {_label(t.evaluated): t for t in reversed(tried)}  # of equal names the fastest that fits
     alternatives = [
-        Alternative(label, t.judged.step_seconds, t.judged.communication_seconds, t.judged.peak_bytes, t.fits)
+        Alternative(label, t.evaluated.step_seconds, t.evaluated.communication_seconds, t.evaluated.peak_bytes, t.fits)
         for label, t in sorted(by_label.items(),
-                               key=lambda pair: pair[1].judged.step_seconds) if label != _label(judged)
+                               key=lambda pair: pair[1].evaluated.step_seconds) if label != _label(evaluated)
     ]  # fmt: skip
     alternatives += [_told(name, one) for name, one in (others or {}).items()]
     bound = min(best.bound, step)
@@ -215,26 +215,28 @@ def described(best: Tried, tried: list[Tried], captured: Captured, mesh: Mesh, w
         step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
-        communication_seconds=judged.communication_seconds, exposed_seconds=_exposed(judged),
-        peak_bytes=judged.peak_bytes, memory=judged.memory[rank], at_peak=judged.memory[rank],
+        communication_seconds=evaluated.communication_seconds, exposed_seconds=_exposed(evaluated),
+        peak_bytes=evaluated.peak_bytes, memory=evaluated.memory[rank], at_peak=evaluated.memory[rank],
         alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({t.inner: t.inner.seconds for t in tried}.values()),
     )  # fmt: skip
-    staged = Staged(plan, judged, tuple(t.judged for t in tried), best)
+    staged = Staged(plan, evaluated, tuple(t.evaluated for t in tried), best)
     return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
 
 
-def _told(name: str, one: Estimate | Tried | AutoparError) -> Alternative:
+def _told(name: str, one: Estimate | Candidate | AutoparError) -> Alternative:
     if isinstance(one, AutoparError):
         return Alternative(name, None, None, None, False, one.message)
     if isinstance(one, Estimate):
         return Alternative(name, one.step_seconds, None, one.peak_bytes, one.fits)
-    return Alternative(name, one.judged.step_seconds, one.judged.communication_seconds, one.judged.peak_bytes, one.fits)
+    return Alternative(
+        name, one.evaluated.step_seconds, one.evaluated.communication_seconds, one.evaluated.peak_bytes, one.fits
+    )
 
 
-def _exposed(judged: Judged) -> float:
+def _exposed(evaluated: PipelineCost) -> float:
     """Return the seconds of a step that the mean rank spends on communication and on nothing else."""
-    works = list(itertools.chain.from_iterable(part.work.values() for part in judged.parts))
-    overlap = judged.parts[0].overlap
+    works = list(itertools.chain.from_iterable(part.work.values() for part in evaluated.parts))
+    overlap = evaluated.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.again for w in works)
-    return (max(0.0, alone) * sum(judged.pipeline.shares) + sum(judged.once_seconds)) / judged.pipeline.ranks
+    return (max(0.0, alone) * sum(evaluated.pipeline.shares) + sum(evaluated.once_seconds)) / evaluated.pipeline.ranks

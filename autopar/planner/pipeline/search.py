@@ -4,10 +4,10 @@ of them.
     plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it   (planner/plan.py)
         for some schedules                                                             (schedule/catalogue.py)
             the best cut into stages, and how much of each is computed again           (segments, cut, cut_interleaved)
-                estimated: the schedule played with the seconds of the cut's pieces
-                judged: the same with the whole graph's seconds and bytes, stage by stage              (evaluate.py)
+                estimated: the schedule played with the seconds of the cut's segments
+                evaluated: the same with the whole graph's seconds and bytes, stage by stage              (evaluate.py)
 
-Estimates need the few blocks of a deep model's compact graph alone; what is judged is the whole graph.
+Estimates need the few blocks of a deep model's compact graph alone; what is evaluated is the whole graph.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from ..problem.recipes import Restriction
 from ..solver.minimize import Search
 from ..solver.search import Starts
 from ..solver.solver import Solver, replaced
-from .checkpoint import Again
+from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped
-from .evaluate import Judged, judge, timing_of
+from .evaluate import PipelineCost, evaluate_pipeline, timing_of
 from .model import StageCut
 from .segments import Chain, chain
 from .stage_costs import Part
 
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
-MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until the judge agrees that it fits
+MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
 LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
 MEMORY_PRICES = (0.1, 1.0)  # the same to others
 ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
@@ -69,11 +69,11 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A pipeline that was judged, the plan of a micro-batch that it was cut from, and the same with what stages compute
-    again."""
+class Candidate:
+    """A pipeline that was evaluated, the plan of a micro-batch that it was cut from, and the same with what stages
+    compute again."""
 
-    judged: Judged
+    evaluated: PipelineCost
     base: Planned
     inner: Planned
     search: PipelineSearch
@@ -92,7 +92,7 @@ class Tried:
 
     @property
     def fits(self) -> bool:
-        return self.judged.peak_bytes <= self.limit
+        return self.evaluated.peak_bytes <= self.limit
 
 
 class PipelineSearch:
@@ -109,7 +109,7 @@ class PipelineSearch:
         self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
         self.starts: Starts = ()  # choices that the fastest plan of a micro-batch is at least as good as
-        self._prepared: dict[Planned, tuple[Planned, Chain, Again | None]] = {}
+        self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
@@ -194,8 +194,8 @@ class PipelineSearch:
         return new
 
     def _cuts(self, inner: Planned) -> list[Estimate]:
-        pieces = self._chain(inner if recomputes_alike(inner.evaluation) else self._of_whole(inner))
-        return [self._estimate(inner, pieces, kind, v) for kind, v in self._possible(pieces)]
+        segments = self._chain(inner if recomputes_alike(inner.evaluation) else self._of_whole(inner))
+        return [self._estimate(inner, segments, kind, v) for kind, v in self._possible(segments)]
 
     def _planned(self, limit: float) -> Planned:
         """Return the fastest plan of a micro-batch that holds so many bytes at most."""
@@ -214,40 +214,40 @@ class PipelineSearch:
         prices = inner.solver.free if self.options.recompute == AUTO else None
         return chain(inner.problem, inner.evaluation, inner.pricer, fewest, self.send, prices=prices)
 
-    def _possible(self, pieces: Chain) -> list[tuple[str, int]]:
-        """Return the schedules for which there are pieces enough; the only one whatever there are, for its error."""
-        enough = [(kind, v) for kind, v in self.kinds if self.ranks * v <= len(pieces.pieces)]
+    def _possible(self, segments: Chain) -> list[tuple[str, int]]:
+        """Return the schedules for which there are segments enough; the only one whatever there are, for its error."""
+        enough = [(kind, v) for kind, v in self.kinds if self.ranks * v <= len(segments.segments)]
         return enough if len(self.kinds) > 1 else list(self.kinds)
 
-    def _estimate(self, inner: Planned, pieces: Chain, kind: str, v: int) -> Estimate:
+    def _estimate(self, inner: Planned, segments: Chain, kind: str, v: int) -> Estimate:
         reserve, timing = inner.problem.reserve_bytes, timing_of(kind, self.ranks, v)
-        once = pieces.once_seconds / self.ranks
+        once = segments.once_seconds / self.ranks
         try:
-            self._check_state(pieces, self.limit - reserve)
-            found = self._cut(pieces, kind, v, self.limit - reserve, is_rough=True)
+            self._check_state(segments, self.limit - reserve)
+            found = self._cut(segments, kind, v, self.limit - reserve, is_rough=True)
         except MemoryInfeasibleError as error:
-            even = [sum(piece.levels[0].seconds for piece in pieces.pieces) / self.ranks] * self.ranks
+            even = [sum(segment.levels[0].seconds for segment in segments.segments) / self.ranks] * self.ranks
             missing = error.missing_bytes * (v if KINDS[kind].v_shaped else 1)
             return Estimate(
                 self, inner, kind, v, timing.step_seconds(even, self.micro_batches) + once, self.limit + missing, False
             )
         bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
-        seconds = self._played(pieces, found, kind, v) + once
+        seconds = self._played(segments, found, kind, v) + once
         return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True)
 
-    def _played(self, pieces: Chain, cut: StageCut, kind: str, v: int) -> float:
-        """Play the schedule with the seconds of a cut's pieces and return its seconds; what is computed again is in the
-        backward."""
+    def _played(self, segments: Chain, cut: StageCut, kind: str, v: int) -> float:
+        """Play the schedule with the seconds of a cut's segments and return its seconds; what is computed again is in
+        the backward."""
         works = {}
         for stage in cut.stages:
-            spans = [pieces.parts[first:end] for first, end in stage.spans]
+            spans = [segments.parts[first:end] for first, end in stage.spans]
             own = [_seconds(span) for span in spans]
             seconds = sum(map(sum, own))
             again = stage.seconds / seconds if seconds else 1.0  # a stage may have views alone
             for (first, _), (forward, inputs, weight) in zip(stage.spans, own):
                 works[first] = forward, (forward + inputs + weight) * again - forward - weight, weight
         firsts = sorted(works)
-        sends = [max(pieces.pieces[first - 1].boundary_seconds) for first in firsts[1:]]
+        sends = [max(segments.segments[first - 1].boundary_seconds) for first in firsts[1:]]
         pipeline = self._pipeline(kind, v, ("",) * (self.ranks * v - 1))
         return play(
             pipeline.orders, *map(list, zip(*(works[first] for first in firsts))), sends, shares=pipeline.shares
@@ -259,86 +259,89 @@ class PipelineSearch:
             self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0
         )
 
-    def _check_state(self, pieces: Chain, room: float) -> None:
+    def _check_state(self, segments: Chain, room: float) -> None:
         """Raise MemoryInfeasibleError if parameters and optimizer state, spread evenly over the ranks, leave no room
         for activations, so that no cut has to be looked for."""
-        state = sum(piece.state_bytes for piece in pieces.pieces) - sum(one.bytes_ for one in pieces.shared)
+        state = sum(segment.state_bytes for segment in segments.segments) - sum(one.bytes_ for one in segments.shared)
         if state / self.ranks > room:
             missing = state / self.ranks - room
             raise MemoryInfeasibleError(f"parameters and optimizer state need {size(missing)} more a device",
                                         missing_bytes=math.ceil(missing), fix="use more devices")  # fmt: skip
 
-    def _cut(self, pieces: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
-        """Cut the pieces for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""
+    def _cut(self, segments: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
+        """Cut the segments for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""
         timing = timing_of(kind, self.ranks, v)
         if KINDS[kind].v_shaped:
-            return cut_stages(pieces.pieces, self.ranks * v, self.micro_batches, room / v, timing, pieces.shared)
-        return cut_looped(pieces.pieces, self.ranks, self.micro_batches, room, timing, pieces.shared, is_rough)
+            return cut_stages(segments.segments, self.ranks * v, self.micro_batches, room / v, timing, segments.shared)
+        return cut_looped(segments.segments, self.ranks, self.micro_batches, room, timing, segments.shared, is_rough)
 
     # judging
 
-    def judged(self, one: Estimate) -> Tried:
-        """Judge the best cuts for a schedule: return the fastest that the judge lets fit, else the one that holds least
-        of those tried."""
+    def evaluated(self, one: Estimate) -> Candidate:
+        """Evaluate the best cuts for a schedule: return the fastest whose evaluation fits, else the one that holds
+        least of those tried."""
         inner, _, _ = self.prepared(one.inner)
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
         found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
         fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
-        judged, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
-        return Tried(judged, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+        evaluated, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
+        return Candidate(evaluated, one.inner, replace(inner, written=(inner.whole[0], e)), self)
 
-    def _fitted(self, one: Estimate, is_rough: bool) -> tuple[Judged, Evaluation]:
-        """Find a cut, with less and less memory until the judge lets it fit; return the one that holds least if that
+    def _fitted(self, one: Estimate, is_rough: bool) -> tuple[PipelineCost, Evaluation]:
+        """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
-        inner, pieces, again = self.prepared(one.inner)
+        inner, segments, again = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
-        best: tuple[Judged, Evaluation] | None = None
+        best: tuple[PipelineCost, Evaluation] | None = None
         for _ in range(MOST_CUTS):
             try:
-                cut = self._cut(pieces, one.schedule, one.stages_per_rank, room, is_rough)
+                cut = self._cut(segments, one.schedule, one.stages_per_rank, room, is_rough)
             except MemoryInfeasibleError:
                 if best is not None:
                     break
-                cut, room = self._cut(pieces, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
-            pipeline = self._pipeline(one.schedule, one.stages_per_rank, pieces.cuts(cut.cuts))
-            judged, e = self._settled(inner, pipeline, again)
-            if best is None or judged.peak_bytes < best[0].peak_bytes:
-                best = judged, e
-            excess = judged.peak_bytes - self.limit
+                cut, room = self._cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
+            pipeline = self._pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
+            evaluated, e = self._settled(inner, pipeline, again)
+            if best is None or evaluated.peak_bytes < best[0].peak_bytes:
+                best = evaluated, e
+            excess = evaluated.peak_bytes - self.limit
             if excess <= 0 or room < 0:
                 break
             room -= excess
         return best
 
-    def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Tried]:
-        """Judge other schedules for a plan of a micro-batch, without those that need more stages than it has pieces."""
-        _, pieces, _ = self.prepared(inner)
-        possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(pieces.pieces)]
-        return [self.judged(self._estimate(inner, pieces, kind, v)) for kind, v in possible]
+    def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Candidate]:
+        """Evaluate other schedules for a plan of a micro-batch, without those that need more stages than it has
+        segments."""
+        _, segments, _ = self.prepared(inner)
+        possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(segments.segments)]
+        return [self.evaluated(self._estimate(inner, segments, kind, v)) for kind, v in possible]
 
-    def _settled(self, inner: Planned, pipeline: Pipeline, again: Again | None) -> tuple[Judged, Evaluation]:
-        """Judge a pipeline with as much computed again on each rank as its memory demands, or as can be."""
+    def _settled(
+        self, inner: Planned, pipeline: Pipeline, again: StageRecomputation | None
+    ) -> tuple[PipelineCost, Evaluation]:
+        """Evaluate a pipeline with as much computed again on each rank as its memory demands, or as can be."""
         problem, e = inner.whole
-        judged = judge(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
+        evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
         for _ in range(MOST_AGAIN if again is not None else 0):
-            if judged.peak_bytes <= self.limit:
+            if evaluated.peak_bytes <= self.limit:
                 break
-            more = again.more(e, judged, self.limit) or again.all()
+            more = again.more(e, evaluated, self.limit) or again.all()
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e = more
-            judged = judge(problem, e, inner.pricer, pipeline, self.send)
-        return judged, e
+            evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send)
+        return evaluated, e
 
-    def prepared(self, inner: Planned) -> tuple[Planned, Chain, Again | None]:
-        """Return a plan of the whole graph, its pieces, and what may be computed again, if that is left to the
+    def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:
+        """Return a plan of the whole graph, its segments, and what may be computed again, if that is left to the
         search."""
         if inner not in self._prepared:
             whole = self._of_whole(inner)
             is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
-            self._prepared[inner] = whole, self._chain(whole), Again(whole) if is_free else None
+            self._prepared[inner] = whole, self._chain(whole), StageRecomputation(whole) if is_free else None
         return self._prepared[inner]
 
     def _of_whole(self, inner: Planned) -> Planned:

@@ -1,15 +1,15 @@
-"""From a plan of one micro-batch to the chain of pieces that the stage solver cuts: where a cut is cheap, and what lies
-between.
+"""From a plan of one micro-batch to the chain of segments that the stage solver cuts: where a cut is cheap, and what
+lies between.
 
 A place to cut is looked for between each two ops that have FLOPs: where the fewest bytes of a device pass. Of those
 places the ones stay that are no worse than the one before and the one after: block borders and the place between
 attention and mlp, not the middle of either; a cut through a decoder passes what it reads of the encoder as well, and is
 still one of these. In a U-Net, where ever more skips pass, those stay too that have none near them with far fewer
-bytes. Where that leaves few pieces for many stages, so do the next best: what they send is weighed against even stages
-by the solver.
+bytes. Where that leaves few segments for many stages, so do the next best: what they send is weighed against even
+stages by the solver.
 
-Of a deep model the few blocks of its compact graph are cut, and their pieces stand for those of the blocks that it
-leaves out. A piece has a level for some of the steps in which its blocks may be computed again
+Of a deep model the few blocks of its compact graph are cut, and their segments stand for those of the blocks that it
+leaves out. A segment has a level for some of the steps in which its blocks may be computed again
 (autopar/planner/objective/checkpoint_blocks.py).
 """
 
@@ -31,16 +31,16 @@ from ..objective.expand import few_of, recomputes_alike, whole_of
 from ..objective.memory_timeline import LiveBytes
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
-from .model import Level, Piece, Shared
+from .model import RecomputeOption, Segment, Shared
 from .stage_costs import Part, Parts, crossing_bytes
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
 FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
 # Pieces a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
 ENOUGH = 16
-DIGITS = 9  # that the seconds of two equal pieces share
+DIGITS = 9  # that the seconds of two equal segments share
 MOST_PIECES = 256  # but not more than so many in all: the solver's time grows with their square
-MOST_LEVELS = 4  # of a piece: the levels of a stage are counted, which takes longer the more there are
+MOST_LEVELS = 4  # of a segment: the levels of a stage are counted, which takes longer the more there are
 
 Send = Callable[[float], float]  # seconds of a tensor of so many bytes from one stage to the next
 
@@ -48,27 +48,28 @@ Send = Callable[[float], float]  # seconds of a tensor of so many bytes from one
 @dataclass(frozen=True)
 class Chain:
     """Pieces that begin at the forward ops `starts` of the whole graph, all but the first. `shared`: parameters that
-    several of them have. `parts`: of each piece, with nothing computed again."""
+    several of them have. `parts`: of each segment, with nothing computed again."""
 
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     shared: tuple[Shared, ...]
     starts: tuple[str, ...]
     parts: tuple[Part, ...]
 
     def cuts(self, firsts: Sequence[int]) -> tuple[str, ...]:
-        """Return the ops at which stages begin that begin at these pieces, in order; the first stage begins at none."""
+        """Return the ops at which stages begin that begin at these segments, in order; the first stage begins at
+        none."""
         return tuple(self.starts[i - 1] for i in sorted(firsts) if i)
 
     @property
     def once_seconds(self) -> float:
-        """Return the seconds that a step takes once, for all micro-batches, over all pieces."""
+        """Return the seconds that a step takes once, for all micro-batches, over all segments."""
         return sum(part.once_seconds for part in self.parts)
 
 
 def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send, live: LiveBytes | None = None,
           prices: Prices | None = None) -> Chain:  # fmt: skip
-    """Return the pieces of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again besides,
-    None if nothing may. Raise StageError if the pieces are too few for so many stages."""
+    """Return the segments of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again
+    besides, None if nothing may. Raise StageError if the segments are too few for so many stages."""
     compact, first, seconds = problem.compact, e.first, e.compute["forward"]
     if not recomputes_alike(e):
         (problem, e), compact = whole_of(problem, e), None
@@ -93,19 +94,19 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     for tied in found.tied:
         for at in tied.parts[1:]:
             more[at] += tied.state_bytes
-    pieces = _pieces(list(zip(found.found, *levels)), more, send, [*places.values(), 0.0])
+    segments = _segments(list(zip(found.found, *levels)), more, send, [*places.values(), 0.0])
     names = starts if compact is None else _names(compact, [nodes[name] for name in starts], order, first)
-    return Chain(tuple(pieces[i] for i in order), tuple(shared), names, tuple(found.found[i] for i in order))
+    return Chain(tuple(segments[i] for i in order), tuple(shared), names, tuple(found.found[i] for i in order))
 
 
 def _repeated(blocks: Sequence[int], copies: Callable[[int], int]) -> list[int]:
-    """Return the pieces in the order of the whole model: those that begin in one block follow each other once for each
-    of its copies."""
+    """Return the segments in the order of the whole model: those that begin in one block follow each other once for
+    each of its copies."""
     return [i for block, own in groupby(range(len(blocks)), blocks.__getitem__) for i in [*own] * copies(block)]
 
 
 def _names(compact, starts: Sequence[fx.Node], order: Sequence[int], first: int) -> tuple[str, ...]:
-    """Return the ops of the whole graph at which the pieces begin, "" where only the compact one is known."""
+    """Return the ops of the whole graph at which the segments begin, "" where only the compact one is known."""
     seen, names = [0] * (len(starts) + 1), []
     for i in order[1:]:
         origin, block = compact.home[starts[i - 1]]
@@ -128,33 +129,36 @@ def _levels(problem: Problem, e: Evaluation, pricer: Pricer, prices: Prices | No
     return [taking(e, [(step, 1) for own in steps.values() for step in own[:count]]) for count in counts]
 
 
-def _pieces(
+def _segments(
     parts: Sequence[tuple[Part, ...]], more: Sequence[float], send: Send, crossing: Sequence[float]
-) -> list[Piece]:
-    """Make pieces of the parts. `parts`: of every piece at each level; what comes and goes is that of the level where
-    it is most. `crossing`: bytes that pass after each part. Where all parts are stages, more may pass: values that the
-    backward of one part reads of others, which a stage of several parts has itself. So a message is no more than what
-    passes."""
+) -> list[Segment]:
+    """Make segments of the parts. `parts`: of every segment at each level; what comes and goes is that of the level
+    where it is most. `crossing`: bytes that pass after each part. Where all parts are stages, more may pass: values
+    that the backward of one part reads of others, which a stage of several parts has itself. So a message is no more
+    than what passes."""
     known: dict[tuple, str] = {}
-    pieces = []
+    segments = []
     for levels, tied, most in zip(parts, more, crossing):
-        part, found = levels[0], [Level(p.forward_seconds, p.backward_seconds, round(p.saved_bytes)) for p in levels]
+        part, found = (
+            levels[0],
+            [RecomputeOption(p.forward_seconds, p.backward_seconds, round(p.saved_bytes)) for p in levels],
+        )
         found = tuple(l for i, l in enumerate(found) if not i or l.activation_bytes < found[i - 1].activation_bytes)
         key = tuple(
             (f"{l.forward_seconds:.{DIGITS}g}", f"{l.backward_seconds:.{DIGITS}g}", l.activation_bytes) for l in found
         )
         kind = known.setdefault(key, (f"{part.name} {len(known)}", found))
         ahead, back = (min(sum(map(send, passing)), send(most)) for passing in (part.sent, part.returned))
-        pieces.append(Piece(
+        segments.append(Segment(
             *kind, round(part.state_bytes + tied), round(max(p.transient_bytes for p in levels)),
             round(min(sum(part.sent), most) + min(sum(part.returned), most)), (ahead, back), True,
         ))  # fmt: skip
-    return pieces
+    return segments
 
 
 def places_to_cut(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
                   copies: Mapping[fx.Node, int]) -> dict[str, float]:  # fmt: skip
-    """Return the forward ops at which a piece may begin, in order, with the bytes of a device that pass a cut there,
+    """Return the forward ops at which a segment may begin, in order, with the bytes of a device that pass a cut there,
     for stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raise StageError if
     there are fewer than the stages need."""
     order, crossing = crossing_bytes(problem, e, pricer, Places(problem.graph, ()).free)

@@ -126,7 +126,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Tied:
+class SharedParameter:
     """A parameter of several parts, in order: bytes that each holds for it, by kind, and of the gradient that they add
     up."""
 
@@ -148,7 +148,7 @@ class Parts:
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
         self.places = Places(problem.graph, cuts)
         self.found = [Part(overlap=e.overlap) for _ in range(self.places.count)]
-        self.tied: list[Tied] = []
+        self.tied: list[SharedParameter] = []
         self.again = recomputed_vertices(e)
         self.where = self._where()
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
@@ -235,7 +235,7 @@ class Parts:
             if v.kind == "parameter" and mask.bit_count() > 1:
                 parts = tuple(i for i in range(len(self.found)) if mask >> i & 1)
                 kinds = Counter(staying) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
-                self.tied.append(Tied(parts, dict(kinds), gradient))
+                self.tied.append(SharedParameter(parts, dict(kinds), gradient))
 
     def _is_read_alone(self, parameter: int) -> bool:
         """Return whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered

@@ -4,7 +4,7 @@ Sets
 
     class v, with copies_v equal vertices of the graph     ops, parameters, inputs, outputs that share a choice   (symmetry.py)
     strategy k of v                                        layouts of what v reads and makes                      (strategies.py)
-    hub h: a tensor of a producer class with all its uses; copies_h of them are alike                 (solver/hyperedges.py)
+    hyperedge h: a tensor of a producer class with all its uses; copies_h of them are alike           (solver/hyperedges.py)
     layout p in which the producer makes it, layout q in which a consumer reads it, phase f: forward, backward
 
 Variables

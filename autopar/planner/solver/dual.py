@@ -1,11 +1,12 @@
 """Lower bounds fast: block-coordinate ascent on the dual of the integer program's relaxation.
 
-The objective of autopar/planner/solver/ilp.py is a sum of a cost for every class and one for every hub, which depends
-on the layout p that the producer gives and the layouts q that the consumers want: each distinct q is paid for once.
-Sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5), 2015; on
-pairs of variables it is TRW-S) visits the classes in order, forward and backward; each collects what its hubs know and
-hands its own cost on to the hubs that reach further. The sum of the minima of all classes and hubs is a lower bound of
-every plan and never falls. The messages of a hub are in autopar/planner/solver/factor.py.
+The objective of autopar/planner/solver/ilp.py is a sum of a cost for every class and one for every hyperedge, which
+depends on the layout p that the producer gives and the layouts q that the consumers want: each distinct q is paid for
+once. Sequential reweighted message passing (Kolmogorov, "A new look at reweighted message passing", IEEE PAMI 37(5),
+2015; on pairs of variables it is TRW-S) visits the classes in order, forward and backward; each collects what its
+hyperedges know and hands its own cost on to the hyperedges that reach further. The sum of the minima of all classes and
+hyperedges is a lower bound of every plan and never falls. The messages of a hyperedge are in
+autopar/planner/solver/factor.py.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .factor import IMPOSSIBLE_SECONDS, End, Factor, Side
-from .hyperedges import HubPrices, PricedMode
+from .hyperedges import HyperedgePrices, PricedMode
 
-MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hub is cut into factors that share its cost
+MOST_CONSUMERS = 4  # of one factor: partitions grow fast; a larger hyperedge is cut into factors that share its cost
 
 
 def own_cost(problem: Problem, cls: int, prices: Prices, reruns: Collection[int] = ()) -> np.ndarray:
@@ -56,11 +57,16 @@ class Dual:
     A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is
     strategy k run twice. `choice` maps classes to options."""
 
-    def __init__(self, problem: Problem, hubs: Sequence[HubPrices], allowed: dict[int, np.ndarray], prices: Prices,
+    def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray], prices: Prices,
                  keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
         """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
         they make need not be saved; with them the bound also holds for plans that recompute."""
-        self.problem, self.hubs, self.allowed, self.keep_parameters = problem, hubs, allowed, keep_parameters
+        self.problem, self.hyperedges, self.allowed, self.keep_parameters = (
+            problem,
+            hyperedges,
+            allowed,
+            keep_parameters,
+        )
         self.reruns = frozenset(reruns)
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
@@ -70,35 +76,35 @@ class Dual:
             self.index.append(np.concatenate([once, once + len(allowed[cls])]) if cls in self.reruns else once)
         self.factors: list[Factor] = []
         self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
-        self._loops: list[HubPrices] = []
-        for hub in hubs:
+        self._loops: list[HyperedgePrices] = []
+        for hyperedge in hyperedges:
             parts = -(
-                -len(hub.hub.consumers) // MOST_CONSUMERS
-            )  # of a hub with many consumers each factor takes a share
+                -len(hyperedge.hyperedge.consumers) // MOST_CONSUMERS
+            )  # of a hyperedge with many consumers each factor takes a share
             for i in range(parts):
-                self._add(hub, range(len(hub.hub.consumers))[i::parts], parts)
-        # hubs of every class that reach to earlier classes, and to later ones
+                self._add(hyperedge, range(len(hyperedge.hyperedge.consumers))[i::parts], parts)
+        # hyperedges of every class that reach to earlier classes, and to later ones
         self.earlier = [[(f, end) for f, end in ends if f.first < i] for i, ends in enumerate(self.ends)]
         self.later = [[(f, end) for f, end in ends if f.last > i] for i, ends in enumerate(self.ends)]
         self.weights = [1.0 / max(1, len(before), len(after)) for before, after in zip(self.earlier, self.later)]
         self.price(prices)
 
-    def _add(self, hub: HubPrices, consumers: Sequence[int], parts: int) -> None:
-        sources, tail = self._end(hub.hub.producer, hub.source_of)
+    def _add(self, hyperedge: HyperedgePrices, consumers: Sequence[int], parts: int) -> None:
+        sources, tail = self._end(hyperedge.hyperedge.producer, hyperedge.source_of)
         wanted, ends = [], []
         for i in consumers:
-            cls = hub.hub.consumers[i][0]
-            columns, end = self._end(cls, hub.target_of[i])
-            end.phase = hub.phases[i]
+            cls = hyperedge.hyperedge.consumers[i][0]
+            columns, end = self._end(cls, hyperedge.target_of[i])
+            end.phase = hyperedge.phases[i]
             wanted.append(columns)
             ends.append(end)
         if len(ends) == 1 and ends[0].position == tail.position:  # a class that feeds itself: part of its own cost
-            self._loops.append(hub)
+            self._loops.append(hyperedge)
             return
         universe = np.unique(np.concatenate(wanted))
         for columns, end in zip(wanted, ends):
             end.columns = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
-        factor = Factor(hub, sources, universe, hub.hub.copies / parts, tail, ends)
+        factor = Factor(hyperedge, sources, universe, hyperedge.hyperedge.copies / parts, tail, ends)
         self.factors.append(factor)
         for end in (tail, *ends):
             self.ends[end.position].append((factor, end))
@@ -115,29 +121,29 @@ class Dual:
         """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""
         self.prices = prices
         self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
-        for hub in self._loops:
-            position = self.position[hub.hub.producer]
-            again, k = np.divmod(self.index[position], len(hub.source_of))
-            p, q, phase = hub.source_of[k], hub.target_of[0][k], hub.phases[0]
+        for hyperedge in self._loops:
+            position = self.position[hyperedge.hyperedge.producer]
+            again, k = np.divmod(self.index[position], len(hyperedge.source_of))
+            p, q, phase = hyperedge.source_of[k], hyperedge.target_of[0][k], hyperedge.phases[0]
             late = (again == 1) & (phase != BACKWARD)
             values = [
                 m.base[again, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
-                for m in self.modes(hub)
+                for m in self.modes(hyperedge)
             ]
-            self.unary[position] += np.minimum.reduce(values) * hub.hub.copies
+            self.unary[position] += np.minimum.reduce(values) * hyperedge.hyperedge.copies
         priced = {}
         for factor in self.factors:
-            if id(factor.hub) not in priced:
-                priced[id(factor.hub)] = self.modes(factor.hub)
-            factor.price(priced[id(factor.hub)])
+            if id(factor.hyperedge) not in priced:
+                priced[id(factor.hyperedge)] = self.modes(factor.hyperedge)
+            factor.price(priced[id(factor.hyperedge)])
 
     def own(self, cls: int) -> np.ndarray:
         """Return, for every option of a class, the priced seconds and bytes of all its copies."""
         return own_cost(self.problem, cls, self.prices, self.reruns)
 
-    def modes(self, hub: HubPrices) -> list[PricedMode]:
-        """Return the ways to serve one copy of a hub at the prices of the dual."""
-        return hub.modes(self.prices, self.keep_parameters, self.reruns)
+    def modes(self, hyperedge: HyperedgePrices) -> list[PricedMode]:
+        """Return the ways to serve one copy of a hyperedge at the prices of the dual."""
+        return hyperedge.modes(self.prices, self.keep_parameters, self.reruns)
 
     def strategies(self, choice: dict[int, int]) -> dict[int, int]:
         """Return the strategies of a choice, without what runs again."""
@@ -168,7 +174,7 @@ class Dual:
                     end.message = end.message - end.side.smallest(theta)
 
     def bound(self) -> float:
-        """Return the sum of the minima of all classes and hubs: no plan costs less."""
+        """Return the sum of the minima of all classes and hyperedges: no plan costs less."""
         return sum(float(self._collected(i).min()) for i in range(len(self.classes))) + sum(
             f.smallest() for f in self.factors
         )
@@ -188,8 +194,8 @@ class Dual:
         return self.bound(), reduced
 
     def round(self) -> dict[int, int]:
-        """Return a choice by class: in order, each the best given the classes before it and what the hubs know of those
-        after."""
+        """Return a choice by class: in order, each the best given the classes before it and what the hyperedges know of
+        those after."""
         before = [[end.message for _, end in ends] for ends in self.ends]
         chosen: dict[int, int] = {}
         for i, cls in enumerate(self.classes):

@@ -1,9 +1,9 @@
-"""The payments of a hub in the dual, minimized exactly over the layouts of its consumers.
+"""The payments of a hyperedge in the dual, minimized exactly over the layouts of its consumers.
 
-A hub with n consumers is minimized over all ways of sharing payments: for a fixed layout p of the producer, consumers
-that take the same q form a block, so the minimum is over partitions of the consumers into blocks, min_q (cost(p, q) +
-what the block's consumers add). A producer that may run again has its layouts twice, once as it runs once; so has a
-forward consumer that may run again, which then reads in both phases.
+A hyperedge with n consumers is minimized over all ways of sharing payments: for a fixed layout p of the producer,
+consumers that take the same q form a block, so the minimum is over partitions of the consumers into blocks, min_q
+(cost(p, q) + what the block's consumers add). A producer that may run again has its layouts twice, once as it runs
+once; so has a forward consumer that may run again, which then reads in both phases.
 
 Sweeps call these functions hundreds of thousands of times on small arrays: they spare calls, not flops.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..objective.modes import BACKWARD, BOTH, FORWARD
-from .hyperedges import HubPrices, PricedMode
+from .hyperedges import HyperedgePrices, PricedMode
 
 IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 _least = np.minimum.reduce
@@ -83,13 +83,19 @@ class _Block:
 
 
 class Factor:
-    """The payments of a hub with one producer and a few consumers: the cheapest of its modes."""
+    """The payments of a hyperedge with one producer and a few consumers: the cheapest of its modes."""
 
     def __init__(
-        self, hub: HubPrices, sources: np.ndarray, universe: np.ndarray, scale: float, tail: End, heads: list[End]
+        self,
+        hyperedge: HyperedgePrices,
+        sources: np.ndarray,
+        universe: np.ndarray,
+        scale: float,
+        tail: End,
+        heads: list[End],
     ):
-        self.hub, self.sources, self.universe, self.scale, self.tail, self.heads = (
-            hub,
+        self.hyperedge, self.sources, self.universe, self.scale, self.tail, self.heads = (
+            hyperedge,
             sources,
             universe,
             scale,
@@ -102,10 +108,10 @@ class Factor:
         self.others = {id(head): [h for h in heads if h is not head] for head in heads}
 
     def price(self, modes: list[PricedMode]) -> None:
-        """Take over the part of a hub's prices that is allowed, times its share of the copies. Where others of the
-        hub's consumers are in other factors, a block costs no more than with these: what both phases read may be
-        cheaper than what one does."""
-        if len(self.heads) < len(self.hub.hub.consumers):
+        """Take over the part of a hyperedge's prices that is allowed, times its share of the copies. Where others of
+        the hyperedge's consumers are in other factors, a block costs no more than with these: what both phases read may
+        be cheaper than what one does."""
+        if len(self.heads) < len(self.hyperedge.hyperedge.consumers):
             modes = [
                 PricedMode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes
             ]

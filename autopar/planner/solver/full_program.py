@@ -43,7 +43,12 @@ def solve(run: Run, is_limited: bool) -> Solution | None:
     peaks = [replace(corners[0], byte_seconds=1.0 / solver.room_bytes, gradients=g) for g in (gradients, 1.0)]
     reruns = solver.blocks.reruns if is_limited else ()
     program = Program(
-        run.problem, solver.hubs, run.allowed, [*corners, *(peaks if is_limited else ())], run.restriction.keep, reruns
+        run.problem,
+        solver.hyperedges,
+        run.allowed,
+        [*corners, *(peaks if is_limited else ())],
+        run.restriction.keep,
+        reruns,
     )
     costs = program.costs()
     if is_limited:

@@ -1,8 +1,8 @@
-"""Hubs: a tensor with all its uses. Each layout that any of them wants is paid for once.
+"""Hyperedges: a tensor with all its uses. Each layout that any of them wants is paid for once.
 
-Hubs of one producer class with the same consumer classes are copies of each other. How a tensor is served is said in
-autopar/planner/objective/modes.py; here its modes are priced for all layouts at once. If its producer runs again in the
-backward, a tensor is there without being saved; a forward consumer that runs again reads in both phases.
+Hyperedges of one producer class with the same consumer classes are copies of each other. How a tensor is served is said
+in autopar/planner/objective/modes.py; here its modes are priced for all layouts at once. If its producer runs again in
+the backward, a tensor is there without being saved; a forward consumer that runs again reads in both phases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..problem.problem import Problem
 
 
 @dataclass(frozen=True)
-class Hub:
+class Hyperedge:
     """Copies of one tensor pattern: producer class and output, consumers as (class, slot, phase)."""
 
     producer: int
@@ -29,15 +29,15 @@ class Hub:
     example: tuple[int, int]  # one member tensor
 
 
-def hubs_of(problem: Problem) -> list[Hub]:
-    """Return the hubs of a problem, those that are copies of each other as one."""
+def hyperedges_of(problem: Problem) -> list[Hyperedge]:
+    """Return the hyperedges of a problem, those that are copies of each other as one."""
     members: dict[tuple, list[tuple[int, int]]] = {}
     for tensor, uses in problem.uses_of.items():
         cls = problem.vertices[tensor[0]].cls
         found = {(problem.vertices[use.consumer].cls, use.slot, use.phase) for use in uses}
         members.setdefault((cls, tensor[1], tuple(sorted(found))), []).append(tensor)
     copies = problem.copies(problem.half)
-    return [Hub(cls, o, found, sum(copies[v] for v, _ in t), t[0]) for (cls, o, found), t in members.items()]
+    return [Hyperedge(cls, o, found, sum(copies[v] for v, _ in t), t[0]) for (cls, o, found), t in members.items()]
 
 
 @dataclass
@@ -50,28 +50,30 @@ class PricedMode:
     block: dict[int, np.ndarray]
 
 
-class HubPrices:
-    """Layouts and prices of one hub for all strategies of its classes. `source_of[k]`: number of the layout in which
-    strategy k of the producer hands the tensor out; `target_of[i][k]`: column of the layout that strategy k of consumer
-    i wants."""
+class HyperedgePrices:
+    """Layouts and prices of one hyperedge for all strategies of its classes. `source_of[k]`: number of the layout in
+    which strategy k of the producer hands the tensor out; `target_of[i][k]`: column of the layout that strategy k of
+    consumer i wants."""
 
-    def __init__(self, problem: Problem, pricer: Pricer, hub: Hub):
-        self.problem, self.pricer, self.hub = problem, pricer, hub
+    def __init__(self, problem: Problem, pricer: Pricer, hyperedge: Hyperedge):
+        self.problem, self.pricer, self.hyperedge = problem, pricer, hyperedge
         sources: dict = {}
         targets: dict = {}
-        layouts = problem.classes[hub.producer].output_layouts(hub.output)
+        layouts = problem.classes[hyperedge.producer].output_layouts(hyperedge.output)
         self.source_of = np.array([sources.setdefault(layout, len(sources)) for layout in layouts])
         self.target_of = [
             np.array([targets.setdefault(layout, len(targets)) for layout in problem.classes[cls].layouts(slot)])
-            for cls, slot, _ in hub.consumers
+            for cls, slot, _ in hyperedge.consumers
         ]
         self.sources, self.targets = tuple(sources), tuple(targets)
-        self.phases = [BACKWARD if phase == "backward" else FORWARD for _, _, phase in hub.consumers]
-        self.vertex = problem.vertices[hub.example[0]]
-        slots = [slot for _, slot, _ in hub.consumers]
-        self.is_hidden = pricer.is_bucketed(hub.example[0], slots)
-        self.seconds = pricer.matrix(self.sources, self.targets, problem.tensor_bytes[hub.example], self.is_hidden)
-        times = [pricer.times(hub.example[0], slots, p) for p in self.sources]
+        self.phases = [BACKWARD if phase == "backward" else FORWARD for _, _, phase in hyperedge.consumers]
+        self.vertex = problem.vertices[hyperedge.example[0]]
+        slots = [slot for _, slot, _ in hyperedge.consumers]
+        self.is_hidden = pricer.is_bucketed(hyperedge.example[0], slots)
+        self.seconds = pricer.matrix(
+            self.sources, self.targets, problem.tensor_bytes[hyperedge.example], self.is_hidden
+        )
+        times = [pricer.times(hyperedge.example[0], slots, p) for p in self.sources]
         self.seconds = self.seconds * (np.array(times) / pricer.micro_batches)[:, None]
         self.is_possible = np.isfinite(self.seconds)
         self.seconds[~self.is_possible] = 0.0
@@ -79,19 +81,22 @@ class HubPrices:
         self.same_as = np.array([number.get(q, -1) for q in self.targets])  # the source that is a column's layout
         columns = np.flatnonzero(self.same_as >= 0)
         self._unmoved = self.same_as[columns], columns  # where a column is the producer's own layout
-        self._copy_bytes = np.tile([pricer.local_bytes(*hub.example, q) for q in self.targets], (len(self.sources), 1))
+        self._copy_bytes = np.tile(
+            [pricer.local_bytes(*hyperedge.example, q) for q in self.targets], (len(self.sources), 1)
+        )
         self._copy_bytes[self._unmoved] = 0.0
-        self._base_bytes = np.array([pricer.local_bytes(*hub.example, p) for p in self.sources])
+        self._base_bytes = np.array([pricer.local_bytes(*hyperedge.example, p) for p in self.sources])
 
     def modes(self, prices: Prices, keep_parameters: bool | None, reruns: Collection[int] = ()) -> list[PricedMode]:
-        """Return the modes in which one copy of the hub may be served, at these prices. `keep_parameters` says whether
-        gathered parameters are kept for the backward (None: as prices say); classes of `reruns` may run again."""
+        """Return the modes in which one copy of the hyperedge may be served, at these prices. `keep_parameters` says
+        whether gathered parameters are kept for the backward (None: as prices say); classes of `reruns` may run
+        again."""
         weights = ((prices.hidden(phase) if self.is_hidden else 1.0) for phase in ("forward", "backward"))
         early, late = (np.where(self.is_possible, self.seconds * weight, np.inf) for weight in weights)
         is_priced, is_parameter = prices.saved and waits(self.vertex), self.vertex.kind == "parameter"
         held = prices.byte_seconds * self._copy_bytes if is_priced else 0.0
         base = np.zeros((2, len(self.sources)))
-        is_read_late = BACKWARD in self.phases or any(cls in reruns for cls, _, _ in self.hub.consumers)
+        is_read_late = BACKWARD in self.phases or any(cls in reruns for cls, _, _ in self.hyperedge.consumers)
         if is_priced and is_read_late and not is_parameter:
             base[0] = prices.byte_seconds * self._base_bytes
         priced = []

@@ -1,10 +1,11 @@
 """The integer program: one strategy for every class, flows of layouts on every use, one payment for every copy.
 
 Its sets, variables and rows are in autopar/planner/problem/__init__.py; what a copy costs comes from the modes in which
-its tensor may be served (autopar/planner/objective/modes.py). A hub is a tensor with all its uses; hubs of one producer
-class with the same consumer classes are copies of each other. Only the strategies are integer: the flow polytope is
-integral in all but pathological cases, so the linear relaxation is the bound that certifies the plan. At given prices of
-memory and of hidden communication the program has no row that couples all classes and would break that structure.
+its tensor may be served (autopar/planner/objective/modes.py). A hyperedge is a tensor with all its uses; hyperedges of
+one producer class with the same consumer classes are copies of each other. Only the strategies are integer: the flow
+polytope is integral in all but pathological cases, so the linear relaxation is the bound that certifies the plan. At
+given prices of memory and of hidden communication the program has no row that couples all classes and would break that
+structure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..objective.modes import BACKWARD, BOTH, FORWARD
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .dual import own_cost
-from .hyperedges import HubPrices
+from .hyperedges import HyperedgePrices
 
 SCALE = 1e6  # objective in microseconds, well inside the solver's tolerances
 
@@ -58,9 +59,9 @@ class _Readers(dict):
 
 @dataclass(frozen=True)
 class _Costs:
-    """What serving all copies of a hub costs, with a first axis for the prices: of a copy that is made in the forward,
-    in the backward, or for both, of what `kept` ones cost more than they did in the forward, and of the tensor itself
-    (`base`) where it waits."""
+    """What serving all copies of a hyperedge costs, with a first axis for the prices: of a copy that is made in the
+    forward, in the backward, or for both, of what `kept` ones cost more than they did in the forward, and of the tensor
+    itself (`base`) where it waits."""
 
     early: np.ndarray
     late: np.ndarray
@@ -69,17 +70,19 @@ class _Costs:
     base: np.ndarray
 
     @classmethod
-    def of(cls, hub: HubPrices, prices: Sequence[Prices], keep: bool | None, reruns: Collection[int]) -> _Costs:
-        """Read the costs of a hub off its modes: those of kept copies off the first, which may save no base, all others
-        off the last, which does."""
-        modes = [hub.modes(p, keep, reruns) for p in prices]
+    def of(
+        cls, hyperedge: HyperedgePrices, prices: Sequence[Prices], keep: bool | None, reruns: Collection[int]
+    ) -> _Costs:
+        """Read the costs of a hyperedge off its modes: those of kept copies off the first, which may save no base, all
+        others off the last, which does."""
+        modes = [hyperedge.modes(p, keep, reruns) for p in prices]
 
         def stacked(mode: int, phases: int) -> np.ndarray:
             block = np.stack([found[mode].block[phases] for found in modes])
-            return np.where(hub.is_possible, block, 0.0) * hub.hub.copies
+            return np.where(hyperedge.is_possible, block, 0.0) * hyperedge.hyperedge.copies
 
         early = stacked(-1, FORWARD)
-        base = np.stack([found[-1].base[0] for found in modes]) * hub.hub.copies
+        base = np.stack([found[-1].base[0] for found in modes]) * hyperedge.hyperedge.copies
         return cls(early, stacked(-1, BACKWARD), stacked(-1, BOTH), stacked(0, BOTH) - early, base)
 
     @property
@@ -99,7 +102,7 @@ class Program:
     def __init__(
         self,
         problem: Problem,
-        hubs: Sequence[HubPrices],
+        hyperedges: Sequence[HyperedgePrices],
         allowed: dict[int, np.ndarray],
         prices: Sequence[Prices],
         keep_parameters: bool | None = None,
@@ -120,10 +123,10 @@ class Program:
         self.variables = self.constraints = 0
         self._one_hot()
         self.binaries = self.variables
-        for hub in hubs:
+        for hyperedge in hyperedges:
             if self.variables > most_variables:
                 break
-            self._hub(hub)
+            self._hyperedge(hyperedge)
 
     # assembly
 
@@ -185,19 +188,21 @@ class Program:
         flow[p, q] = variables
         return flow
 
-    def _hub(self, priced: HubPrices) -> None:
-        """Add the flows of a hub, and what its modes say about them."""
-        hub = priced.hub
-        p, again, source_of = self._ends(hub.producer, priced.source_of)
+    def _hyperedge(self, priced: HyperedgePrices) -> None:
+        """Add the flows of a hyperedge, and what its modes say about them."""
+        hyperedge = priced.hyperedge
+        p, again, source_of = self._ends(hyperedge.producer, priced.source_of)
         readers = {FORWARD: _Readers(), BACKWARD: _Readers()}
-        for i, (cls, _, _) in enumerate(hub.consumers):
+        for i, (cls, _, _) in enumerate(hyperedge.consumers):
             q, late, target_of = self._ends(cls, priced.target_of[i])
-            flow = self._flow(hub.producer, source_of, cls, target_of, priced.is_possible[np.ix_(p, q)])
+            flow = self._flow(hyperedge.producer, source_of, cls, target_of, priced.is_possible[np.ix_(p, q)])
             phases = priced.phases[i] | np.where(late, BACKWARD, 0)
             for phase, found in readers.items():
                 found.add(p, q, np.where(phases & phase, flow, -1), priced.same_as)
         made_again = {
-            layout: (self.first[hub.producer] + np.flatnonzero(again[source_of] & (p[source_of] == layout))).tolist()
+            layout: (
+                self.first[hyperedge.producer] + np.flatnonzero(again[source_of] & (p[source_of] == layout))
+            ).tolist()
             for layout in p.tolist()
         }
         self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, made_again)

@@ -1,8 +1,8 @@
 """The exact priced cost of a choice by class, and a local search on it.
 
-The cost is that of the integer program: copies times what a class costs itself, plus for every hub the cheapest way to
-serve one copy times the copies. Changing one class touches only its own hubs; for all strategies of a class at once
-these are a few rows and columns of matrices.
+The cost is that of the integer program: copies times what a class costs itself, plus for every hyperedge the cheapest
+way to serve one copy times the copies. Changing one class touches only its own hyperedges; for all strategies of a
+class at once these are a few rows and columns of matrices.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ import numpy as np
 from ..objective.modes import BACKWARD
 from .dual import Dual
 from .factor import IMPOSSIBLE_SECONDS
-from .hyperedges import HubPrices, PricedMode, served
+from .hyperedges import HyperedgePrices, PricedMode, served
 
 
-class Tied:
+class LocalSearch:
     """Prices choices of the classes of a Dual's problem at the dual's prices."""
 
     def __init__(self, dual: Dual):
         self.dual, self.problem = dual, dual.problem
         self.own = {cls: dual.own(cls) for cls in dual.classes}
-        self.modes: list[list[PricedMode]] = [dual.modes(hub) for hub in dual.hubs]
-        self.hubs_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
-        for number, hub in enumerate(dual.hubs):
-            for cls in dict.fromkeys([hub.hub.producer, *(c for c, _, _ in hub.hub.consumers)]):
-                self.hubs_of_class[cls].append(number)
+        self.modes: list[list[PricedMode]] = [dual.modes(hyperedge) for hyperedge in dual.hyperedges]
+        self.hyperedges_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
+        for number, hyperedge in enumerate(dual.hyperedges):
+            for cls in dict.fromkeys([hyperedge.hyperedge.producer, *(c for c, _, _ in hyperedge.hyperedge.consumers)]):
+                self.hyperedges_of_class[cls].append(number)
 
     def objective(self, choice: dict[int, int]) -> float:
         """Return the priced cost of a choice of options by class."""
         total = sum(float(self.own[cls][k]) for cls, k in choice.items())
-        return total + sum(self._hub(number, choice) for number in range(len(self.dual.hubs)))
+        return total + sum(self._hyperedge(number, choice) for number in range(len(self.dual.hyperedges)))
 
-    def _places(self, hub: HubPrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
+    def _places(self, hyperedge: HyperedgePrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
         """Return the row of the producer and whether it runs again, the columns of the consumers and the phases in
         which they read."""
-        again, k = divmod(choice[hub.hub.producer], len(hub.source_of))
+        again, k = divmod(choice[hyperedge.hyperedge.producer], len(hyperedge.source_of))
         columns, phases = [], []
-        for (cls, _, _), target_of, phase in zip(hub.hub.consumers, hub.target_of, hub.phases):
+        for (cls, _, _), target_of, phase in zip(hyperedge.hyperedge.consumers, hyperedge.target_of, hyperedge.phases):
             is_late, strategy = divmod(choice[cls], len(target_of))
             columns.append(int(target_of[strategy]))
             phases.append(phase | BACKWARD if is_late else phase)
-        return int(hub.source_of[k]), again, columns, phases
+        return int(hyperedge.source_of[k]), again, columns, phases
 
-    def _hub(self, number: int, choice: dict[int, int]) -> float:
-        hub = self.dual.hubs[number]
-        source, again, columns, phases = self._places(hub, choice)
-        return hub.hub.copies * float(served(self.modes[number], source, columns, phases, again))
+    def _hyperedge(self, number: int, choice: dict[int, int]) -> float:
+        hyperedge = self.dual.hyperedges[number]
+        source, again, columns, phases = self._places(hyperedge, choice)
+        return hyperedge.hyperedge.copies * float(served(self.modes[number], source, columns, phases, again))
 
-    def _hub_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
-        """Return the cost of a hub for every option of one of its classes, the others as they are chosen."""
-        hub, modes, runs = self.dual.hubs[number], self.modes[number], 2 if cls in self.dual.reruns else 1
-        mine = [i for i, (c, _, _) in enumerate(hub.hub.consumers) if c == cls]
-        source, again, columns, phases = self._places(hub, choice)
-        if hub.hub.producer == cls and not mine:
-            every = np.arange(len(hub.sources))
-            return hub.hub.copies * np.concatenate(
-                [served(modes, every, columns, phases, late)[hub.source_of] for late in range(runs)]
+    def _hyperedge_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
+        """Return the cost of a hyperedge for every option of one of its classes, the others as they are chosen."""
+        hyperedge, modes, runs = self.dual.hyperedges[number], self.modes[number], 2 if cls in self.dual.reruns else 1
+        mine = [i for i, (c, _, _) in enumerate(hyperedge.hyperedge.consumers) if c == cls]
+        source, again, columns, phases = self._places(hyperedge, choice)
+        if hyperedge.hyperedge.producer == cls and not mine:
+            every = np.arange(len(hyperedge.sources))
+            return hyperedge.hyperedge.copies * np.concatenate(
+                [served(modes, every, columns, phases, late)[hyperedge.source_of] for late in range(runs)]
             )
-        if hub.hub.producer != cls and len(mine) == 1:
+        if hyperedge.hyperedge.producer != cls and len(mine) == 1:
             i, values = mine[0], []
             for late in range(runs):
-                phases[i] = hub.phases[i] | BACKWARD if late else hub.phases[i]
-                values.append(_by_column(modes, source, again, columns, phases, i)[hub.target_of[i]])
-            return hub.hub.copies * np.concatenate(values)
+                phases[i] = hyperedge.phases[i] | BACKWARD if late else hyperedge.phases[i]
+                values.append(_by_column(modes, source, again, columns, phases, i)[hyperedge.target_of[i]])
+            return hyperedge.hyperedge.copies * np.concatenate(values)
         values, here = [], choice[cls]
         for option in range(len(self.own[cls])):
             choice[cls] = option
-            values.append(self._hub(number, choice))
+            values.append(self._hyperedge(number, choice))
         choice[cls] = here
         return np.array(values)
 
@@ -83,8 +83,10 @@ class Tied:
                 if len(options) == 1:
                     continue
                 values = self.own[cls].copy()
-                for number in self.hubs_of_class[cls]:
-                    values += np.minimum(self._hub_of(number, cls, choice), IMPOSSIBLE_SECONDS)  # one less is better
+                for number in self.hyperedges_of_class[cls]:
+                    values += np.minimum(
+                        self._hyperedge_of(number, cls, choice), IMPOSSIBLE_SECONDS
+                    )  # one less is better
                 best = int(options[values[options].argmin()])
                 if values[best] < values[choice[cls]] - 1e-15 - 1e-12 * abs(values[best]):
                     choice[cls], changed = best, True

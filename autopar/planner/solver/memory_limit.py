@@ -26,7 +26,7 @@ from .cutting_planes import FIRST_PRICE
 from .dual import Dual
 from .ilp import Solution
 from .interpolate import between, keep_copies, mix
-from .local_search import Tied
+from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
 from .search import Outcome, Run
 
@@ -104,7 +104,7 @@ class WithinLimit:
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[2] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
-        dual = Dual(self.problem, self.solver.hubs, run.allowed, free, run.restriction.keep, reruns)
+        dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         for _ in range(MOST_PRICES):
             point, doubt, met = cuts.highest(self.bound)
             if doubt <= SMALL_DOUBT or cuts.is_known(point) or self._is_near():
@@ -185,7 +185,9 @@ class WithinLimit:
 
         def seconds(at: np.ndarray) -> float:
             dual.price(self._prices(free, at))
-            return Tied(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.solver.room_bytes
+            return (
+                LocalSearch(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.solver.room_bytes
+            )
 
         here = seconds(point)
         return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])

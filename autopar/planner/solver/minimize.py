@@ -15,7 +15,7 @@ import numpy as np
 
 from .dual import Dual
 from .ilp import Program, Solution
-from .local_search import Tied
+from .local_search import LocalSearch
 
 DUAL, ILP = "dual", "ilp"
 
@@ -49,7 +49,7 @@ class BeyondCutoff(Exception):
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
     """Return the best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on
     it. `starts` are choices to do at least as well as; those that are not allowed are left out."""
-    tied = Tied(dual)
+    tied = LocalSearch(dual)
     pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in dual.strategies(s).items())]
     best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
     bound = last = -np.inf
@@ -79,7 +79,7 @@ def _is_near(best: Solution, bound: float, gap: float) -> bool:
     return best.objective < math.inf and best.objective - bound <= gap * abs(best.objective)
 
 
-def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
+def _finish(dual: Dual, tied: LocalSearch, best: Solution, pool: Sequence[dict[int, int]], search: Search) -> Solution:
     """Return the best of what is promising, by an integer program, and of all that can still be better, if those are
     few. The program knows no recomputation."""
     if dual.reruns or not search.largest_program:
@@ -105,7 +105,9 @@ def _finish(dual: Dual, tied: Tied, best: Solution, pool: Sequence[dict[int, int
     return Solution(winner, min(value, best.objective), min(bound, value, best.objective))
 
 
-def _promising(dual: Dual, tied: Tied, best: Solution, pool, reduced: list[np.ndarray], search: Search) -> Solution:
+def _promising(
+    dual: Dual, tied: LocalSearch, best: Solution, pool, reduced: list[np.ndarray], search: Search
+) -> Solution:
     """Return the best choice among strategies of the pool and those of least reduced cost, as many as a program can
     take."""
     found = [sorted({choice[cls] for choice in pool}) for cls in dual.classes]
@@ -136,5 +138,5 @@ def _program(dual: Dual, best: Solution, keep: list[np.ndarray], most_variables:
         mask[index[chosen]] = True
         mask[best.choice[cls]] = True
         remaining[cls] = mask
-    return Program(dual.problem, dual.hubs, remaining, [dual.prices], dual.keep_parameters,
+    return Program(dual.problem, dual.hyperedges, remaining, [dual.prices], dual.keep_parameters,
                    most_variables=most_variables)  # fmt: skip

@@ -61,7 +61,7 @@ class Run:
         self.found = list(starts)
         self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
-        self.dual = Dual(solver.problem, solver.hubs, allowed, solver.free, restriction.keep)
+        self.dual = Dual(solver.problem, solver.hyperedges, allowed, solver.free, restriction.keep)
         self.prices = solver.free
         least = 1.0 - solver.free.overlap
         self.cuts = Cuts((least, least, 0.0), (1.0, 1.0, 0.0))
@@ -144,7 +144,7 @@ class Run:
         where the one prices what cannot be made again, the other everything."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
-        dual = Dual(self.problem, self.solver.hubs, self.allowed, prices, self.restriction.keep, blocks.reruns)
+        dual = Dual(self.problem, self.solver.hyperedges, self.allowed, prices, self.restriction.keep, blocks.reruns)
         choice = dual.strategies(minimize(dual, self.found, self.search).choice)
         last = self.solver.settled(self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
         least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)

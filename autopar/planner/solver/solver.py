@@ -19,7 +19,7 @@ from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from ..problem.recipes import Restriction
-from .hyperedges import HubPrices, hubs_of
+from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
 from .search import Outcome, Run, Starts
@@ -36,7 +36,7 @@ class Solver:
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report, self.blocks = search, report, Blocks(problem, pricer)
-        self.hubs = [HubPrices(problem, pricer, hub) for hub in hubs_of(problem)]
+        self.hyperedges = [HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)]
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
@@ -51,8 +51,8 @@ class Solver:
         return Run(self, restriction, self.allowed(restriction, pins), self.search, starts)
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Outcome:
-        """Return the fastest plan that fits; for `starts` see `run`. Raise MemoryInfeasibleError with what is missing if
-        none does, and BeyondCutoff if none takes less than the cutoff."""
+        """Return the fastest plan that fits; for `starts` see `run`. Raise MemoryInfeasibleError with what is missing
+        if none does, and BeyondCutoff if none takes less than the cutoff."""
         run = self.run(restriction, pins, starts)
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
-from autopar.planner.objective.checkpoint_min_cut import FULL, SELECTIVE, Moves, Remake
+from autopar.planner.objective.checkpoint_min_cut import FULL, SELECTIVE, Moves, Rematerialization
 from autopar.planner.problem.multipliers import Prices
 
 from .planning import Instance, toy
@@ -28,10 +28,10 @@ def evaluated(model: str, mesh: str, strategy: str | None, keep: bool | None = N
     return instance, instance.evaluate(instance.minimize(prices, keep).choice, prices, keep)
 
 
-def remakes(instance: Instance, e, prices: Prices = Prices()) -> list[Remake]:
+def rematerializations(instance: Instance, e, prices: Prices = Prices()) -> list[Rematerialization]:
     blocks = Blocks(instance.problem, instance.pricer)
     moves = Moves(e, blocks)
-    return [Remake(blocks, e, block, moves, prices) for block in blocks.members]
+    return [Rematerialization(blocks, e, block, moves, prices) for block in blocks.members]
 
 
 @pytest.mark.sampled(6)
@@ -41,17 +41,17 @@ def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
     """Against all sets of a small block, and against random ones of a larger."""
     instance, e = evaluated(model, mesh, strategy, keep)
     rng = random.Random(0)
-    for remake in remakes(instance, e):
-        full = sorted(remake.at(FULL))
+    for rematerialization in rematerializations(instance, e):
+        full = sorted(rematerialization.at(FULL))
         if len(full) <= 10:
             others = [frozenset(s) for n in range(len(full) + 1) for s in itertools.combinations(full, n)]
         else:
             others = [frozenset(rng.sample(full, rng.randint(0, len(full)))) for _ in range(300)]
-        chain = [frozenset(), *(made for _, made in remake.chain())]
-        others += [*chain, remake.at(SELECTIVE)]
-        costs = [remake.cost(made) for made in others]
+        chain = [frozenset(), *(made for _, made in rematerialization.chain())]
+        others += [*chain, rematerialization.at(SELECTIVE)]
+        costs = [rematerialization.cost(made) for made in others]
         for low, high in itertools.pairwise(chain):
-            (seconds, bytes_), (more, fewer) = remake.cost(low), remake.cost(high)
+            (seconds, bytes_), (more, fewer) = rematerialization.cost(low), rematerialization.cost(high)
             assert low < high and more >= seconds
             if fewer >= bytes_:  # the whole block needs more than it saves
                 continue
@@ -93,7 +93,10 @@ def test_dear_compute_or_dear_links_change_what_is_made_again():
     gathers, computes = [], []
     for hidden in (0.1, 1.0):
         prices = Prices(hidden_forward=hidden, hidden_backward=hidden, overlap=0.9)
-        first = [remake.steps(remake.chain())[:2] for remake in remakes(instance, e, prices)]
+        first = [
+            rematerialization.steps(rematerialization.chain())[:2]
+            for rematerialization in rematerializations(instance, e, prices)
+        ]
         gathers.append(sum(len(step.moved) for steps in first for step in steps))
         computes.append(sum(len(step.again) for steps in first for step in steps))
     assert gathers[0] > gathers[1] and computes[0] < computes[1]
@@ -101,10 +104,13 @@ def test_dear_compute_or_dear_links_change_what_is_made_again():
 
 def test_cheap_ops_are_selective():
     instance, e = evaluated(GPT, "tp=2", "megatron_sp")
-    for remake in remakes(instance, e):
+    for rematerialization in rematerializations(instance, e):
         names = {
-            instance.problem.vertices[remake.elements[i]].node.target._overloadpacket.__name__
-            for i in remake.at(SELECTIVE)
+            instance.problem.vertices[rematerialization.elements[i]].node.target._overloadpacket.__name__
+            for i in rematerialization.at(SELECTIVE)
         }
         assert "native_layer_norm" in names and not names & {"linear", "attention"}
-        assert remake.at(SELECTIVE) <= remake.at(FULL) and block_of(remake.block) == remake.block
+        assert (
+            rematerialization.at(SELECTIVE) <= rematerialization.at(FULL)
+            and block_of(rematerialization.block) == rematerialization.block
+        )

@@ -14,8 +14,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.stage_placement import Places
 from autopar.models import registry
 from autopar.passes.pipeline.micro_batch import micro_batch
-from autopar.planner.pipeline import segments as places_and_pieces
-from autopar.planner.pipeline.evaluate import besides, judge
+from autopar.planner.pipeline import segments as segments_module
+from autopar.planner.pipeline.evaluate import besides, evaluate_pipeline
 from autopar.planner.pipeline.segments import chain
 from autopar.planner.pipeline.stage_costs import INPUT, WEIGHT, Part, Parts
 from autopar.planner.plan import PlanOptions, search, solvers_of
@@ -46,7 +46,7 @@ def chain_of(found, stages: int = 2):
     {"micro_batches": 1, "strategy": "zero2"}, {"hardware": load("h100")},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("model", [GPT, "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16"])
-def test_pieces_add_up_to_the_plan(model, options):
+def test_segments_add_up_to_the_plan(model, options):
     graph = captured(model)
     if options.get("precision"):
         graph = api.trace(*registry.build(model, batch=8, seq=16, device="meta"), precision="bf16")
@@ -68,24 +68,24 @@ def test_pieces_add_up_to_the_plan(model, options):
 
 def test_equal_blocks_are_equal_pieces_cut_beside_attention_and_mlp(monkeypatch):
     plan = planned("gpt:hidden=32,layers=6,heads=4,vocab=64,seq=16")
-    fine = chain_of(plan, stages=3)  # few pieces for three stages: blocks may be cut inside too
-    monkeypatch.setattr(places_and_pieces, "ENOUGH", 1)
+    fine = chain_of(plan, stages=3)  # few segments for three stages: blocks may be cut inside too
+    monkeypatch.setattr(segments_module, "ENOUGH", 1)
     found = chain_of(plan, stages=3)
     assert {*found.starts} < {*fine.starts}
-    least = max(piece.boundary_bytes for piece in found.pieces)
+    least = max(segment.boundary_bytes for segment in found.segments)
     assert all(
-        piece.boundary_bytes >= least for name, piece in zip(fine.starts, fine.pieces) if name not in found.starts
+        segment.boundary_bytes >= least for name, segment in zip(fine.starts, fine.segments) if name not in found.starts
     )
-    kinds = [piece.kind for piece in found.pieces]
+    kinds = [segment.kind for segment in found.segments]
     assert len(kinds) == 2 * 6 + 1 and len(set(kinds)) < len(kinds) - 4
     assert kinds[3:9:2].count(kinds[3]) == 3 and kinds[4:10:2].count(kinds[4]) == 3
-    assert len({piece.boundary_bytes for piece in found.pieces[:-1]}) == 1
+    assert len({segment.boundary_bytes for segment in found.segments[:-1]}) == 1
 
 
 def test_tied_embeddings_are_shared_by_the_first_and_the_last_piece():
     found = chain_of(planned(GPT, strategy="ddp"))
     (shared,) = found.shared
-    assert (shared.first, shared.second) == (0, len(found.pieces) - 1)
+    assert (shared.first, shared.second) == (0, len(found.segments) - 1)
     assert shared.bytes_ == 64 * 32 * 16
 
 
@@ -143,10 +143,12 @@ def test_stages_stand_as_far_apart_as_on_the_whole_mesh():
 
 def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
     found = planned(GPT, strategy="ddp")
-    pieces = chain_of(found, 4)
-    cuts = pieces.cuts((0, 2, 4, 6))
-    v = judge(*found.whole, found.pricer, Pipeline("pp", 2, "zbv", 4, 2, cuts), free)  # stages 0 and 3 are on rank 0
-    looped = judge(*found.whole, found.pricer, Pipeline("pp", 2, "interleaved_1f1b", 4, 2, cuts), free)
+    segments = chain_of(found, 4)
+    cuts = segments.cuts((0, 2, 4, 6))
+    v = evaluate_pipeline(
+        *found.whole, found.pricer, Pipeline("pp", 2, "zbv", 4, 2, cuts), free
+    )  # stages 0 and 3 are on rank 0
+    looped = evaluate_pipeline(*found.whole, found.pricer, Pipeline("pp", 2, "interleaved_1f1b", 4, 2, cuts), free)
     embedding = 64 * 32 * 4
     assert sum(m["parameters"] for m in looped.memory) - sum(m["parameters"] for m in v.memory) == embedding
 
@@ -175,9 +177,9 @@ def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     one, other = (
         chain(p.problem, p.evaluation, p.pricer, 4, free, prices=prices) for p in (few, every)
     )  # of few blocks alone
-    assert one.starts == other.starts and len(one.pieces) > 2 * 20
-    assert any(len(piece.levels) > 1 for piece in one.pieces) == (not asked)
-    for mine, its in zip(one.pieces, other.pieces):
+    assert one.starts == other.starts and len(one.segments) > 2 * 20
+    assert any(len(segment.levels) > 1 for segment in one.segments) == (not asked)
+    for mine, its in zip(one.segments, other.segments):
         assert len(mine.levels) == len(its.levels)
         for level, same in zip(mine.levels, its.levels):
             assert level.seconds == pytest.approx(same.seconds)
