@@ -60,7 +60,7 @@ from .utils.gc_pause import paused_collector
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """What the passes of MODEL know: the call that is captured, and how it computes (see `trace`). `around`: what
     autocast says outside of the model, on `device`."""
 
@@ -84,7 +84,7 @@ class Local:
     rank: int
 
 
-def _export(model: nn.Module, call: Call) -> Exported:
+def _export(model: nn.Module, call: ModelCall) -> Exported:
     dtype = compute_dtype(call.precision)
     with traced_as(call.device, call.around):
         return export.export(
@@ -92,12 +92,12 @@ def _export(model: nn.Module, call: Call) -> Exported:
         )
 
 
-def _explicit_casts(graph_module: fx.GraphModule, call: Call) -> None:
+def _explicit_casts(graph_module: fx.GraphModule, call: ModelCall) -> None:
     explicit_casts(graph_module, call.around, call.device)
     check_types(graph_module.graph, export.source_line)
 
 
-def _differentiate(exported: Exported, call: Call) -> Captured:
+def _differentiate(exported: Exported, call: ModelCall) -> Captured:
     if call.adapt:
         returns = exported.returns
         loss = returns.loss if returns.loss_alone else None
@@ -109,15 +109,15 @@ def _differentiate(exported: Exported, call: Call) -> Captured:
     return captured
 
 
-def _adapts(name: str, call: Call) -> bool:
+def _adapts(name: str, call: ModelCall) -> bool:
     return any(adaptation.name == name for adaptation in call.adapt)
 
 
-def _itself(call: Call) -> tuple[Call]:
+def _itself(call: ModelCall) -> tuple[ModelCall]:
     return (call,)
 
 
-def _model(call: Call) -> tuple[nn.Module]:
+def _model(call: ModelCall) -> tuple[nn.Module]:
     return (call.model,)
 
 
@@ -162,7 +162,9 @@ def trace(
     user's own. Raises CaptureError, InputError, UnsupportedOpError, AdaptError, PassError."""
     around = autocast.ambient()
     device = autocast.device_of(model, around)
-    call = Call(model, example_inputs, loss_fn, forms, precision, adapt, loss_alone, with_gradients, around, device)
+    call = ModelCall(
+        model, example_inputs, loss_fn, forms, precision, adapt, loss_alone, with_gradients, around, device
+    )
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
         captured = pass_manager.run_all(pass_manager.with_added(MODEL, passes), model, call, _check_added)
     captured.passes = tuple(passes)

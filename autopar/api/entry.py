@@ -39,8 +39,7 @@ from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
 from ..planner.plan import Planned
 from ..planner.problem.hf_tp_plan import styles_of
-from ..planner.remedies import Request as Refused
-from ..planner.remedies import with_fixes
+from ..planner.remedies import Refused, with_fixes
 from ..planner.request import PlanRequest
 from ..plans.pipeline import axis_of
 from ..plans.plan import Plan

@@ -30,7 +30,7 @@ REFERENCE_BYTES = 16 * 2**20  # global bytes at which the order of moves is chos
 
 
 @dataclass(frozen=True)
-class Step:
+class MoveStep:
     """A move with its price for a tensor of B global bytes, of which a device holds `held` * B before and sends
     `wire_fraction` * B."""
 
@@ -47,7 +47,7 @@ class Step:
 class Redistribution:
     """All steps from one layout to another; seconds(B) = latency_seconds + seconds_per_byte * B for B global bytes."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[MoveStep, ...]
 
     @cached_property
     def latency_seconds(self) -> float:
@@ -113,7 +113,7 @@ class Redistributor:
             after = _embedded(state, dims, source, core)
             wire, latency, per_byte = self.price(move.kind, move.axes, held * share)
             moved = move._replace(dim=place, to_dim=to_place)
-            steps.append(Step(moved, before, after, held * share, wire, latency, per_byte))
+            steps.append(MoveStep(moved, before, after, held * share, wire, latency, per_byte))
             before = after
         return Redistribution(tuple(steps))
 

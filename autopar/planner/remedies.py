@@ -81,7 +81,7 @@ class _Change:
 
 
 @dataclass(frozen=True)
-class Request:
+class Refused:
     """What was asked for and did not fit: the call of a whole batch, on a mesh without stages. `adapts`: whether there
     are adaptations already. `retrace` traces the model again with more adaptations."""
 
@@ -105,7 +105,7 @@ class Request:
 
 
 def with_fixes(
-    error: MemoryInfeasibleError, request: Request, report: Callable[[str], None] = lambda text: None
+    error: MemoryInfeasibleError, request: Refused, report: Callable[[str], None] = lambda text: None
 ) -> MemoryInfeasibleError:
     """Return the refusal of a request with what would fit instead, cheapest first, and after that what would not,
     nearest first."""
@@ -157,7 +157,7 @@ def _searched(mesh: Mesh, captured: Captured, options: plan.PlanOptions) -> plan
     return plan.search(captured, mesh, options, solvers=solvers)
 
 
-def _changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[str, Iterator[_Change]]]:
+def _changes(error: MemoryInfeasibleError, request: Refused) -> Iterator[tuple[str, Iterator[_Change]]]:
     """Iterate over kinds of change, each as steps of which a later one gains more memory."""
     yield "recomputation", _recomputation(request)
     yield "strategy", _free_strategy(request)
@@ -167,13 +167,13 @@ def _changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[s
     yield "adapters", _adapters(request)
 
 
-def _further_changes(error: MemoryInfeasibleError, request: Request) -> Iterator[tuple[str, Iterator[_Change]]]:
+def _further_changes(error: MemoryInfeasibleError, request: Refused) -> Iterator[tuple[str, Iterator[_Change]]]:
     yield from _larger_changes(error, request, 2)
     yield "together", _together(request)
 
 
 def _larger_changes(
-    error: MemoryInfeasibleError, request: Request, times: int
+    error: MemoryInfeasibleError, request: Refused, times: int
 ) -> Iterator[tuple[str, Iterator[_Change]]]:
     """Iterate over changes by a number, `times` as large as the smallest plan seems to need."""
     for axis in request.mesh.names:
@@ -181,17 +181,17 @@ def _larger_changes(
     yield "micro-batches", _micro_batches(error, request, times)
 
 
-def _recomputation(request: Request) -> Iterator[_Change]:
+def _recomputation(request: Refused) -> Iterator[_Change]:
     if request.options.recompute != fixed_recompute.AUTO:
         yield request.change('recompute="auto"', "--recompute auto", recompute=fixed_recompute.AUTO)
 
 
-def _free_strategy(request: Request) -> Iterator[_Change]:
+def _free_strategy(request: Refused) -> Iterator[_Change]:
     if ALIASES.get(request.options.strategy, request.options.strategy):
         yield request.change('strategy="auto"', "--strategy auto", strategy=None)
 
 
-def _higher_stages(request: Request) -> Iterator[_Change]:
+def _higher_stages(request: Refused) -> Iterator[_Change]:
     """Iterate over the higher stages of ZeRO; with a tensor-parallel strategy they are for its data axes."""
     name = ALIASES.get(request.options.strategy, request.options.strategy) or ""
     tensor, plus, data = name.rpartition("+")
@@ -202,12 +202,12 @@ def _higher_stages(request: Request) -> Iterator[_Change]:
         yield request.change(f'strategy="{strategy}"', f"--strategy {strategy}", strategy=strategy)
 
 
-def _offload(request: Request) -> Iterator[_Change]:
+def _offload(request: Refused) -> Iterator[_Change]:
     if request.options.offload == offload.NONE and request.options.hardware.host is not None:
         yield request.change(f'offload="{offload.AUTO}"', f"--offload {offload.AUTO}", offload=offload.AUTO)
 
 
-def _larger_axis(error: MemoryInfeasibleError, request: Request, axis: str, times: int) -> Iterator[_Change]:
+def _larger_axis(error: MemoryInfeasibleError, request: Refused, axis: str, times: int) -> Iterator[_Change]:
     need = sum(error.breakdown.values())
     factor = times * _power_of_two(need / (need - error.missing_bytes))
     sizes = [size_ * factor if name == axis else size_ for name, size_ in request.mesh.axis_sizes.items()]
@@ -215,7 +215,7 @@ def _larger_axis(error: MemoryInfeasibleError, request: Request, axis: str, time
     yield request.change(f'mesh="{mesh}"', f"--mesh {mesh}", mesh=mesh)
 
 
-def _micro_batches(error: MemoryInfeasibleError, request: Request, times: int) -> Iterator[_Change]:
+def _micro_batches(error: MemoryInfeasibleError, request: Refused, times: int) -> Iterator[_Change]:
     """Yield as many more micro-batches as seem to be needed; yield nothing if what does not shrink with the samples has
     no room, or if the samples cannot be divided so."""
     shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, AGAIN, PASSING))
@@ -225,7 +225,7 @@ def _micro_batches(error: MemoryInfeasibleError, request: Request, times: int) -
         yield _passes(request, factor)
 
 
-def _together(request: Request) -> Iterator[_Change]:
+def _together(request: Refused) -> Iterator[_Change]:
     """Yield a free strategy and recomputation with some micro-batches, then with as many as there can be."""
     possible = _divisions(request)
     for factor in dict.fromkeys((possible[len(possible) // 2], possible[-1]) if possible else ()):
@@ -235,7 +235,7 @@ def _together(request: Request) -> Iterator[_Change]:
         )  # fmt: skip
 
 
-def _divisions(request: Request) -> list[int]:
+def _divisions(request: Refused) -> list[int]:
     """Return the powers of two that divide the samples and leave a number that the first axis divides, if it divides
     them now."""
     samples, ways = request.samples, request.mesh.sizes[0]
@@ -243,7 +243,7 @@ def _divisions(request: Request) -> list[int]:
     return [k for k in powers if samples % k == 0 and (samples % ways or samples // k % ways == 0)]
 
 
-def _passes(request: Request, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
+def _passes(request: Refused, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
     """Return the change to `factor` times as many passes with as many times fewer samples each."""
     passes, samples = request.options.micro_batches * factor, request.samples // factor
     return request.change(
@@ -252,7 +252,7 @@ def _passes(request: Request, factor: int, arguments: str = "", flags: str = "",
     )  # fmt: skip
 
 
-def _adapters(request: Request) -> Iterator[_Change]:
+def _adapters(request: Refused) -> Iterator[_Change]:
     if not request.adapts:
         lora = LoRA(r=RANK, target_modules=ALL_LINEAR)
         yield request.change(

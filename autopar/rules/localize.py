@@ -1,6 +1,6 @@
 """Global constants in an op's arguments -> those of one device: sizes, offsets, starts and counts.
 
-LOCAL is the table: op -> function from a Call to the arguments that change, by name. Ops that are not in it take no
+LOCAL is the table: op -> function from a OpCall to the arguments that change, by name. Ops that are not in it take no
 constants that depend on the sharding.
 """
 
@@ -22,7 +22,7 @@ from .rule import Strategy
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One op on one device."""
 
     node: fx.Node
@@ -56,7 +56,7 @@ class Call:
         return local_offset(shape, self.strategy.outputs[0], self.mesh, self.coordinate, dim % len(shape))
 
 
-Localizer = Callable[[Call], dict[str, Any]]
+Localizer = Callable[[OpCall], dict[str, Any]]
 
 
 def local_call(
@@ -73,7 +73,7 @@ def local_call(
     localize = LOCAL.get(str(node.target))
     if localize is not None:
         positions = {name: i for i, name in enumerate(schema_names(node.target))}
-        for name, value in localize(Call(node, strategy, mesh, coordinate)).items():
+        for name, value in localize(OpCall(node, strategy, mesh, coordinate)).items():
             if positions[name] < len(positional):
                 positional[positions[name]] = value
             else:
@@ -91,23 +91,23 @@ def offset_of(position: int, dim: int) -> Localizer:
     return lambda call: {"offset": call.input_offset(position, dim)}
 
 
-def _embedding_dw(call: Call) -> dict[str, Any]:
+def _embedding_dw(call: OpCall) -> dict[str, Any]:
     return {"offset": call.output_offset(0), "rows": call.output()[0]}
 
 
-def _unflatten(call: Call) -> dict[str, Any]:
+def _unflatten(call: OpCall) -> dict[str, Any]:
     dim = call.arguments["dim"] % len(input_shapes(call.node)[0])
     return {"sizes": list(call.output()[dim : dim + len(call.arguments["sizes"])])}
 
 
-def _repeat(call: Call) -> dict[str, Any]:
+def _repeat(call: OpCall) -> dict[str, Any]:
     """Repeat each dim as often as the device holds copies of it."""
     source, result = call.input(0), call.output()
     source = (1,) * (len(result) - len(source)) + source
     return {"repeats": [size // max(of, 1) for size, of in zip(result, source)]}
 
 
-def _arange(call: Call) -> dict[str, Any]:
+def _arange(call: OpCall) -> dict[str, Any]:
     step = call.arguments.get("step", 1)
     start = call.arguments["start"] + step * call.output_offset(0)
     if not call.strategy.outputs[0].dims[0]:
@@ -115,31 +115,31 @@ def _arange(call: Call) -> dict[str, Any]:
     return {"start": start, "end": start + step * call.output()[0]}
 
 
-def _split(call: Call) -> dict[str, Any]:
+def _split(call: OpCall) -> dict[str, Any]:
     (dim,) = dims_of(call.arguments["dim"], len(call.output()))
     return {"split_size": call.output()[dim]}
 
 
-def _split_with_sizes(call: Call) -> dict[str, Any]:
+def _split_with_sizes(call: OpCall) -> dict[str, Any]:
     (dim,) = dims_of(call.arguments["dim"], len(call.output()))
     return {"split_sizes": [call.output(i)[dim] for i in range(len(call.strategy.outputs))]}
 
 
-def _slice(call: Call) -> dict[str, Any]:
+def _slice(call: OpCall) -> dict[str, Any]:
     return _slice_of(call, input_shapes(call.node)[0], output_shapes(call.node)[0], call.output())
 
 
-def _slice_backward(call: Call) -> dict[str, Any]:
+def _slice_backward(call: OpCall) -> dict[str, Any]:
     bounds = _slice_of(call, output_shapes(call.node)[0], input_shapes(call.node)[0], call.input(0))
     return {"input_sizes": list(call.output())} | bounds
 
 
-def _slice_scatter(call: Call) -> dict[str, Any]:
+def _slice_scatter(call: OpCall) -> dict[str, Any]:
     whole, piece = input_shapes(call.node)
     return _slice_of(call, whole, piece, call.input(1))
 
 
-def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
+def _slice_of(call: OpCall, whole: tuple[int, ...], piece: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
     """Return start and end of the local slice: a sharded piece is the i-th of equal parts, here as well as globally."""
     (dim,) = dims_of(call.arguments["dim"], len(whole))
     if local[dim] == piece[dim]:
@@ -148,7 +148,7 @@ def _slice_of(call: Call, whole: tuple[int, ...], piece: tuple[int, ...], local:
     return {"start": start, "end": start + local[dim]}
 
 
-def _drawn(call: Call) -> dict[str, Any]:
+def _drawn(call: OpCall) -> dict[str, Any]:
     """Return where this device's part of the global tensor starts, as an index into it; its steps stay the global
     ones."""
     strides = call.arguments["strides"]
@@ -156,17 +156,17 @@ def _drawn(call: Call) -> dict[str, Any]:
     return {"start": start} | ({"size": list(call.output())} if "size" in call.arguments else {})
 
 
-def _convolution(call: Call) -> dict[str, Any]:
+def _convolution(call: OpCall) -> dict[str, Any]:
     return {"groups": _groups(call, call.output()[1], output_shapes(call.node)[0][1])}
 
 
-def _convolution_backward(call: Call) -> dict[str, Any]:
+def _convolution_backward(call: OpCall) -> dict[str, Any]:
     local, whole = call.input(0)[1], input_shapes(call.node)[0][1]
     bias = {"bias_sizes": [local]} if call.arguments["bias_sizes"] else {}
     return {"groups": _groups(call, local, whole)} | bias
 
 
-def _groups(call: Call, local_channels: int, channels: int) -> int:
+def _groups(call: OpCall, local_channels: int, channels: int) -> int:
     """Return the local number of groups: several are sharded whole, with their share of the output channels; one group
     belongs to all devices."""
     groups: int = call.arguments["groups"]

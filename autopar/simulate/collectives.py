@@ -31,7 +31,7 @@ REDUCE = {
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectiveCall:
     """A rank's call of a collective: it stands at `node` with `tensor` and waits for the others of its group."""
 
     node: fx.Node
@@ -74,7 +74,7 @@ class Simulator:
 
     def _run(self, graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]]) -> list[tuple]:
         programs = [_steps(graph, values) for graph, values in zip(graphs, inputs, strict=True)]
-        waiting: dict[int, Request] = {}
+        waiting: dict[int, CollectiveCall] = {}
         outputs: dict[int, tuple] = {}
         answers: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(programs)))
         while answers:
@@ -88,7 +88,7 @@ class Simulator:
                 del waiting[rank]
         return [outputs[rank] for rank in range(len(programs))]
 
-    def _perform(self, waiting: Mapping[int, Request], outputs: Mapping[int, tuple]) -> dict[int, torch.Tensor]:
+    def _perform(self, waiting: Mapping[int, CollectiveCall], outputs: Mapping[int, tuple]) -> dict[int, torch.Tensor]:
         """Perform all collectives whose whole group has arrived, and return their results by rank."""
         answers: dict[int, torch.Tensor] = {}
         for rank, request in waiting.items():
@@ -109,7 +109,7 @@ class Simulator:
         return answers
 
 
-def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch.Tensor, tuple]:
+def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[CollectiveCall, torch.Tensor, tuple]:
     """Run a graph node by node, yield at collectives, return the outputs. Values live until their last use."""
     last_use = {}
     for node in module.graph.nodes:
@@ -128,7 +128,7 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch
         elif node.target is c10d.wait_tensor.default:
             values[node] = args[0]
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
-            values[node] = yield Request(node, args[0], args[1:-1], tuple(args[-1].split(",")))
+            values[node] = yield CollectiveCall(node, args[0], args[1:-1], tuple(args[-1].split(",")))
         else:
             values[node] = node.target(*args, **kwargs)
         for used in node.all_input_nodes:
@@ -137,7 +137,7 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[Request, torch
     return ()
 
 
-def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
+def _collective(members: Sequence[CollectiveCall]) -> tuple[list[torch.Tensor], list[float]]:
     """Return result and bytes sent of every member. Ring formulas: b is the bytes of one's input, n their number."""
     request, tensors, n = members[0], [m.tensor for m in members], len(members)
     b, op, args = bytes_of(request.tensor), request.node.target, request.args
@@ -158,7 +158,7 @@ def _collective(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[fl
     raise VerifyError(f"the simulator does not know the collective {op}", node=request.node.name)
 
 
-def _exchange(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[float]]:
+def _exchange(members: Sequence[CollectiveCall]) -> tuple[list[torch.Tensor], list[float]]:
     """Perform all_to_all_single; args are rows received from each member, then rows sent to each."""
     for receiver, request in enumerate(members):
         expected = [sender.args[1][receiver] for sender in members]
@@ -169,7 +169,7 @@ def _exchange(members: Sequence[Request]) -> tuple[list[torch.Tensor], list[floa
     return results, [sum(bytes_of(p) for j, p in enumerate(sent) if j != i) for i, sent in enumerate(pieces)]
 
 
-def _disagreement(message: str, waiting: Mapping[int, Request], ranks: Sequence[int]) -> VerifyError:
+def _disagreement(message: str, waiting: Mapping[int, CollectiveCall], ranks: Sequence[int]) -> VerifyError:
     """Return an error that lists where each rank stands; ranks at the same collective share a line."""
     places: dict[str, list[int]] = {}
     for rank in ranks:

@@ -31,7 +31,7 @@ from .collectives import Simulator, assemble
 
 
 @dataclass(frozen=True)
-class PipelineStep:
+class SimulatedStep:
     """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are
     global. `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage,
     phase), how many values it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by
@@ -63,13 +63,15 @@ class Lowered:
         )
 
 
-def simulate_pipeline(captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True) -> PipelineStep:
+def simulate_pipeline(
+    captured: Captured, plan: Plan, values: Mapping[str, Tensor], check: bool = True
+) -> SimulatedStep:
     """Run forward and backward of all micro-batches. `values`: global tensors by placeholder name of the whole graph,
     tangents included (see autopar/simulate/oracle.py). Raises VerifyError if the stages do not fit together."""
     return simulate_lowered(Lowered.of(captured, plan, check), plan, values)
 
 
-def simulate_lowered(lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]) -> PipelineStep:
+def simulate_lowered(lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]) -> SimulatedStep:
     """Run programs that are there already as `simulate_pipeline` does, in the order of the plan's schedule."""
     return _Simulation(lowered, plan, values).step()
 
@@ -99,7 +101,7 @@ class _Simulation:
         for stage in self.stages.values():
             stage.begin(self._leaf, partial(self._output, stage.program))
 
-    def step(self) -> PipelineStep:
+    def step(self) -> SimulatedStep:
         """Run all actions of the schedule and assemble the results. Raises VerifyError if a value is never received."""
         most, gradients = [0] * len(self.stages), {}
         played = sorted(play(self.plan.pipeline.orders), key=lambda event: event[2])
@@ -119,7 +121,7 @@ class _Simulation:
         simulators = [run.simulator for run in self.runs]
         calls = tuple(Counter((kind_of(op), axes) for op, axes, group in s.calls if 0 in group) for s in simulators)
         bytes_sent = tuple(s.bytes_sent for s in simulators)
-        return PipelineStep(outputs, gradients, self.buffers, tuple(most), self.links.sends, bytes_sent, calls)
+        return SimulatedStep(outputs, gradients, self.buffers, tuple(most), self.links.sends, bytes_sent, calls)
 
     def _leaf(self, node: fx.Node, i: int, at: int) -> Tensor:
         return local_part(self.parts[i][node.name], node.meta["layout"], self.mesh, self.mesh.coordinate(at))

@@ -23,7 +23,7 @@ map_leaves = fx.node.map_aggregate
 
 
 @dataclass(frozen=True)
-class Call:
+class DispatchedCall:
     """One call of a kernel; tensors among its arguments and results are stand-ins."""
 
     target: Callable
@@ -46,7 +46,7 @@ class Recorder:
     """Runs ops on stand-ins and keeps the calls."""
 
     device: str
-    calls: list[Call] = field(default_factory=list)
+    calls: list[DispatchedCall] = field(default_factory=list)
     known: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def stand_in(self, value: object):
@@ -65,7 +65,7 @@ class Recorder:
         inner = {id(outer): tensor for tensor, outer in self.known}
         return map_leaves(value, lambda x: DEVICE if isinstance(x, torch.device) else inner.get(id(x), x))
 
-    def run(self, target: Callable, args, kwargs, dtype: torch.dtype | None) -> tuple[list[Call], object]:
+    def run(self, target: Callable, args, kwargs, dtype: torch.dtype | None) -> tuple[list[DispatchedCall], object]:
         """Return (calls that an op makes, its result); under autocast to `dtype`, if that is not None."""
         args, kwargs = map_leaves((tuple(args), dict(kwargs)), self.stand_in)
         self.calls = []
@@ -78,7 +78,7 @@ class Recorder:
         with no_autocast():
             result = target(*self.plain(tuple(args)), **self.plain(dict(kwargs)))
         result = map_leaves(result, self.stand_in)
-        self.calls.append(Call(target, args, kwargs, result))
+        self.calls.append(DispatchedCall(target, args, kwargs, result))
         return result
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from ..._torch import c10d, fake_mode, rename
-from ...cost.redistribute import Move, Step
+from ...cost.redistribute import Move, MoveStep
 from ...ir.graph import bytes_of
 from ...ir.layout import chunk, local_shape
 from ...ir.mesh import Mesh
@@ -77,7 +77,7 @@ class Emitter:
         self.builder, self.mesh, self.coordinate, self.reduce_scatter = builder, mesh, coordinate, reduce_scatter
         self.call = builder.call
 
-    def __call__(self, step: Step, x: fx.Node, shape: Sequence[int], tensor: str) -> fx.Node:
+    def __call__(self, step: MoveStep, x: fx.Node, shape: Sequence[int], tensor: str) -> fx.Node:
         """Return the local value after `step`, given the one before it. `shape` is the global shape of `tensor`.
 
         It is contiguous, as every value is that a kernel makes: some backward kernels of ATen read the small tensors

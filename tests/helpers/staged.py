@@ -138,7 +138,7 @@ def random_cuts(captured: Captured, stages: int, seed: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """Of all micro-batches together; a simulated step (PipelineStep) has these fields too."""
+    """Of all micro-batches together; a simulated step (SimulatedStep) has these fields too."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]

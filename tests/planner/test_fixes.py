@@ -90,7 +90,7 @@ def test_adapters_are_offered_where_optimizer_state_does_not_fit():
 
 def test_next_stages_of_zero():
     def stages(strategy):
-        request = remedies.Request(None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), True, None)
+        request = remedies.Refused(None, Mesh.parse("dp=2,tp=2"), PlanOptions(MACHINE, strategy=strategy), True, None)
         return [change.options.strategy for change in remedies._higher_stages(request)]
 
     assert stages("zero1") == ["zero2", "fsdp"] and stages("zero3") == stages(None) == []
@@ -106,7 +106,7 @@ def test_a_change_that_cannot_be_planned_is_left_out():
     options = PlanOptions(MACHINE, memory_bytes=1e6, strategy="ddp", baselines=False)
     with pytest.raises(MemoryInfeasibleError) as caught:
         plan_search(graph, mesh, options)
-    found = remedies.with_fixes(caught.value, remedies.Request(graph, mesh, options, False, fails))
+    found = remedies.with_fixes(caught.value, remedies.Refused(graph, mesh, options, False, fails))
     assert found.message == caught.value.message and found.fixes
     assert not [fix for fix in found.fixes if "LoRA" in fix.argument]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...cost.collectives import CollectiveCost
-from ...cost.redistribute import Redistribution, Redistributor, Step
+from ...cost.redistribute import MoveStep, Redistribution, Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...ir.layout import Layout, largest_local_numel
 from ..problem.multipliers import Prices
@@ -43,7 +43,7 @@ class Transfer:
     times: int = 1
 
     @property
-    def step_seconds(self) -> list[tuple[Step, float]]:
+    def step_seconds(self) -> list[tuple[MoveStep, float]]:
         """Return the steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
         r = self.redistribution
         charged = self.seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)

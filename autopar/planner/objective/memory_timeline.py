@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from ...cost.compute import FREE
-from ...cost.redistribute import Step
+from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from .evaluate import Evaluation, Pricer
@@ -292,7 +292,7 @@ class _Lives:
         return travel.first if is_late else travel.start
 
 
-def _is_packed(step: Step) -> bool:
+def _is_packed(step: MoveStep) -> bool:
     """Return whether a collective holds other memory than that of the tensor before and after; those that gather dim 0
     do not."""
     move = step.move

@@ -22,7 +22,7 @@ from .module_table import module_of
 
 
 @dataclass(frozen=True)
-class Run:
+class Execution:
     """One execution of an op; `again`: of a recomputed block, in the backward."""
 
     vertex: int
@@ -48,7 +48,7 @@ class StepOrder:
     """Ops in the order in which they run, transfers in the order in which they may start; of those that may start
     together the one that is read first comes first."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Execution, ...]
     travels: tuple[Travel, ...]
 
 
@@ -93,23 +93,23 @@ def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[
             yield use.consumer
 
 
-def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Run]:
+def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Execution]:
     ops = [v for v in problem.vertices if v.kind == "op"]
-    yield from (Run(v.index, "forward") for v in ops if v.phase == "forward")
+    yield from (Execution(v.index, "forward") for v in ops if v.phase == "forward")
     waiting: dict[str, list[int]] = {}
     for vertex, block in again.items():
         waiting.setdefault(block, []).append(vertex)
     for v in ops:
         if v.phase == "backward":
             for block in dict.fromkeys(again[p] for p, _ in v.inputs if p in again):
-                yield from (Run(vertex, "backward", True) for vertex in sorted(waiting.pop(block, ())))
-            yield Run(v.index, "backward")
+                yield from (Execution(vertex, "backward", True) for vertex in sorted(waiting.pop(block, ())))
+            yield Execution(v.index, "backward")
 
 
-def _one_block_ahead(problem: Problem, runs: tuple[Run, ...]) -> list[int]:
+def _one_block_ahead(problem: Problem, runs: tuple[Execution, ...]) -> list[int]:
     """Return, by position, where the block before that of the run begins; outside of blocks a module counts as one."""
 
-    def home(item: tuple[int, Run]) -> tuple[str, str]:
+    def home(item: tuple[int, Execution]) -> tuple[str, str]:
         module = module_of(problem.vertices[item[1].vertex])
         return item[1].phase, block_of(module) or module
 

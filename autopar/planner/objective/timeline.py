@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ...cost.redistribute import Step
+from ...cost.redistribute import MoveStep
 from ...ir.graph import op_base_name
 from ..problem.problem import Problem
 from .evaluate import Evaluation
@@ -40,7 +40,7 @@ class Event:
     bytes_: float
     vertex: int
     output: int = 0
-    step: Step | None = None
+    step: MoveStep | None = None
     again: bool = False
 
     @property
@@ -132,7 +132,7 @@ class _Player:
                 return self.arrived[key]
         return self.made.get(producer, 0.0)
 
-    def _travel(self, travel: Travel, steps: list[tuple[Step, float]]) -> None:
+    def _travel(self, travel: Travel, steps: list[tuple[MoveStep, float]]) -> None:
         t = travel.transfer
         v, key = self.problem.vertices[t.producer], (t.producer, t.output, t.target, travel.phase)
         ready = self.arrived.get(key, self.made.get(t.producer, 0.0))
@@ -164,7 +164,7 @@ class _Player:
         return start + seconds
 
 
-def _split(travel: Travel) -> tuple[list[tuple[Step, float]], list[tuple[Step, float]]]:
+def _split(travel: Travel) -> tuple[list[tuple[MoveStep, float]], list[tuple[MoveStep, float]]]:
     """Split a travel's steps into those that are made as soon as they can be, and those from the first local copy after
     a collective on: that one is made where the result is wanted, so that the compute stream does not wait for the
     collective earlier than it must."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import MemoryInfeasibleError, StrategyError
 from ...utils.format import size
-from .model import Segment, Shared, Stage, StageCut, Timing
+from .model import RankSegments, Segment, Shared, StageCut, Timing
 from .pareto import Levels
 
 FIRST_REACH = 2.0  # stages of up to so many times the mean seconds are looked at first
@@ -157,14 +157,14 @@ class Spans:
             end = self.first[path[-1]]
         return float(reached[-1][-1]), path[::-1]
 
-    def stage(self, x: int, flight: float, limit: float) -> Stage:
+    def stage(self, x: int, flight: float, limit: float) -> RankSegments:
         """Return span `x` as the stage that holds `flight` micro-batches."""
         frontier = self.levels.frontier(self.counts[self.kind[x]])
         point = int(np.searchsorted(frontier.bytes_, (limit - self.fixed_bytes[x]) / flight, side="right")) - 1
         bytes_ = {name: float(values[x]) for name, values in self.fixed.items()}
         bytes_["activations"] = float(flight * frontier.bytes_[point])
         span, seconds = (int(self.first[x]), int(self.end[x])), float(frontier.seconds[point] + self.sends[x])
-        return Stage((span,), seconds, float(flight), bytes_, self.levels.counted(frontier, point))
+        return RankSegments((span,), seconds, float(flight), bytes_, self.levels.counted(frontier, point))
 
 
 def fastest(spans: Spans, seconds: np.ndarray, micro_batches: int, bubble_factor: float) -> tuple[float, list[int]]:

@@ -17,7 +17,7 @@ import numpy as np
 from ...errors import MemoryInfeasibleError
 from ...utils.format import size
 from .cut import SAME, Spans, check, cut_stages, fastest
-from .model import Segment, Shared, Stage, StageCut, Timing
+from .model import RankSegments, Segment, Shared, StageCut, Timing
 from .pareto import Levels
 
 DOUBT = 1e-7  # of the linear program's optimum
@@ -143,7 +143,7 @@ class Loops:
             self.known[rank, *own] = max(0.0, stage.total_bytes - self.limit), stage.seconds
         return self.known[rank, *own]
 
-    def stage(self, rank: int, path: Sequence[int], counted: bool = True) -> Stage:
+    def stage(self, rank: int, path: Sequence[int], counted: bool = True) -> RankSegments:
         """Return all stages of a rank as one, at its most frugal if that does not fit. `counted`: with its levels."""
         own, spans, flight = list(path[rank :: self.ranks]), self.spans, self.flight[rank]
         ends = list(zip(spans.first[own].tolist(), spans.end[own].tolist()))
@@ -159,7 +159,9 @@ class Loops:
         point = max(0, int(np.searchsorted(frontier.bytes_, room, side="right")) - 1)
         bytes_["activations"] = float(flight * frontier.bytes_[point])
         seconds = float(frontier.seconds[point] + spans.sends[own].sum())
-        return Stage(tuple(ends), seconds, flight, bytes_, self.levels.counted(frontier, point) if counted else {})
+        return RankSegments(
+            tuple(ends), seconds, flight, bytes_, self.levels.counted(frontier, point) if counted else {}
+        )
 
     def infeasible(self, path: Sequence[int]) -> MemoryInfeasibleError:
         """Return the error for a cut that does not fit, with its fullest rank."""

@@ -109,7 +109,7 @@ def interleaved(looped: int) -> Timing:
 
 
 @dataclass(frozen=True)
-class Stage:
+class RankSegments:
     """What one rank runs: segments `first` to `end` (without it) of each of its `spans`, one if nothing is looped, and
     `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are."""
 
@@ -129,7 +129,7 @@ class StageCut:
     """The fastest cut. `shared_seconds`: of the reductions of parameters on two stages, in `step_seconds`.
     `bound_seconds`: no cut takes less."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[RankSegments, ...]
     timing: Timing
     micro_batches: int
     step_seconds: float
