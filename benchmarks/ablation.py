@@ -105,6 +105,7 @@ PATCHES: dict[str, tuple] = {
                                                                        lambda self, value: None)),),
     "prices around the best one tried": ((Limit, "_bisect", lambda self, free, point: None),),
     "plans at the bound mixed": ((memory_limit, "MOST_MIXED", 0),),
+    "components exchanged while they fit": ((memory_limit, "mix", lambda problem, lean, *rest: lean),),
     "copies kept while they fit": ((memory_limit, "keep_copies", lambda problem, e, limit, pricer: e),),
     "parts of blocks recomputed (minimum cuts)": ((Rematerialization, "chain", whole_blocks_alone),),
     "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),

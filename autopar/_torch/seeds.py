@@ -16,7 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 class Numbers(Protocol):
     """Random numbers that follow torch's seed. `position`: the seeding that they know of, their seed and offset."""
 
-    position: tuple[Seeding, int, int]
+    @property
+    def position(self) -> tuple[Seeding, int, int]: ...
 
 
 class Seeding:
@@ -61,7 +62,8 @@ class _Noticed:
         self.seeding = seeding if stays else Seeding({n: p[1:] for n, p in positions.items() if p[0] is seeding})
 
 
-_noticed = torch.random.default_generator = _Noticed(torch.default_generator)
+_noticed = _Noticed(torch.default_generator)
+torch.random.default_generator = _noticed  # type: ignore[assignment]
 
 
 def seeding() -> Seeding:

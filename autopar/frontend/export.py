@@ -144,7 +144,7 @@ def _of_no_inference(value: object) -> object:
     """Return a value of a node, if it was made in an inference mode as a tensor that passes may compute with."""
     if not isinstance(value, torch.Tensor) or not value.is_inference() or torch.is_inference_mode_enabled():
         return value
-    with value.fake_mode:
+    with value.fake_mode:  # type: ignore[attr-defined]  # of a tensor that is traced
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 

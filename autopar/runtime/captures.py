@@ -134,7 +134,9 @@ class Capture:
 
 
 class Captures:
-    """The captures of `module`, and how it gets more. `layouts` are those of its parameters."""
+    """The captures of `module`, and how it gets more. `layouts` are those of its parameters; `last` served last."""
+
+    last: Capture
 
     def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: str,
                  mesh, device_mesh, stage: StageMesh, everywhere: bool = False):  # fmt: skip
@@ -148,7 +150,6 @@ class Captures:
         self.elsewhere = [(name, p.requires_grad) for name, p in module.elsewhere.items()]
         self.place, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
-        self.last: Capture | None = None
         self.completed: WeakKeyDictionary[Step, Step] = (
             WeakKeyDictionary()
         )  # by the step whose program has fewer tangents

@@ -18,6 +18,8 @@ class RandomState:
     """`seed` is any integer, of which 64 bits count; `offset` is the number of forwards that have drawn. `follows`:
     the seeding of torch that is known here, the present one if it is not said; setting the seed is a later word."""
 
+    follows: Seeding
+
     def __init__(self, seed: int, offset: int = 0, follows: Seeding | None = None):
         self.seed, self.offset = seed, offset
         self.follows = follows or self.follows

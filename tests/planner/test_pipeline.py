@@ -260,7 +260,7 @@ def test_command_line(capsys, tmp_path):
     assert "# stage 0" in emitted.read_text()
     assert main(["estimate", *words, "--micro-batch", "1", "--recompute", "full"]) == 0
     assert "4 micro-batches of 2 samples" in capsys.readouterr().out
-    assert main(["plan", *words, "--micro-batches", "3"]) == 2
+    assert main(["plan", *words, "--micro-batches", "9"]) == 2
     assert main(["plan", *words[:2], "--mesh", "dp=2", *words[4:], "--schedule", "1f1b"]) == 2
 
 

@@ -230,5 +230,5 @@ def test_an_input_in_another_type(alone):
 
 def test_a_pipeline_says_no():
     x, y = batch()
-    with pytest.raises(StageError, match=r"args\[0\] requires a gradient, and a pipeline"):
+    with pytest.raises(StageError, match=r"args\[0\] requires a gradient, and stages and micro-batches"):
         autopar.plan(Scorer(True), "pp=2", (leaf(x), y), hardware="cpu-gloo", micro_batches=2)

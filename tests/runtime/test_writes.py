@@ -205,7 +205,7 @@ def test_what_eager_torch_refuses(alone):
 @pytest.mark.parametrize("name", ["momentum", "normed", "writing"])
 def test_pipelines_say_no(name):
     build, arguments = MODELS[name]
-    with pytest.raises(StageError, match="writes to .* in place, and in a pipeline"):
+    with pytest.raises(StageError, match="writes to .* in place, and each micro-batch would"):
         autopar.plan(build(), "pp=2", arguments(), hardware="cpu-gloo", micro_batches=2)
 
 

@@ -4,7 +4,7 @@ Memory enters as a price per byte. For a price L, min (seconds + L * bytes) - L 
 of every plan that fits; the best prices, of memory and of hidden communication together, are found by cutting planes
 (autopar/planner/solver/cutting_planes.py). At these prices every op decides together with its sharding whether it runs
 again in the backward. The plans that this gives are then made to fit: by as much recomputation as it takes, or, where
-there is room left, by the blocks of faster plans.
+there is room left, by parts of faster plans.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ class WithinLimit:
                 break
             if dearest == 0.0:
                 fitted = between(self.problem, fitted, self.fast, judge, limit)
+                fitted = mix(self.problem, fitted, self.fast, limit, judge)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
             fitted = self.solver.settled(fitted)
