@@ -35,6 +35,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "kind, training, labelled",
     [

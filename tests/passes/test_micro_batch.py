@@ -41,7 +41,7 @@ def check(case: staged.Case, micro_batches: int, note: object = ""):
     return micro
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "vit"])
 def test_families(name, micro_batches):
@@ -173,6 +173,7 @@ def test_a_micro_batch_draws_the_numbers_of_its_samples(micro_batches):
     assert {0, 30 * 6 // micro_batches} <= steps, "of the shared number, and of a mask"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [
     lambda: tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=1),
     lambda: tiny.bert(dropout=0.1, layers=1), convnext,

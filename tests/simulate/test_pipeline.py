@@ -39,7 +39,7 @@ def check(case: staged.Case, micro_batches: int, note: str, tolerance: float = s
     return step
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name, micro_batches, mesh, schedule, strategy", [
     ("gpt2", 4, "pp=2", "1f1b", "auto"),
     ("gpt2", 2, "pp=2,dp=2,tp=2", "zb_h1", "megatron_sp"),

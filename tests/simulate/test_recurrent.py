@@ -61,13 +61,14 @@ def check(model: nn.Module, mesh: str, x: torch.Tensor, **planning) -> None:
     assert max(relative_error(found.gradients[name], g, least) for name, g in wanted.items()) < 1e-5
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("kind", [*CELLS, *LAYERS])
 def test_over_a_sequence(kind, mesh):
     check(Recurrent(kind), mesh, torch.randn(8, 3, 6), baselines=False)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("micro_batches", [None, 1, 4])
 @pytest.mark.parametrize("kind", CELLS)
 def test_a_cell_alone(kind, micro_batches):

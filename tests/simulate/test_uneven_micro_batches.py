@@ -180,6 +180,7 @@ def _train(rank: int) -> float:
     return output.loss.item()
 
 
+@pytest.mark.slow  # tests/runtime/test_micro_batches.py runs uneven ones on two processes
 @pytest.mark.gloo
 def test_on_four_processes():
     assert len({*gloo.run(4, _train, seconds=300)}) == 1
