@@ -109,7 +109,7 @@ def check(losses, found, oracle, tolerance: float = 1e-10) -> None:
             torch.testing.assert_close(w, history[version][n].detach(), rtol=tolerance, atol=tolerance, msg=note)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, mesh, optimizer, strategy, group", [
     (STASHING, "pp=2", "sgd", "auto", None),
     (STASHING, "pp=4", "adamw", "auto", None),

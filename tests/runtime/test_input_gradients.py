@@ -192,6 +192,7 @@ def plan_placements(model, x):
     return model.shard_inputs(x)[0].placements
 
 
+@pytest.mark.slow  # test_training_on_processes and the simulated ones run by default
 @pytest.mark.gloo
 def test_forms_of_inputs_on_four_processes():
     plan = planned(Scorer(True), "dp=2,tp=2", batch(), strategy="megatron")

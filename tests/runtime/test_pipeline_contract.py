@@ -186,7 +186,7 @@ def _thawed_on_one_rank(rank: int) -> str:
     model = _Tied()
     model.head.weight = torch.nn.Parameter(torch.ones(11, 4))
     model.embed.requires_grad_(False)
-    os.environ["AUTOPAR_TIMEOUT_S"] = "2"  # the error of the one does not wait for it, that of the other does
+    os.environ["AUTOPAR_TIMEOUT_S"] = "1"  # the error of the one does not wait for it, that of the other does
     parallel = autopar.compile(model, device_mesh("pp=2"), {"ids": ids}, micro_batches=2, schedule="gpipe")
     parallel(ids=ids)["loss"].backward()
     parallel.embed.requires_grad_(True)
