@@ -167,7 +167,8 @@ def main(words: Sequence[str]) -> None:
                 count, missed = count + 1, chosen > TARGET
                 misses += missed
                 note = "  the model's" if any_op > TARGET else "  the sends'" if worse <= SAME else "  the cut's"
-                print(f"{name:26}{hardware:10}{stages:>7}{number:>8}{chosen:>9.3f}{segments:>9.3f}{any_op:>9.3f}{worse:>8.1%}"
+                print(f"{name:26}{hardware:10}{stages:>7}{number:>8}{chosen:>9.3f}{segments:>9.3f}"
+                      f"{any_op:>9.3f}{worse:>8.1%}"
                       f"{sends:>8.1%}{note if missed else ''}", flush=True)  # fmt: skip
     print(f"\n{count - misses} of {count} cuts within {TARGET}; {time.time() - began:.0f} s")
 

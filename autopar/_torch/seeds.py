@@ -21,8 +21,8 @@ class Numbers(Protocol):
 
 
 class Seeding:
-    """What holds from one seed to the next. `positions`: the seed and offset where numbers go on, if a state was given
-    back."""
+    """Stands for what holds from one seed to the next. `positions`: the seed and offset where numbers go on, if a state
+    was given back."""
 
     def __init__(self, positions: dict[Numbers, tuple[int, int]] | None = None):
         self.positions = positions or {}
@@ -63,7 +63,7 @@ class _Noticed:
 
 
 _noticed = _Noticed(torch.default_generator)
-torch.random.default_generator = _noticed  # type: ignore[assignment]
+torch.random.default_generator = _noticed  # type: ignore[assignment]  # its functions look it up there, and it acts as one
 
 
 def seeding() -> Seeding:

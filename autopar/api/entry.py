@@ -92,17 +92,16 @@ def plan(
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16", mixed precision as
     autopar/frontend/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
     `passes`: autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
-    `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut into
-    `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto": the
-    fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages along
-    pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many stages
-    a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for. `recompute`: "auto", or
-    "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may live on the host, with
-    their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all of them). `solver`:
-    "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full integer program to
-    OR-tools, as a cross-check.
-    Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False`
-    leaves that out: it takes several searches."""
+    `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut
+    into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
+    the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
+    along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many
+    stages a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
+    `recompute`: "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may
+    live on the host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all
+    of them). `solver`: "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full
+    integer program to OR-tools, as a cross-check. Raises subclasses of AutoparError; MemoryInfeasibleError with
+    `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict,
@@ -150,7 +149,8 @@ def _found(request: PlanRequest, captured: Captured, adapts: bool, retrace: Call
 
 
 def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, example_inputs=None, *,
-            alternatives: int = 6, report=lambda text: None, **planning) -> Explanation | PipelineExplanation:  # fmt: skip
+            alternatives: int = 6, report=lambda text: None,
+            **planning) -> Explanation | PipelineExplanation:  # fmt: skip
     """Explain why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob
     `pattern` matches, and what up to `alternatives` others would cost each; `print` the result. `mesh`,
     `example_inputs` and `planning` as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of

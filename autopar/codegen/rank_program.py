@@ -1,4 +1,4 @@
-"""What one rank runs: the graphs of a plan of one program, and those of its stages where there are micro-batches.
+"""Hold what one rank runs: the graphs of a plan of one program, or those of its stages where there are micro-batches.
 
 autopar/compiler.py makes them, for the runtime its own rank's and for the simulator those of all ranks, so that both
 run the same graphs.

@@ -14,7 +14,8 @@ BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class Hooks:
-    """The hooks of the modules of `model`, those of all modules, and forwards that were put in the place of a class's."""
+    """The hooks of the modules of `model`, those of all modules, and forwards that were put in the place of a
+    class's."""
 
     def __init__(self, model: nn.Module):
         own = [vars(module)[name] for module in model.modules() for name in (*FORWARD, *BACKWARD)]

@@ -1,7 +1,7 @@
 """What Python code of a forward does to tensors past torch's tracing, said so that it is traced.
 
-`p.data` is `p.detach()`, `p.data = value` a write into `p`, and `torch.inference_mode` a stretch without gradients, whose
-tensors no later op may save for a backward.
+`p.data` is `p.detach()`, `p.data = value` a write into `p`, and `torch.inference_mode` a stretch without gradients,
+whose tensors no later op may save for a backward.
 """
 
 from __future__ import annotations

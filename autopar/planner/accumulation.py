@@ -1,8 +1,8 @@
 """Steps of several forward and backward passes, one a micro-batch, whose gradients are added up.
 
-The graph that is planned is one pass. With K passes a step takes K times its seconds, but what is gathered of parameters
-and kept is gathered once, and gradients that their ops leave partial may wait, unreduced, for one reduction at the end
-(Li et al., VLDB 13(12), 2020, section 3.2.4):
+The graph that is planned is one pass. With K passes a step takes K times its seconds, but what is gathered of
+parameters and kept is gathered once, and gradients that their ops leave partial may wait, unreduced, for one reduction
+at the end (Li et al., VLDB 13(12), 2020, section 3.2.4):
 
     step = K * pass                                   every pass reduces: what is added up is as small as the parameters' shards
     step = K * pass - (K - 1) * reductions of a pass  reduced once: what is added up is as large as each rank computes it

@@ -73,8 +73,8 @@ def samples_of(signature: CallSignature) -> int:
 def in_micro_batches(
     captured: Captured, options: PlanOptions, search: Callable[[Captured, PlanOptions], Planned]
 ) -> Planned:
-    """Return what `search` finds for the graph of one of `options.micro_batches` of a whole batch. Raise MicroBatchError
-    if the batch cannot be cut so."""
+    """Return what `search` finds for the graph of one of `options.micro_batches` of a whole batch. Raise
+    MicroBatchError if the batch cannot be cut so."""
     if options.micro_batches == 1:
         return search(captured, options)
     micro = micro_batch(captured, options.micro_batches)

@@ -82,8 +82,8 @@ def explain_pipeline(planned: Planned, pattern: str | None = None, alternatives:
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
     return PipelineExplanation(
-        planned.plan, tuple(ranks_of(planned.stages.evaluated)), tuple(pricing.micro_batches()), tuple(pricing.schedules()),
-        tuple(cuts), left_out, inside,
+        planned.plan, tuple(ranks_of(planned.stages.evaluated)), tuple(pricing.micro_batches()),
+        tuple(pricing.schedules()), tuple(cuts), left_out, inside,
     )  # fmt: skip
 
 

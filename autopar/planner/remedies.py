@@ -82,8 +82,8 @@ class _Change:
 
 @dataclass(frozen=True)
 class Refused:
-    """What was asked for and did not fit: the call of a whole batch, on a mesh without stages. `adapts`: whether there
-    are adaptations already. `retrace` traces the model again with more adaptations."""
+    """Holds what was asked for and did not fit: the call of a whole batch, on a mesh without stages. `adapts`: whether
+    there are adaptations already. `retrace` traces the model again with more adaptations."""
 
     captured: Captured
     mesh: Mesh

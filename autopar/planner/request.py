@@ -23,10 +23,10 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a plan. `mesh`: or a number of devices, for which meshes are tried. `options`: what is said of
-    the sharding. `micro_batches`: how many the batch is cut into, AUTO for the fewest that fit without recomputation;
-    None for one without stages, and as many as are best with them. `schedule` of the stages, with so many
-    `stages_per_rank` (None: as many as are best)."""
+    """Holds what is asked of a plan. `mesh`: or a number of devices, for which meshes are tried. `options`: what is
+    said of the sharding. `micro_batches`: how many the batch is cut into, AUTO for the fewest that fit without
+    recomputation; None for one without stages, and as many as are best with them. `schedule` of the stages, with so
+    many `stages_per_rank` (None: as many as are best)."""
 
     mesh: Mesh | int
     options: PlanOptions

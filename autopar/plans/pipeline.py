@@ -1,4 +1,4 @@
-"""What a plan says of a step's micro-batches and stages: where the stages begin, which schedule they follow, and what
+"""Say for a plan what its micro-batches and stages are: where the stages begin, which schedule they follow, and what
 each of them costs.
 
 A stage is a program on the mesh without the pipeline's axis; the plan's sharding is over that mesh, for one

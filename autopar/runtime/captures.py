@@ -241,8 +241,8 @@ class Captures:
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
         thawed = [n for n, now, before in zip(self.parameters, self._trainable(), self.last.trainable) if now != before]
         if self.stage.line is not None and thawed:
-            self._meet(call, fix=f"set requires_grad of {thawed[0]} before autopar.compile: ranks of other stages do not "
-                                 f"see that it changed")  # fmt: skip
+            first = f"set requires_grad of {thawed[0]} before autopar.compile"
+            self._meet(call, fix=f"{first}: ranks of other stages do not see that it changed")
         else:
             self._meet(call)
         if capture is None:

@@ -315,7 +315,8 @@ class _PipelineLoss(torch.autograd.Function):
         step, sums, ctx.sums = ctx.step, ctx.sums, None
         if sums is None:
             raise InputError(
-                "a second backward through one call: with stages or micro-batches the first one takes the gradients away",
+                "a second backward through one call: with stages or micro-batches the first one takes the gradients "
+                "away",
                 fix="call the model again, or leave out retain_graph=True",
             )
         for name, tangent in zip(step.returns.names, tangents):

@@ -209,8 +209,8 @@ def _capture_errors(
 
 
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
-    """Return (report, the ranks' programs if a step is one program) of a simulated step. `buffers` of the model have the
-    values before it."""
+    """Return (report, the ranks' programs if a step is one program) of a simulated step. `buffers` of the model have
+    the values before it."""
     if not plan.pipeline.is_one_program:
         return _compared_pipeline(captured, plan, values, reference, precision, buffers), ()
     step = simulate_step(captured, plan, values)

@@ -102,8 +102,8 @@ def _check_roles(graph: fx.Graph) -> None:
         if role.kind == "input_gradient":
             raise StageError(
                 f"{role.name} requires a gradient, and stages and micro-batches give gradients to parameters only",
-                fix=f"pass {role.name}.detach(), make what computes it a part of the model, or use one micro-batch and a "
-                f"mesh without pp",
+                fix=f"pass {role.name}.detach(), make what computes it a part of the model, or use one "
+                "micro-batch and a mesh without pp",
             )
         if role.kind == "input_mutation" or role.kind == "mutation" and role.name in parameters:
             raise StageError(

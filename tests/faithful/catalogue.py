@@ -8,7 +8,7 @@ from .program import Program
 
 TOPICS = (
     "state", "statistics", "attributes", "memories", "gradients", "losses", "inputs", "outputs", "modes", "grad_modes",
-    "hooks", "randomness", "functions", "layers", "training", "saving", "containers", "huggingface", "threads",
+    "hooks", "randomness", "seeding", "functions", "layers", "training", "saving", "containers", "huggingface", "threads",
 )  # fmt: skip
 PROGRAMS: dict[str, Program] = {}
 for topic in TOPICS:

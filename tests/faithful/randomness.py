@@ -35,7 +35,7 @@ class Drawing(nn.Module):
         return y.mean(), y.square().mean()
 
 
-def _ones(*shape):
+def ones(*shape):
     return lambda seed: (torch.ones(*shape),)
 
 
@@ -82,7 +82,7 @@ REFUSED = {
 for name, draw in DRAWS.items():
 
     def _build(draw=draw):
-        return Drawing(draw), _ones(4000, 40), _averages
+        return Drawing(draw), ones(4000, 40), _averages
 
     randomness.add(f"torch_{name}", _build, tolerance=0.1, refused=REFUSED.get(name))
 
@@ -96,7 +96,7 @@ def dropout_rate_changed():
         run.model.layer.p = 0.6
         run(3)
 
-    return Drawing(lambda m, x: m.layer(x), layer=nn.Dropout(0.1)), _ones(4000, 40), script
+    return Drawing(lambda m, x: m.layer(x), layer=nn.Dropout(0.1)), ones(4000, 40), script
 
 
 @randomness(tolerance=0.05)
@@ -129,123 +129,7 @@ def dropout_masks_of_two_calls_differ():
         c, _ = run.model(torch.ones(200, 300))
         run.record(layers=((a == 0) == (b == 0)).float().mean(), calls=((a == 0) == (c == 0)).float().mean())
 
-    return Two(), _ones(200, 300), script
-
-
-@randomness(tolerance=0.05)
-def seeded_by_the_user():
-    """torch.manual_seed before each of two calls gives the same mask twice."""
-
-    def script(run):
-        torch.manual_seed(3)
-        a = run.model(torch.ones(200, 300))
-        torch.manual_seed(3)
-        b = run.model(torch.ones(200, 300))
-        run.record(same=(a == b).float().mean())
-
-    return nn.Sequential(nn.Dropout(0.5), nn.Linear(300, 3)), _ones(200, 300), script
-
-
-def _masks(run, x=None):
-    """Return where the outputs of two calls on one input are equal."""
-    x = torch.ones(200, 300) if x is None else x
-    return (run.model(x) == run.model(x)).float().mean()
-
-
-def _dropped():
-    return nn.Sequential(nn.Dropout(0.5), nn.Linear(300, 3))
-
-
-@randomness(tolerance=0.05)
-def seeded_again_and_again():
-    """Equal seeds with numbers drawn between them give equal masks, other seeds other masks, and two calls after one
-    seed two masks."""
-
-    def script(run):
-        def after(seed, calls=1):
-            torch.manual_seed(seed)
-            torch.rand(5)
-            return [run.model(torch.ones(200, 300)) for _ in range(calls)]
-
-        first, other, again = after(1, 2), after(2), after(1, 2)
-        run.record(
-            same=[(a == b).float().mean() for a, b in zip(first, again)],
-            differ=[bool((a != b).any()) for a, b in ((first[0], other[0]), (first[0], first[1]))],
-        )
-
-    return _dropped(), _ones(200, 300), script
-
-
-@randomness(tolerance=0.05)
-def state_given_back():
-    """A call is made again with the state that torch's generator had before it (GradCache, Gao et al. 2021)."""
-
-    def script(run):
-        x, states, first = torch.ones(200, 300), [], []
-        for _ in range(3):
-            states.append(torch.get_rng_state())
-            with torch.no_grad():
-                first.append(run.model(x))
-        again = []
-        for state in states:
-            with torch.random.fork_rng():
-                torch.set_rng_state(state)
-                again.append(run.model(x))
-        more = run.model(x)
-        run.record(
-            same=[(a == b).float().mean() for a, b in zip(first, again)],
-            differ=[bool((more != a).any()) for a in first],
-        )
-
-    return _dropped(), _ones(200, 300), script
-
-
-@randomness(tolerance=0.05)
-def evaluated_with_a_seed_of_its_own():
-    """Between two steps something is drawn with another seed, in torch.random.fork_rng: the masks go on."""
-
-    def script(run):
-        outputs = []
-        for _ in range(3):
-            outputs.append(run.model(torch.ones(200, 300)))
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                noise = torch.randn(4)
-        run.record(noise=noise, differ=[bool((a != b).any()) for a, b in zip(outputs, outputs[1:])])
-
-    return _dropped(), _ones(200, 300), script
-
-
-@randomness(tolerance=0.05, refused="seed")
-def seeded_in_the_forward():
-    """The forward seeds torch, so that every call draws the same."""
-
-    class Seeded(Net):
-        def forward(self, x):
-            torch.manual_seed(0)
-            return super().forward(x) + 0 * x.sum(), (torch.rand(500, 40) < 0.3).float()
-
-    def script(run):
-        run.loss = lambda out: out[0].sum()
-        a, b = run.model(randn(1, 5, 6))[1], run.model(randn(1, 5, 6))[1]
-        run.record(same=(a == b).float().mean(), mean=a.mean())
-
-    return Seeded(), one(5, 6), script
-
-
-@randomness(tolerance=0.05, refused="seed")
-def seeded_in_the_forward_as_before():
-    """The forward seeds torch with the seed that it has."""
-
-    class Seeded(nn.Sequential):
-        def forward(self, x):
-            torch.manual_seed(torch.initial_seed())
-            return super().forward(x)
-
-    def script(run):
-        run.record(same=_masks(run))
-
-    return Seeded(*_dropped()), _ones(200, 300), script
+    return Two(), ones(200, 300), script
 
 
 @randomness(refused="generator")

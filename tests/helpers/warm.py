@@ -1,4 +1,5 @@
-"""Importing this compiles a small model once: what torch prepares at its first trace (registries, caches) is prepared."""
+"""Importing this compiles a small model once: what torch prepares at its first trace (registries, caches) is
+prepared."""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ def infeasible(spans: Spans, flight: np.ndarray, limit: float, timing: Timing) -
         "activations": float(activations[stage, x])
     }
     return MemoryInfeasibleError(
-        f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, segments {spans.first[x]} "
+        f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, "
+        f"segments {spans.first[x]} "
         f"to {spans.end[x] - 1}, needs {size(need)}, {size(missing)} more than there are",
         missing_bytes=missing, breakdown=bytes_,
         fix="use more stages, smaller micro-batches, or a schedule with fewer in flight",

@@ -174,7 +174,8 @@ class Loops:
         )  # fmt: skip
 
 
-def fractional_step(segments: Sequence[Segment], levels: Levels, flight: Sequence[float], micro_batches: int, limit: float,
+def fractional_step(segments: Sequence[Segment], levels: Levels, flight: Sequence[float], micro_batches: int,
+                    limit: float,
                     timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
     """Bound the step of every cut from below: segments may be divided and be on any rank, with no shared parameter
     twice, the least transient of all and the cheapest cuts around every stage."""

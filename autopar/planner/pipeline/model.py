@@ -1,5 +1,5 @@
-"""What the cut of a model into pipeline stages is made of: segments, the levels they may be run at, schedules, and the
-result.
+"""Describe what the cut of a model into pipeline stages is made of: segments, the levels they may be run at, schedules,
+and the result.
 
 The seconds of a step, m micro-batches through stages that take t[s] = forward + backward each, T = max t, S = sum t:
 
@@ -110,8 +110,8 @@ def interleaved(looped: int) -> Timing:
 
 @dataclass(frozen=True)
 class RankSegments:
-    """What one rank runs: segments `first` to `end` (without it) of each of its `spans`, one if nothing is looped, and
-    `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are."""
+    """Describes what one rank runs: segments `first` to `end` (without it) of each of its `spans`, one if nothing is
+    looped, and `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are."""
 
     spans: tuple[tuple[int, int], ...]
     seconds: float

@@ -57,7 +57,8 @@ class Dual:
     A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is
     strategy k run twice. `choice` maps classes to options."""
 
-    def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray], prices: Prices,
+    def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray],
+                 prices: Prices,
                  keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
         """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
         they make need not be saved; with them the bound also holds for plans that recompute."""
