@@ -63,7 +63,7 @@ class _Noticed:
 
 
 _noticed = _Noticed(torch.default_generator)
-torch.random.default_generator = _noticed  # type: ignore[assignment]  # its functions look it up there, and it acts as one
+torch.random.default_generator = _noticed  # type: ignore[assignment]  # its functions find it there
 
 
 def seeding() -> Seeding:
