@@ -102,7 +102,7 @@ class OnlyIfNeeded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
+        x, weight = (saved.to(gradient.dtype) for saved in ctx.saved_tensors)  # autocast's is narrower
         return (gradient @ weight if ctx.needs_input_grad[0] else None,
                 gradient.t() @ x if ctx.needs_input_grad[1] else None)  # fmt: skip
 
