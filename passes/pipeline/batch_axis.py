@@ -40,7 +40,7 @@ from ...rules.rule import Inner, entries_of, name_of
 
 aten = torch.ops.aten
 AXIS = "micro_batch"
-FIX = "use one micro-batch, or a mesh without pp"
+FIX = "use one micro-batch"
 
 MADE = (
     aten.new_zeros.default,

@@ -19,9 +19,9 @@ class RandomModel(nn.Module):
     """(x (B, S, W)[, ids (B, S)]) -> outputs in a random form.
 
     `state`: whether it may keep Python state and buffers of its own; `random`: whether it may drop. `staged`: it has a
-    loss and enough layers for a pipeline, and nothing that mixes samples. `smooth`: little comes of what is rounded, as
-    bf16 does. `adapted`: every layer is used, as adapters ask. The ops are a list of (name, positions of arguments,
-    layer), values are (B, S, width)."""
+    loss and enough layers for a pipeline, and nothing that mixes samples, as micro-batches ask. `smooth`: little comes
+    of what is rounded, as bf16 does. `adapted`: every layer is used, as adapters ask. The ops are a list of (name,
+    positions of arguments, layer), values are (B, S, width)."""
 
     def __init__(self, rng: Random, width: int, takes_ids: bool, state: bool = True, random: bool = False,
                  staged: bool = False, smooth: bool = False, adapted: bool = False):  # fmt: skip

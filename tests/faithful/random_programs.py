@@ -95,7 +95,8 @@ def drawn(seed: int, world: int) -> tuple[Program, str, dict]:
                 k: v.detach().double().requires_grad_(v.requires_grad) if wide and k == "x" else v for k, v in given
             }
 
-        model = RandomModel(Random(seed + 1), d.width, d.takes_ids, staged="pp" in mesh, smooth=bf16)
+        staged = "pp" in mesh or "micro_batches" in options
+        model = RandomModel(Random(seed + 1), d.width, d.takes_ids, staged=staged, smooth=bf16)
         return model.double() if wide else model, batch, lambda run: _act(run, d, batch)
 
     def under_autocast():
@@ -211,9 +212,8 @@ def _simulated(seed: int, d: Drawn, mesh: str, make, options: dict, random: bool
 
     def model():
         seed_all(seed)
-        return RandomModel(
-            Random(seed + 1), d.width, d.takes_ids, random=random, staged="pp" in mesh, adapted=bool(adapt)
-        )
+        staged = "pp" in mesh or "micro_batches" in options
+        return RandomModel(Random(seed + 1), d.width, d.takes_ids, random=random, staged=staged, adapted=bool(adapt))
 
     batch = {name: value.detach() for name, value in _batch(d, 0, d.batch).items()}
     adapted = model()
