@@ -94,7 +94,7 @@ def _export(model: nn.Module, call: ModelCall) -> Exported:
 
 def _explicit_casts(graph_module: fx.GraphModule, call: ModelCall) -> None:
     explicit_casts(graph_module, call.around, call.device)
-    check_types(graph_module.graph, export.source_line)
+    check_types(graph_module.graph)
 
 
 def _differentiate(exported: Exported, call: ModelCall) -> Captured:

@@ -26,6 +26,7 @@ from ..frontend.constants import text_of
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import Form, forms_of
 from ..frontend.precision import compute_dtype
+from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
 from ..ir.graph import fingerprint
@@ -56,6 +57,7 @@ from ..schedule.catalogue import canonical
 from ..storage.weights import Weights, shapes_of
 
 
+@located
 def plan(
     model: nn.Module,
     mesh,
@@ -148,6 +150,7 @@ def _found(request: PlanRequest, captured: Captured, adapts: bool, retrace: Call
         raise with_fixes(error, Refused(captured, error.mesh, options, adapts, retrace), report) from None
 
 
+@located
 def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, example_inputs=None, *,
             alternatives: int = 6, report=lambda text: None,
             **planning) -> Explanation | PipelineExplanation:  # fmt: skip
@@ -168,6 +171,7 @@ def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, e
     return explain_plan(planned, pattern, alternatives, report=report)
 
 
+@located
 def compile(
     model: nn.Module,
     mesh,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
-from ..frontend.export import source_line
+from ..frontend.user_lines import line_of_node
 from ..ir.graph import values_of
 from ..ir.layout import Layout
 from ..plans.sharding import Sharding
@@ -25,7 +25,7 @@ def _line(node: fx.Node, sharding: Sharding | None) -> str:
         words.append(f"-> {shapes}")
     if layouts:
         words.append(" | ".join(map(str, layouts)))
-    origin = " ".join(filter(None, (node.meta.get("module", ""), node.meta.get("source") or source_line(node))))
+    origin = " ".join(filter(None, (node.meta.get("module", ""), node.meta.get("source") or line_of_node(node))))
     return " ".join(words) + (f"  # {origin}" if origin else "")
 
 

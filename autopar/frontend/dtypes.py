@@ -14,6 +14,7 @@ from torch import fx
 
 from .._torch import schema_names
 from ..errors import CaptureError
+from .user_lines import line_of_node
 
 aten = torch.ops.aten
 INDICES = {"target": torch.int64}  # arguments that are no floating numbers, and their usual type
@@ -27,7 +28,7 @@ STRICT: dict[object, dict[str, object]] = {
 }  # fmt: skip
 
 
-def check_types(graph: fx.Graph, source_line: Callable[[fx.Node], str]) -> None:
+def check_types(graph: fx.Graph) -> None:
     """Raise CaptureError with the first op of a forward graph that cannot run on the types that it is given."""
     known: dict[tuple, str | None] = {}
     for node in graph.nodes:
@@ -40,7 +41,7 @@ def check_types(graph: fx.Graph, source_line: Callable[[fx.Node], str]) -> None:
                                   if isinstance(value, torch.Tensor))  # fmt: skip
                 raise CaptureError(
                     f"the model itself cannot run on these types: {known[key]} ({types})", node=node.name,
-                    source=source_line(node) or None,
+                    source=line_of_node(node) or None,
                     fix="pass inputs of the types that model(**example_inputs) runs on",
                 )  # fmt: skip
 

@@ -107,7 +107,9 @@ def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], nam
         if not isinstance(held, (list, dict, collections.deque)) or not all(
             _is_flat(item) for _, item in read.before.items
         ):
-            raise CaptureError(f"the forward changes {read.path}, a {type(held).__name__}, in place", fix=FIX)
+            raise CaptureError(
+                f"the forward changes {read.path}, a {type(held).__name__}, in place", source=read.source, fix=FIX
+            )
         now = dict(held) if isinstance(held, dict) else list(held)
         before = {id(item.value) for _, item in read.before.items}
         found.append(Refill(held, read.path, _template(now, read, outputs, names, before)))
@@ -137,9 +139,12 @@ def _template(
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise CaptureError(
             f"the forward sets {write.path} to a Python number that it reads from a tensor (item(), float(...))",
+            source=write.source,
             fix=f"keep the tensor: {write.path} = value.detach(), and call item() on it outside of the forward",
         )
-    raise CaptureError(f"the forward sets {write.path} to {text(value)}, a {type(value).__name__}", fix=FIX)
+    raise CaptureError(
+        f"the forward sets {write.path} to {text(value)}, a {type(value).__name__}", source=write.source, fix=FIX
+    )
 
 
 class TensorTables:

@@ -8,10 +8,6 @@ autopar/ir/graph.py says.
 
 from __future__ import annotations
 
-import linecache
-import os
-import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -35,6 +31,7 @@ from .quiet import quiet
 from .random_branches import no_random_branches
 from .repeated_blocks import Compact
 from .traced_forms import traced_forms
+from .user_lines import line_of_definition, line_of_error, line_of_node
 from .value_checks import checks_pass
 from .watch import Watch
 from .zero_tangents import drop_tangents
@@ -109,10 +106,10 @@ def export(
             program = _program(wrapper, inputs)
             ties = tie_map(model)
     except AutoparError as error:
-        error.locate(_source_of_exception(error))
+        error.locate(line_of_error(error) or line_of_definition(type(model).forward))
         raise refusals.explained(error, entered) or error from None
     except Exception as error:
-        source = _source_of_exception(error)
+        source = line_of_error(error)
         raise refusals.explained(error, entered, of_user=source) or CaptureError(
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=source,
@@ -122,7 +119,7 @@ def export(
     constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
     with quiet():
         graph_module = program.module(check_guards=False)
-    refusals.refuse(graph_module.graph, entered, source_line)
+    refusals.refuse(graph_module.graph, entered)
     graph_module.meta["entered"] = entered
     for node in graph_module.graph.nodes:
         if "val" in node.meta:
@@ -133,7 +130,7 @@ def export(
                 raise CaptureError(
                     f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get "
                     f"none",
-                    source=source_line(next(iter(node.users))) or None,
+                    source=line_of_node(next(iter(node.users))) or None,
                     fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
                 )
             node.target = f"{ROOT}.{ties.get(name, name)}"
@@ -194,9 +191,9 @@ def differentiate(exported: Exported) -> Captured:
             graph_module, placeholders, outputs = _torch.joint_graph(exported.graph_module, exported.inputs, inline())
     except Exception as error:
         forward = exported.graph_module
-        raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph, source_line) or CaptureError(
+        raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph) or CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",
-            source=_source_of_exception(error),
+            source=line_of_error(error),
             fix="write to the tensor before it is read, or to a clone of it" if "inplace operation" in str(error)
             else "write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
         ) from error  # fmt: skip
@@ -250,7 +247,7 @@ def differentiate(exported: Exported) -> Captured:
             node.meta["role"] = Role("constant", str(node.target))
             node.meta.setdefault("val", getattr(graph_module, node.target, None))
         node.meta["module"] = module_path(node)
-        node.meta["source"] = source_line(node)
+        node.meta["source"] = line_of_node(node)
     mark_phases(graph)
     graph_module.recompile()
     return Captured(graph_module, exported.signature, exported.returns, exported.ties, exported.guards)
@@ -260,7 +257,7 @@ def _refuse_sizes_from_values(graph: fx.Graph) -> None:
     """Raise CaptureError for numbers and shapes that a forward graph computes from the values of tensors."""
     found = [n for n in graph.nodes if _torch.has_unknown_number(n.meta.get("val"))]
     if found:
-        lines = list(dict.fromkeys(filter(None, map(source_line, found))))
+        lines = list(dict.fromkeys(filter(None, map(line_of_node, found))))
         raise CaptureError(
             f"the shapes or numbers of {len(found)} ops depend on the values of tensors: {found[0].target}"
             + (f", at {', '.join(lines[:8])}" if lines else ""),
@@ -277,7 +274,7 @@ def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
             raise CaptureError(
                 f"{user.name} reads a tensor that is there only while the model is traced, as the forward does which "
                 "torch.autograd.grad goes back through",
-                node=user.name, source=source_line(user) or None,
+                node=user.name, source=line_of_node(user) or None,
                 fix="compute derivatives outside of the model, or write them as ops of the forward",
             )  # fmt: skip
 
@@ -324,41 +321,6 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple) and isinstance(entry[0], str)]
     return _strip(paths[-1]) if paths and paths[-1] != ROOT else ""
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def source_line(node: fx.Node) -> str:
-    """Return the user's innermost "file.py:line" that made the node, the last frame outside torch and autopar; an empty
-    text if there is none."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = [(path, line) for path, line in _FRAME.findall(trace) if not _is_internal(path)]
-    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
-
-
-_INTERNAL = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-)
-
-
-def _is_internal(path: str) -> bool:
-    return path.startswith(_INTERNAL) or path.startswith("<")
-
-
-def _source_of_exception(error: BaseException) -> str | None:
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        path, module = trace.tb_frame.f_code.co_filename, trace.tb_frame.f_globals.get("__name__", "")
-        if not _is_internal(path) and module.partition(".")[0] not in sys.stdlib_module_names:
-            frames.append((path, trace.tb_lineno))
-        trace = trace.tb_next
-    if not frames:
-        return None
-    path, line = frames[-1]
-    return f"{path}:{line}: {linecache.getline(path, line).strip()}"
 
 
 def _first_line(error: BaseException) -> str:

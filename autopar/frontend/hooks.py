@@ -8,6 +8,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import CaptureError, InputError
+from .user_lines import line_of_definition
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -52,8 +53,10 @@ def refuse_backward_hooks(model: nn.Module) -> None:
     """Raise CaptureError if a module in the model has a backward hook."""
     for path, module in model.named_modules():
         if any(vars(module)[name] for name in BACKWARD):
+            hook = next(hook for name in BACKWARD for hook in vars(module)[name].values())
             raise CaptureError(
                 f"{path or 'the model'} has a backward hook, which a compiled model would not run: its graphs have no "
                 f"modules",
+                source=line_of_definition(hook),
                 fix="use hooks of parameters (parameter.register_hook), or a torch.autograd.Function in the forward",
             )

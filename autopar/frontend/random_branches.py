@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CaptureError
-from .refusals import line_of_user
+from .user_lines import line_now
 
 DRAWS = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "normal", "multinomial",
          "randperm", "poisson", "uniform_", "normal_", "bernoulli_", "random_", "exponential_"}  # fmt: skip
@@ -30,7 +30,7 @@ class no_random_branches(TorchFunctionMode):  # noqa: N801  (a context manager)
         if isinstance(value, Tensor) and value in self.drawn:
             raise CaptureError(
                 "this line runs one of several ways, as a random number says (LayerDrop does so): a graph has one way",
-                source=line_of_user(),
+                source=line_now(),
                 fix="set the probability of leaving out a layer to 0 (layerdrop=0.0 in its configuration), or draw a "
                 "mask and multiply by it",
             )

@@ -7,8 +7,6 @@ nor the line.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +16,7 @@ from torch import fx
 from .. import _torch
 from .._torch import schema_names
 from ..errors import CaptureError
+from .user_lines import line_now, line_of_node
 
 aten = torch.ops.aten
 BRANCHES = (
@@ -42,23 +41,22 @@ Noted = dict[str, str]  # the user's line by the name of a transform
 def noted() -> Iterator[Noted]:
     """Inside, the transforms of torch.func that the model enters are noted, each with the user's line."""
     found: Noted = {}
-    with _torch.transforms(lambda name: found.setdefault(name, line_of_user())):
+    with _torch.transforms(lambda name: found.setdefault(name, line_now())):
         yield found
 
 
-def refuse(graph: fx.Graph, entered: Noted, source_line) -> None:
-    """Raise CaptureError for a forward graph that runs, but not as the model does. `source_line` gives the line of a
-    node."""
+def refuse(graph: fx.Graph, entered: Noted) -> None:
+    """Raise CaptureError for a forward graph that runs, but not as the model does."""
     if name := next((name for name in DERIVATIVES if name in entered), None):
         raise of_transform(name, entered[name])
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.__name__ in BRANCHES:
-            raise _of_branches(node.target.__name__, node.name, source_line(node) or None)
+            raise _of_branches(node.target.__name__, node.name, line_of_node(node) or None)
         if node.target in SPARSE and _argument(node, SPARSE[node.target]):
             raise CaptureError(
                 "an embedding with sparse=True has a sparse gradient, and parameters of a compiled model have dense "
                 "ones",
-                node=node.name, source=source_line(node) or None,
+                node=node.name, source=line_of_node(node) or None,
                 fix="leave out sparse=True, and train with an optimizer of dense gradients (AdamW for SparseAdam)",
             )  # fmt: skip
 
@@ -71,7 +69,7 @@ def _of_branches(name: str, node: str | None = None, source: str | None = None) 
     )  # fmt: skip
 
 
-def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, source_line=None,
+def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None,
               of_user: str | None = None) -> CaptureError | None:  # fmt: skip
     """Return the reason behind an error of torch's own tracing, None if it is not known. `graph` is the forward's, if
     there is one already; `of_user` is the user's line that the error came from."""
@@ -88,7 +86,7 @@ def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None, s
     return CaptureError(
         "tensors are written where a mask is True, one value for each such place: how many there are depends on the "
         "mask's values",
-        node=masked[0].name, source=source_line(masked[0]) or None,
+        node=masked[0].name, source=line_of_node(masked[0]) or None,
         fix="torch.where(mask, value, x), with a value for every place",
     )  # fmt: skip
 
@@ -118,18 +116,3 @@ def _writes_by_mask(node: fx.Node) -> bool:
         return False
     indices = [i.meta["val"].dtype for i in node.args[1] if isinstance(i, fx.Node)]
     return torch.bool in indices or torch.uint8 in indices
-
-
-_INTERNAL = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    "<",
-)
-
-
-def line_of_user() -> str | None:
-    """Return the innermost line outside of torch and autopar that runs now."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else None

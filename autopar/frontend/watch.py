@@ -22,6 +22,7 @@ from ..errors import CaptureError
 from .moe_in_token_order import SETTINGS
 from .names import Place, Reach, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
+from .user_lines import line_now
 
 _HEAP_TYPE = 1 << 9  # a class that Python code made, whose attributes can be set
 _UNWATCHED = (
@@ -37,12 +38,13 @@ MODULE_ATTRIBUTES = frozenset(
 
 @dataclass(frozen=True)
 class Read:
-    """An attribute of an object (or `place` of a global) that the forward read, as it was then."""
+    """An attribute of an object (or `place` of a global) that the forward read, as it was then, and the line that read it."""
 
     owner: object
     name: str
     before: Snapshot
     path: str
+    source: str | None = None
 
     def now(self) -> object:
         """Return the value that is there now."""
@@ -62,12 +64,13 @@ class Read:
 
 @dataclass(frozen=True)
 class Write:
-    """An attribute, or a buffer, that the forward set, with what was there before."""
+    """An attribute, or a buffer, that the forward set, with what was there before, and the line that set it."""
 
     owner: object
     name: str
     before: object
     path: str
+    source: str | None = None
 
     def now(self) -> object:
         """Return the value that is there now."""
@@ -146,6 +149,7 @@ class Watch:
             if not read.before.is_now(read.now()):
                 raise CaptureError(
                     f"the forward changes {read.path} from {text(read.before.value)} to {text(read.now())}",
+                    source=read.source,
                     fix="keep what changes in a buffer (register_buffer) or an attribute of the module",
                 )
         writes = [w for w in self.writes.values() if not (w.name in _CACHES and isinstance(w.owner, nn.RNNBase))]
@@ -206,7 +210,8 @@ class Watch:
         if id(value) in self._unwatched or (name in _CACHES and isinstance(owner, nn.RNNBase)):
             return
         before = Snapshot(value)
-        self.reads[id(owner.table) if isinstance(owner, Place) else id(owner), name] = Read(owner, name, before, path)
+        key = id(owner.table) if isinstance(owner, Place) else id(owner), name
+        self.reads[key] = Read(owner, name, before, path, line_now() if self._is_running else None)
         for item in before.objects():
             self._know(item, path)
 
@@ -269,7 +274,7 @@ class Watch:
     def _wrote(self, owner: object, path: str, name: str, old: object) -> None:
         if name in _LASTING:
             return
-        self.writes.setdefault((id(owner), name), Write(owner, name, old, f"{path}.{name}"))
+        self.writes.setdefault((id(owner), name), Write(owner, name, old, f"{path}.{name}", line_now()))
 
 
 def _identity(owner: object) -> int:

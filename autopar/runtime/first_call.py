@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from ..errors import InputError
+from ..frontend.user_lines import located
 from .source_attributes import OfSource
 
 
@@ -19,6 +20,7 @@ class CompiledAtFirstCall(OfSource):
         self._compile_for = compile_for
         self._waiting: list[ExitStack] = []  # of no_sync contexts that were entered before there is a module
 
+    @located
     def forward(self, *args, **kwargs):
         compiled, waiting = self._compile_for((args, kwargs)), self._waiting
         object.__setattr__(self, "__dict__", compiled.__dict__)  # one state: what is set on the one is set on the other

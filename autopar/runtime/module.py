@@ -17,7 +17,8 @@ from .._torch.dtensors import mix_with_plain_tensors
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
-from ..errors import AdaptError, StageError, StrategyError
+from ..errors import AdaptError, AutoparError, StageError, StrategyError
+from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan
 from ..processes import agree, watch
@@ -115,8 +116,12 @@ class ParallelModule(OfSource):
     def forward(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return _torch.outside_dynamo(ParallelModule.forward)(self, *args, **kwargs)
-        step, inputs = self._captures.find(args, kwargs)
-        return step(inputs)
+        try:
+            step, inputs = self._captures.find(args, kwargs)
+            return step(inputs)
+        except AutoparError as error:
+            error.locate(line_now())
+            raise
 
     @property
     def captures(self) -> dict[str, Plan]:

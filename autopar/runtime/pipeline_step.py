@@ -24,6 +24,7 @@ from ..compiler import lower_pipeline
 from ..errors import InputError, StageError
 from ..frontend.effects import has_tensor
 from ..frontend.export import Captured
+from ..frontend.user_lines import located
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_part, local_shape
 from ..plans.plan import Plan
@@ -310,6 +311,7 @@ class _PipelineLoss(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @located
     def backward(ctx, *tangents):
         refuse_second_derivatives()
         step, sums, ctx.sums = ctx.step, ctx.sums, None

@@ -18,6 +18,7 @@ from .. import _torch
 from ..codegen.rank_program import RankProgram
 from ..errors import CaptureError, InputError
 from ..frontend.export import Captured
+from ..frontend.user_lines import located
 from ..ir.graph import output_node
 from ..plans.plan import Plan
 from ..processes.dtensors import spec_of
@@ -222,6 +223,7 @@ class _Bridge(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @located
     def backward(ctx, *tangents):
         refuse_second_derivatives()
         step, kept = ctx.step, ctx.kept

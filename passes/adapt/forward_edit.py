@@ -14,8 +14,9 @@ import torch
 from torch import fx, nn
 
 from ...errors import AdaptError
-from ...frontend.export import ROOT, Exported, module_path, source_line
+from ...frontend.export import ROOT, Exported, module_path
 from ...frontend.fake_parameters import fake
+from ...frontend.user_lines import line_of_node
 from ...ir.graph import operand
 from ...ops import autopar
 
@@ -140,7 +141,7 @@ def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str
     op, at = READS[kind]
     if user.target is not op or user.args[at] is not argument:
         raise AdaptError(
-            f"{name} goes into {user.target}, {why}", node=user.name, source=source_line(user) or None,
+            f"{name} goes into {user.target}, {why}", node=user.name, source=line_of_node(user) or None,
             shape=tuple(argument.meta["val"].shape), fix=fix,
         )  # fmt: skip
 

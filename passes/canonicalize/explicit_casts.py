@@ -20,8 +20,8 @@ from torch import fx
 from ..._torch.regions import autocast_switch, grad_switch, has_autocast_kernel, written
 from ...errors import CaptureError
 from ...frontend.autocast import State
-from ...frontend.export import source_line
 from ...frontend.fake_parameters import DEVICE
+from ...frontend.user_lines import line_of_node
 from ...ir.graph import flat_arguments, is_tensor, operand, tensor_arguments, values_of
 from .dispatched import Recorder, Way, map_leaves, way_of
 
@@ -127,7 +127,7 @@ def _checked(node: fx.Node, dtype: torch.dtype, device: str) -> Way:
     if way.types and way.types != traced:
         raise CaptureError(
             f"{node.target} gives {way.types} under torch.autocast on {device}, and gave {traced} when it was traced",
-            node=node.name, source=source_line(node) or None, fix="cast its arguments in the model",
+            node=node.name, source=line_of_node(node) or None, fix="cast its arguments in the model",
         )  # fmt: skip
     return way
 

@@ -46,13 +46,15 @@ class Outcome:
     seconds: float = 0.0
 
     def holds(self, program: Program) -> bool:
-        """Whether it is what the program wants: equal, or refused with the word that is wanted."""
+        """Whether it is what the program wants: equal, or refused with the word that is wanted and a line of the
+        user's."""
         if self.kind == EQUAL:
             return True
         return (
             self.kind in (AT_COMPILE, AT_CALL)
             and program.refused is not None
             and program.refused.lower() in self.detail.lower()
+            and "\n  source: " in self.detail
         )
 
     def __str__(self) -> str:
