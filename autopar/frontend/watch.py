@@ -124,7 +124,10 @@ class Watch:
         generators = _random_states()
         for name, module in self.model.named_modules():
             self._know(module, f"model.{name}" if name else "model")
-        self.reach = Reach({type(module) for module in self.model.modules()})
+        classes = {type(module): None for module in self.model.modules()}
+        self.reach = Reach(classes)
+        for cls in classes:  # of libraries too, whose forwards are what others replace
+            self._note(cls, "forward", cls.forward, f"{cls.__name__}.forward")
         for function in called_by(self.model, self.loss_fn):
             self._follow(function)
         self._is_running = True

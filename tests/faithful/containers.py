@@ -336,3 +336,32 @@ def method_replaced_between_calls():
         run(4)
 
     return Acting(), one(5, 6), script
+
+
+@containers()
+def method_of_the_class_replaced_between_calls():
+    """A method that the forward calls, and then a layer's forward, get others in their classes."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Acting(Net):
+        def __init__(self):
+            super().__init__()
+            self.scaled = Scaled(6, 6)
+
+        def act(self, x):
+            return x.tanh()
+
+        def forward(self, x):
+            return super().forward(self.act(self.scaled(x)))
+
+    def script(run):
+        run(1)
+        Acting.act = lambda self, x: torch.relu(x)
+        run(2)
+        Scaled.forward = lambda self, x: nn.Linear.forward(self, x) - x
+        run(3)
+
+    return Acting(), one(5, 6), script
