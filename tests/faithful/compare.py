@@ -10,17 +10,17 @@ from torch import Tensor
 
 MISSING = object()
 COARSE = 0.1  # the tolerance of what is computed in bf16, whose outputs are in bf16 too
-NOISES = 3  # times that the eager run changes with its rounding: so much may the compiled one differ
+NOISES = 3  # times that the eager run changes with its rounding: so much may the compiled one differ, for each part
 SHARE = 0.1  # of the largest gradient: a gradient whose terms cancel is no more exact than its terms
 
 
 def difference(
     eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset(),
-    rounded: Sequence[Mapping] = (),
+    rounded: Sequence[Mapping] = (), parts: int = 1,
 ) -> str | None:  # fmt: skip
     """Of the records that both have, in the order in which they were made: the first difference in words, None if there
     is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline; `rounded`: records of the eager
-    run with other rounding."""
+    run with other rounding; `parts`: into so many parts sums are cut, each of which is rounded."""
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
         when = "after compile" if i == 0 else f"record {i}"
@@ -31,7 +31,7 @@ def difference(
             value, got = wanted.get(path, MISSING), found.get(path, MISSING)
             if got is MISSING and path.startswith("attribute") and _same(value, birth.get(path, MISSING), 0.0) is None:
                 continue  # the compiled module need not repeat what never changes
-            noise = _distance(value, rounded[i].get(path)) if i < len(rounded) else 0.0
+            noise = parts * _distance(value, rounded[i].get(path)) if i < len(rounded) else 0.0
             reason = _same(value, got, tolerance, least if path.startswith("gradient of ") else 0.0, noise)
             if reason is not None:
                 return f"{when}: {path}: {reason}"

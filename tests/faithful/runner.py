@@ -109,7 +109,8 @@ def judge(program: Program, mesh: str, seconds: float = SECONDS, **options) -> O
                 other = play(
                     program.rounded((program.options | options).get("precision", "fp32")), lambda m, example: m
                 )
-                outcome = compared(program, eager, mine, tolerance, other)
+                parts = Mesh.parse(mesh).devices * (options.get("micro_batches") or 1)
+                outcome = compared(program, eager, mine, tolerance, other, parts)
     except TooLate:
         outcome = Outcome(HANG, f"not done after {seconds:.0f} s")
     return replace(outcome, seconds=time.monotonic() - start)
@@ -140,9 +141,11 @@ def two_calls(run: Run) -> None:
     run(2)
 
 
-def compared(program: Program, eager: Played, mine: Played, tolerance: float, rounded: Played | None = None) -> Outcome:
-    """What came of a program. `rounded`: the eager run with other rounding; what differs by little more than that is as
-    exact as the eager run."""
+def compared(
+    program: Program, eager: Played, mine: Played, tolerance: float, rounded: Played | None = None, parts: int = 1
+) -> Outcome:
+    """What came of a program. `rounded`: the eager run with other rounding; what differs by little more than that, for
+    each of the `parts` of sums, is as exact as the eager run."""
     unwanted = program.raises is not None and (eager.error is not None) != program.raises
     if unwanted or (eager.error is not None and eager.stage != "call"):
         raise RuntimeError(f"{program.name} has a mistake of its own: {eager.error!r}") from eager.error
@@ -150,7 +153,7 @@ def compared(program: Program, eager: Played, mine: Played, tolerance: float, ro
     if mine.run is not None:
         elsewhere = frozenset(getattr(mine.run.model, "elsewhere", ()))
         again = () if rounded is None else rounded.run.records
-        found = difference(eager.run.records, mine.run.records, tolerance, elsewhere, again)
+        found = difference(eager.run.records, mine.run.records, tolerance, elsewhere, again, parts)
         if found is not None:
             return Outcome(DIFFERENT, found + (f" (then {kind}: {error})" if error is not None else ""))
     if isinstance(error, AutoparError) and kind not in FAULTS:

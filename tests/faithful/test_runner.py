@@ -105,7 +105,10 @@ def test_errors_are_told_apart():
     assert _outcome(_raise(KeyError("no"))).kind == BARE
     program = Program("here", lambda: (Net(), one(5, 6)), refused="no")
     outcome = compared(
-        program, play(program, lambda m, e: m), play(program, lambda m, e: _raise(InputError("No."))(m, e)), 0
+        program,
+        play(program, lambda m, e: m),
+        play(program, lambda m, e: _raise(InputError("No.", source="here.py:3"))(m, e)),
+        0,
     )
     assert outcome.kind == AT_COMPILE and outcome.holds(program)
     assert not outcome.holds(replace(program, refused=None)) and not outcome.holds(replace(program, refused="yes"))
