@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MovedParameterError
+from .user_lines import line_now
 
 DEVICE = torch.device("cpu")
 
@@ -266,5 +267,6 @@ class CallRefusal:
         if not _tracing:
             raise MovedParameterError(
                 f"this {type(module).__name__} was taken over by autopar.compile and has parts of its parameters alone",
+                source=line_now(),
                 fix="call the module that compile returned",
             )

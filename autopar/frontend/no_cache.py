@@ -14,6 +14,7 @@ import sys
 from torch import nn
 
 from ..errors import AbsentError, CaptureError
+from .user_lines import line_now
 
 FIELDS = {"past_key_values", "past_buckets_states"}
 IN_EVAL = {"cache_params", "state"}  # of state space models and RWKV, which keep none while they train
@@ -39,6 +40,7 @@ class NoCache:
         raise AbsentError(
             f"a compiled model returns no cache of keys and values ({name} is looked up in it): it is called with "
             f"use_cache=False",
+            source=line_now(),
             fix="generate with a plain model: save_pretrained(folder), and load the folder",
         )
 

@@ -9,14 +9,15 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from ..errors import AutoparError
 
-F = TypeVar("F", bound=Callable)
+T = TypeVar("T")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARIES = sys.stdlib_module_names | {"torch", "autopar"}
 _PATHS = (
@@ -28,7 +29,7 @@ _PATHS = (
 
 def line_now() -> str | None:
     """Return the innermost of the user's lines that run now."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
     return None if frame is None else _text(frame.f_code.co_filename, frame.f_lineno)
@@ -53,16 +54,18 @@ def line_of_error(error: BaseException) -> str | None:
 
 def line_of_definition(function: object) -> str | None:
     """Return the line where a function of the user's is defined."""
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    is_users = code is not None and not code.co_filename.startswith(_PATHS)
-    return f"{_text(code.co_filename, code.co_firstlineno)}, {code.co_qualname}" if is_users else None
+    plain: Any = getattr(function, "__func__", function)
+    code: CodeType | None = getattr(inspect.unwrap(plain), "__code__", None)
+    if code is None or code.co_filename.startswith(_PATHS):
+        return None
+    return f"{_text(code.co_filename, code.co_firstlineno)}, {code.co_qualname}"
 
 
-def located(function: F) -> F:
+def located(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function, with the line that calls it in the errors of autopar that say no other."""
 
     @functools.wraps(function)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: Any, **kwargs: Any) -> T:
         try:
             return function(*args, **kwargs)
         except AutoparError as error:
@@ -72,7 +75,7 @@ def located(function: F) -> F:
     return wrapper
 
 
-def _is_users(frame) -> bool:
+def _is_users(frame: FrameType) -> bool:
     """Return whether a frame is of the user's code: of a model builder of autopar's too, but not of its command."""
     package, _, rest = frame.f_globals.get("__name__", "").partition(".")
     path = frame.f_code.co_filename

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from ..errors import AbsentError
+from ..frontend.user_lines import line_now
 
 
 class Table(dict):
@@ -22,6 +23,7 @@ class Table(dict):
         if not super().__contains__(name) and name in self.elsewhere:
             raise AbsentError(
                 self.elsewhere[name],
+                source=line_now(),
                 fix="read it there; model.elsewhere[name] has its shape, save_pretrained(folder) writes all parameters",
             )
         return super().__contains__(name)

@@ -277,6 +277,7 @@ class ParallelModule(OfSource):
             if probe.dtype != tensor.dtype or probe.device.type != local.device.type:
                 raise StrategyError(
                     f"a compiled model stays on its devices and in its dtype, not {probe.device} and {probe.dtype}",
+                    source=line_now(),
                     fix="move or cast the model before autopar.compile",
                 )
         return self

@@ -18,6 +18,7 @@ from ..adapt.attach import Replaced
 from ..errors import InputError, MovedParameterError, StrategyError
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import CallRefusal, Forms
+from ..frontend.user_lines import line_now
 from ..ir.layout import Layout, local_part
 from ..plans.plan import Plan
 from ..processes.dtensors import as_dtensor
@@ -48,6 +49,7 @@ class MovedParameter(nn.Parameter):
             return super().__torch_function__(function, types, args, kwargs or {})
         raise MovedParameterError(
             "this parameter was taken over by autopar.compile and is empty",
+            source=line_now(),
             fix="use the module that compile returned, and build the optimizer from its parameters()",
         )
 
@@ -67,6 +69,7 @@ def check_model(source: nn.Module) -> None:
     if source in _taken_over:
         raise MovedParameterError(
             f"the {type(source).__name__} was taken over by an earlier autopar.compile",
+            source=line_now(),
             fix="build the model again, or copy it before compiling",
         )
     for name, module in source.named_modules():
@@ -86,6 +89,7 @@ def check_model(source: nn.Module) -> None:
         if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
                 f"{name} was taken over by an earlier autopar.compile",
+                source=line_now(),
                 fix="build the model again, or copy it before compiling",
             )
         if nn.parameter.is_lazy(tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import SourceMethodError
+from ..frontend.user_lines import line_now
 
 
 class OfSource(nn.Module):
@@ -49,6 +50,7 @@ class OfSource(nn.Module):
             raise SourceMethodError(
                 f"{type(source).__name__}.{name} is a method of the source model, and the compiled model has the call "
                 f"alone: autopar.compile took the parameters over",
+                source=line_now(),
                 fix="call the method before autopar.compile if it sets something; else save_pretrained(folder), and "
                 "call it on a plain model with that folder",
             )

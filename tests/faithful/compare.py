@@ -11,28 +11,30 @@ from torch import Tensor
 MISSING = object()
 COARSE = 0.1  # the tolerance of what is computed in bf16, whose outputs are in bf16 too
 NOISES = 3  # times that the eager run changes with its rounding: so much may the compiled one differ, for each part
-SHARE = 0.1  # of the largest gradient: a gradient whose terms cancel is no more exact than its terms
+SHARE = 0.1  # of the largest gradient, or parameter: what cancels, or follows it, is no more exact than its terms
 
 
 def difference(
     eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset(),
-    rounded: Sequence[Mapping] = (), parts: int = 1,
+    rounded: Sequence[Sequence[Mapping]] = (), parts: int = 1,
 ) -> str | None:  # fmt: skip
     """Of the records that both have, in the order in which they were made: the first difference in words, None if there
-    is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline; `rounded`: records of the eager
-    run with other rounding; `parts`: into so many parts sums are cut, each of which is rounded."""
+    is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline; `rounded`: records of
+    eager runs with other rounding; `parts`: into so many parts sums are cut, each of which is rounded."""
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
         when = "after compile" if i == 0 else f"record {i}"
-        least = SHARE * max((_scale(v) for path, v in wanted.items() if path.startswith("gradient of ")), default=0.0)
+        leasts = {kind: SHARE * max((_scale(v) for path, v in wanted.items() if path.startswith(kind)), default=0.0)
+                  for kind in ("gradient of ", "parameter ")}  # fmt: skip
         for path in (*wanted, *(p for p in found if p not in wanted and not p.startswith("attribute"))):
             if elsewhere and any(word in elsewhere for word in path.split()):
                 continue
             value, got = wanted.get(path, MISSING), found.get(path, MISSING)
             if got is MISSING and path.startswith("attribute") and _same(value, birth.get(path, MISSING), 0.0) is None:
                 continue  # the compiled module need not repeat what never changes
-            noise = parts * _distance(value, rounded[i].get(path)) if i < len(rounded) else 0.0
-            reason = _same(value, got, tolerance, least if path.startswith("gradient of ") else 0.0, noise)
+            noise = parts * max((_distance(value, run[i].get(path)) for run in rounded if i < len(run)), default=0.0)
+            least = next((least for kind, least in leasts.items() if path.startswith(kind)), 0.0)
+            reason = _same(value, got, tolerance, least, noise)
             if reason is not None:
                 return f"{when}: {path}: {reason}"
     return None

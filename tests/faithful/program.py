@@ -41,7 +41,7 @@ class Program:
     options: dict = field(default_factory=dict)
     alone: bool = False
     source: str = ""
-    rounded: Callable[[str], Program] | None = None
+    rounded: Callable[[str], list[Program]] | None = None
 
 
 class Topic:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar import Mesh, schedule
@@ -99,16 +100,47 @@ def drawn(seed: int, world: int) -> tuple[Program, str, dict]:
         model = RandomModel(Random(seed + 1), d.width, d.takes_ids, staged=staged, smooth=bf16)
         return model.double() if wide else model, batch, lambda run: _act(run, d, batch)
 
-    def under_autocast():
+    def inside(context):
         model, *rest = built()
-        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        model.forward = _inside(context, model.forward)
         return model, *rest
 
-    def rounded(precision: str) -> Program:
-        return replace(program, build=under_autocast if precision == "bf16" else lambda: built(wide=True))
+    def rounded(precision: str) -> list[Program]:
+        if precision != "bf16":
+            return [replace(program, build=lambda: built(wide=True))]
+        contexts = (lambda: torch.autocast("cpu", torch.bfloat16)), Rounding
+        return [replace(program, build=lambda context=context: inside(context)) for context in contexts]
 
     program = Program(f"random/{seed}", built, raises=None, tolerance=2e-4, source=f"seed {seed}", rounded=rounded)
     return program, mesh, options
+
+
+def _inside(context: Callable, forward: Callable) -> Callable:
+    def run(*args, **kwargs):
+        with context():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class Rounding(TorchFunctionMode):
+    """Inside, the values of all ops, and their gradients, are rounded to bf16."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor) or result.dtype != torch.float32 or not result.requires_grad:
+            return result
+        return _Rounded.apply(result)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().float()
 
 
 def _strategy(rng: Random, mesh: str) -> str | None:

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -106,11 +107,10 @@ def judge(program: Program, mesh: str, seconds: float = SECONDS, **options) -> O
             tolerance = _tolerance(program, options)
             outcome = compared(program, eager, mine, tolerance)
             if outcome.kind == DIFFERENT and program.rounded is not None:
-                other = play(
-                    program.rounded((program.options | options).get("precision", "fp32")), lambda m, example: m
-                )
+                precision = (program.options | options).get("precision", "fp32")
+                others = [play(other, lambda m, example: m) for other in program.rounded(precision)]
                 parts = Mesh.parse(mesh).devices * (options.get("micro_batches") or 1)
-                outcome = compared(program, eager, mine, tolerance, other, parts)
+                outcome = compared(program, eager, mine, tolerance, others, parts)
     except TooLate:
         outcome = Outcome(HANG, f"not done after {seconds:.0f} s")
     return replace(outcome, seconds=time.monotonic() - start)
@@ -142,9 +142,9 @@ def two_calls(run: Run) -> None:
 
 
 def compared(
-    program: Program, eager: Played, mine: Played, tolerance: float, rounded: Played | None = None, parts: int = 1
+    program: Program, eager: Played, mine: Played, tolerance: float, rounded: Sequence[Played] = (), parts: int = 1
 ) -> Outcome:
-    """What came of a program. `rounded`: the eager run with other rounding; what differs by little more than that, for
+    """What came of a program. `rounded`: eager runs with other rounding; what differs by little more than that, for
     each of the `parts` of sums, is as exact as the eager run."""
     unwanted = program.raises is not None and (eager.error is not None) != program.raises
     if unwanted or (eager.error is not None and eager.stage != "call"):
@@ -152,7 +152,7 @@ def compared(
     error, kind = mine.error, type(mine.error).__name__
     if mine.run is not None:
         elsewhere = frozenset(getattr(mine.run.model, "elsewhere", ()))
-        again = () if rounded is None else rounded.run.records
+        again = [played.run.records for played in rounded]
         found = difference(eager.run.records, mine.run.records, tolerance, elsewhere, again, parts)
         if found is not None:
             return Outcome(DIFFERENT, found + (f" (then {kind}: {error})" if error is not None else ""))
