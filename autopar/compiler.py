@@ -30,7 +30,7 @@ from .frontend.export import Captured, Exported
 from .frontend.fake_parameters import Form
 from .frontend.output_gradients import differentiable_outputs
 from .frontend.precision import compute_dtype
-from .frontend.unroll import tower_of, unroll
+from .frontend.unroll import repeated_blocks_of, unroll
 from .ir.compiler_pass import CAPTURE, Pass
 from .ir.graph import annotate, output_node
 from .passes.adapt.fake_quant import fake_quant
@@ -187,11 +187,11 @@ def trace_to_plan(
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
     autopar/frontend/unroll.py)."""
     whole = partial(trace, model, example_inputs, loss_fn, forms, precision, adapt, passes=passes)
-    if not passes and (tower := tower_of(model)):  # a user's pass sees all blocks
+    if not passes and (repeated := repeated_blocks_of(model)):  # a user's pass sees all blocks
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
-            with tower.shortened():
+            with repeated.shortened():
                 short = whole()
-            return pass_manager.run(UNROLL, short, tower, export.tie_map(model))
+            return pass_manager.run(UNROLL, short, repeated, export.tie_map(model))
     return whole()
 
 

@@ -44,8 +44,8 @@ def load(text: str) -> ModuleType:
     there, or cannot be imported."""
     path = Path(text.rpartition(":")[0]).expanduser()
     if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        known = f"use {nearest(path.name, beside)}" if beside else "check the path"
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        known = f"use {nearest(path.name, siblings)}" if siblings else "check the path"
         raise ModelError(f"there is no file {path}", fix=known)
     return _imported(path, path.stat().st_mtime_ns)
 

@@ -84,7 +84,7 @@ class Attachment:
         return module
 
     def mark(self, module: nn.Module, name: str, value: object) -> None:
-        """Set a plain attribute for the pass to find; equal values do not keep blocks of a tower from being alike."""
+        """Set a plain attribute for the pass to find; equal values do not keep repeated blocks from being alike."""
         setattr(module, name, value)
         self._undo.append(lambda: delattr(module, name))
 

@@ -292,7 +292,7 @@ class _Compiler:
         whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
         return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
 
-    def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+    def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace a capture's call again, for gradients of all differentiable outputs rather than of the loss alone."""
         signature = traced.captured.signature
         form = zip(signature.shapes, signature.dtypes, signature.differentiated)

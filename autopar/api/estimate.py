@@ -111,10 +111,10 @@ def of_search(planned: Planned) -> Estimate:
     by_dtype: Counter = Counter({"fp32": 0.0})
     for node in filter(is_op, planned.problem.whole.nodes):
         by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
-    once, again = by_dtype.total(), _again_flops(*planned.whole)
+    once, recomputed = by_dtype.total(), _recomputed_flops(*planned.whole)
     (dtype, _), *_ = by_dtype.most_common(1)
     peaks = options.hardware.flops_per_second
-    return Estimate(planned.plan, options.recompute, passes * once, passes * (once + again), dtype, peaks)
+    return Estimate(planned.plan, options.recompute, passes * once, passes * (once + recomputed), dtype, peaks)
 
 
 def model_flops(node: fx.Node) -> float:
@@ -127,7 +127,7 @@ def model_flops(node: fx.Node) -> float:
     return forward if is_forward else 2.0 * forward
 
 
-def _again_flops(problem: Problem, e: Evaluation) -> float:
+def _recomputed_flops(problem: Problem, e: Evaluation) -> float:
     """Count the FLOPs of the ops that the backward runs again, by the model's mathematics."""
     return sum(
         model_flops(problem.vertices[v].node) * count
@@ -139,5 +139,5 @@ def _again_flops(problem: Problem, e: Evaluation) -> float:
 
 def _own(step, levels: dict) -> frozenset[int]:
     """Return the vertices that a step runs again and the step before it does not."""
-    before = [other.again for other, _ in levels.values() if other is not step and len(other.again) < len(step.again)]
-    return step.again.difference(*before)
+    before = [other.recomputed for other, _ in levels.values() if len(other.recomputed) < len(step.recomputed)]
+    return step.recomputed.difference(*before)

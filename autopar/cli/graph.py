@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         if args.after:
             graphs = pass_manager.graphs_of(result.subject).values()
             text = "\n".join(map(graph_text, graphs)) if args.diff else pass_manager.text_of(result.subject)
-            again = staged and result.name in of_stages and result.name in texts
-            texts[result.name] = f"{texts[result.name]}\n{text}" if again else text
+            continues = staged and result.name in of_stages and result.name in texts
+            texts[result.name] = f"{texts[result.name]}\n{text}" if continues else text
         if result.name == args.after and not (staged and result.name in of_stages):
             raise _Reached
 

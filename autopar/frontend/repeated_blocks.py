@@ -22,14 +22,14 @@ FIRST, LAST = 2, 5  # blocks that stand for many
 
 @dataclass(frozen=True)
 class Compact:
-    """`count` blocks of the list `tower` in eight. `home`: by node of the small graph, its origin and the number of its
-    block (0 or 7 for what lies before or after the blocks). `whole`: the node of the whole graph by origin and number
-    of its block there."""
+    """`count` blocks of the list `list_name` in eight. `origins`: by node of the small graph, its origin and the number
+    of its block (0 or 7 for what lies before or after the blocks). `whole`: the node of the whole graph by origin and
+    number of its block there."""
 
     graph_module: fx.GraphModule
-    tower: str
+    list_name: str
     count: int
-    home: Mapping[fx.Node, tuple[fx.Node, int]] = field(repr=False)
+    origins: Mapping[fx.Node, tuple[fx.Node, int]] = field(repr=False)
     whole: Mapping[tuple[fx.Node, int], fx.Node] = field(repr=False)
 
     @property
@@ -43,7 +43,7 @@ class Compact:
 
     def block(self, node: fx.Node) -> int:
         """Return the number of a node's block in the small graph."""
-        return self.home[node][1]
+        return self.origins[node][1]
 
     def stands_for(self, block: int, first: int) -> range:
         """Return the numbers in the whole model of the blocks that a block of the small graph stands for; block 2
@@ -63,5 +63,5 @@ class Compact:
 
     def nodes(self, node: fx.Node, first: int) -> list[fx.Node]:
         """Return the nodes of the whole graph that a node of the small one stands for."""
-        origin, block = self.home[node]
+        origin, block = self.origins[node]
         return [self.whole[origin, number] for number in self.stands_for(block, first)]

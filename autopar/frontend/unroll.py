@@ -1,9 +1,9 @@
 """Deep models traced fast, for planning: five of the equal blocks are traced, and the graph is unrolled to all of them.
 
-    tower = tower_of(model)
-    with tower.shortened():
+    blocks = repeated_blocks_of(model)
+    with blocks.shortened():
         captured = ...            # the joint graph of a model with blocks 0, 1, 2 and the last two
-    whole = unroll(captured, tower, ties)
+    whole = unroll(captured, blocks, ties)
 
 The blocks of the short graph are zones: 0 is everything up to the first block's end, 4 all from the last block's start,
 1 to 3 the ones between. Zones 1 to 3 must be the same but for a shift, forward and backward; copies of zone 2 then
@@ -37,7 +37,7 @@ HEAD, TEMPLATE, TAIL = 0, 2, 4
 
 
 @dataclass(frozen=True)
-class Tower:
+class RepeatedBlocks:
     """A list of equal blocks: the module that holds it, its qualified name, the number of blocks."""
 
     blocks: nn.Module
@@ -58,7 +58,7 @@ class Tower:
             self.blocks._modules.update(whole)
 
 
-def tower_of(model: nn.Module) -> Tower | None:
+def repeated_blocks_of(model: nn.Module) -> RepeatedBlocks | None:
     """Return the model's list of equal blocks, None unless there is just one of at least FEWEST blocks, and neither
     forward hooks nor containers of other kinds. Lists inside of a list are its own."""
     found = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
@@ -73,7 +73,7 @@ def tower_of(model: nn.Module) -> Tower | None:
     if not all(_alike(first, block, i) for i, block in enumerate(rest, 1)):
         return None
     tensors = [id(t) for block in blocks for t in (*block.parameters(), *block.buffers())]
-    return Tower(blocks, name, len(blocks)) if len(set(tensors)) == len(tensors) else None
+    return RepeatedBlocks(blocks, name, len(blocks)) if len(set(tensors)) == len(tensors) else None
 
 
 def _alike(first: nn.Module, other: nn.Module, distance: int) -> bool:
@@ -108,20 +108,20 @@ def _equal(a: object, b: object, distance: int) -> bool:
     return type(a) is type(b) and callable(a)  # activations and the like
 
 
-def unroll(captured: Captured, tower: Tower, ties: dict[str, str]) -> Captured:
+def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> Captured:
     """Return the joint graph of the whole model, made from that of the shortened one. `ties` are those of the whole
     model.
 
     Raises CaptureError if the blocks are not alike but for a shift."""
-    zones = _Zones.of(captured.graph, tower.name)
+    zones = _Zones.of(captured.graph, blocks.name)
     if zones is None or not zones.are_shifted():
-        raise CaptureError(f"the blocks of {tower.name} are not alike", fix="trace all of them")
-    whole, few = (_Unrolled(captured.graph, zones, more) for more in (tower.count - TRACED, BLOCKS - TRACED))
+        raise CaptureError(f"the blocks of {blocks.name} are not alike", fix="trace all of them")
+    whole, few = (_Unrolled(captured.graph, zones, more) for more in (blocks.count - TRACED, BLOCKS - TRACED))
     modules = [graph_module(captured.graph_module, unrolled.build()) for unrolled in (whole, few)]
     for module in modules:
         mark_phases(module.graph)
         module.graph.lint()
-    compact = Compact(modules[1], tower.name, tower.count, {node: key for key, node in few.made.items()}, whole.made)
+    compact = Compact(modules[1], blocks.name, blocks.count, {node: key for key, node in few.made.items()}, whole.made)
     return replace(captured, graph_module=modules[0], ties=ties, compact=compact)
 
 

@@ -78,7 +78,7 @@ def in_micro_batches(
     if options.micro_batches == 1:
         return search(captured, options)
     micro = micro_batch(captured, options.micro_batches)
-    planned = search(micro.captured, replace(options, beside=micro.smaller and micro.smaller.graph))
+    planned = search(micro.captured, replace(options, overlay=micro.smaller and micro.smaller.graph))
     return replace(planned, captured=captured, micro=micro)
 
 

@@ -50,7 +50,7 @@ def describe_plan(planned: Planned) -> Plan:
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak, collectives=_collectives(e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
-        recomputed_selectively=_recomputed(e, False), recomputed_kinds=_kinds_again(problem, e),
+        recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
         warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
@@ -66,13 +66,13 @@ def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:
     return tuple(block for block, levels in e.recomputed.items() if (FULL in levels) == wholly)
 
 
-def _again(problem: Problem, e: Evaluation) -> list[fx.Node]:
+def _recomputed_nodes(problem: Problem, e: Evaluation) -> list[fx.Node]:
     """Return the ops that run again in the backward."""
     vertices = [problem.vertices[v] for v in recomputed_vertices(e)]
     return [node for v in vertices for node in (v.node, *v.casts.values())]
 
 
-def _kinds_again(problem: Problem, e: Evaluation) -> tuple[str, ...]:
+def _recomputed_kinds(problem: Problem, e: Evaluation) -> tuple[str, ...]:
     """Return the kinds of the ops that run again in blocks of which only some do, the most frequent first."""
     wholly = set(_recomputed(e, True))
     kinds = Counter(
@@ -137,7 +137,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves,
-        _outputs(problem, strategy), frozenset(kept), frozenset(node.name for node in _again(problem, e)),
+        _outputs(problem, strategy), frozenset(kept), frozenset(node.name for node in _recomputed_nodes(problem, e)),
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
     )  # fmt: skip
 

@@ -141,12 +141,12 @@ class _Pricing:
         text = _batches(m, self.planned.plan.samples)
         self.report(text)
         try:
-            again = plan_pipeline(self.planned.captured, self.planned.plan.mesh, self.options, self.planned.plan.model,
+            other = plan_pipeline(self.planned.captured, self.planned.plan.mesh, self.options, self.planned.plan.model,
                                   schedule=self.chosen.schedule, micro_batches=m,
                                   stages_per_rank=self.chosen.stages_per_rank, report=self.report)  # fmt: skip
         except AutoparError as error:
             return Priced(text, note=error.message)
-        return self.priced(text, again.stages.evaluated)
+        return self.priced(text, other.stages.evaluated)
 
     def schedules(self) -> list[Priced]:
         """Price every schedule with its best cut, those that fit first, the fastest first, and those that are
@@ -167,16 +167,16 @@ class _Pricing:
         """Price the chosen cut, an even one, and each border moved; and return how many borders are left out."""
         p, best = self.chosen, self.staged.best
         _, segments, _ = best.search.prepared(best.base)
-        found, places = [self.itself("as chosen")], [*segments.starts]
+        found, starts = [self.itself("as chosen")], [*segments.starts]
         even = _even(segments, len(p.cuts) + 1)
         found.append(self.priced("equally many segments a stage", self._cut(even)))
         slow = [c.forward_seconds + c.input_seconds + c.weight_seconds for c in p.costs]
         borders = sorted(range(len(p.cuts)), key=lambda i: (-max(slow[i], slow[i + 1]), i))
         for i in sorted(borders[:MOST_BORDERS]):
-            at = places.index(p.cuts[i])
+            at = starts.index(p.cuts[i])
             for step, how in ((-1, "earlier"), (1, "later")):
-                if 0 <= at + step < len(places) and places[at + step] not in p.cuts:
-                    moved = (*p.cuts[:i], places[at + step], *p.cuts[i + 1 :])
+                if 0 <= at + step < len(starts) and starts[at + step] not in p.cuts:
+                    moved = (*p.cuts[:i], starts[at + step], *p.cuts[i + 1 :])
                     where = segments.parts[at + step + 1].name.partition(" to ")[0]
                     found.append(self.priced(f"stage {i + 1} {how}, in {where}", self._cut(moved)))
         return found, max(0, len(borders) - MOST_BORDERS)

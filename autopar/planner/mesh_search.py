@@ -177,17 +177,17 @@ def search(
         planned = replace(
             planned, options=options, others=others, chosen=plan.not_worse(planned.chosen, others, options)
         )
-    return replace(planned, meshes=_all_told(tour, options.micro_batches))
+    return replace(planned, meshes=_reported_meshes(tour, options.micro_batches))
 
 
 def _beyond(tour: _MeshSearch, micro_batches: int) -> BeyondCutoff:
     error = BeyondCutoff(min(one.bound for one in tour.tries))
-    error.tried = _all_told(tour, micro_batches)
+    error.tried = _reported_meshes(tour, micro_batches)
     return error
 
 
-def _all_told(tour: _MeshSearch, micro_batches: int) -> tuple[MeshTried, ...]:
-    return tuple(_told(one, micro_batches) for one in sorted(tour.tries, key=_order))
+def _reported_meshes(tour: _MeshSearch, micro_batches: int) -> tuple[MeshTried, ...]:
+    return tuple(_reported(one, micro_batches) for one in sorted(tour.tries, key=_order))
 
 
 def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
@@ -203,7 +203,7 @@ def _order(one: _Try) -> tuple:
     return one.seconds, one.bound, str(one.mesh)
 
 
-def _told(one: _Try, micro_batches: int) -> MeshTried:
+def _reported(one: _Try, micro_batches: int) -> MeshTried:
     """Return how a mesh fared, in seconds of a step."""
     bound = one.bound * micro_batches
     if one.planned is None:

@@ -52,7 +52,7 @@ class PlanOptions:
     memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of
     parameters that are on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of
     the baselines. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the
-    whole mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `beside`:
+    whole mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
     another graph that runs with the same decisions, of fewer samples."""
 
     hardware: Hardware
@@ -74,7 +74,7 @@ class PlanOptions:
     styles: Mapping[str, str] = field(default_factory=dict)
     search: Search = Search()
     within: Mesh | None = None
-    beside: fx.Graph | None = None
+    overlay: fx.Graph | None = None
 
     def around(self, mesh: Mesh) -> Mesh:
         """Return the mesh on which the distances between the devices of a planned mesh are measured."""
@@ -217,7 +217,7 @@ def solvers_of(
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
         offload.Offload(options.offload, cost, options.on_host),
     )  # fmt: skip
-    problem.fits = fitting(problem, options.beside) if options.beside is not None else {}
+    problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
     collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain

@@ -29,7 +29,7 @@ from ..ir.mesh import Mesh
 from ..utils.format import ms, size
 from . import fixed_recompute, plan
 from .batch import in_micro_batches, samples_of
-from .objective.memory_timeline import AGAIN, PASSING, SAVED
+from .objective.memory_timeline import PASSING, RECOMPUTED, SAVED
 from .problem import offload
 from .problem.recipes import ALIASES, RECIPES, Restriction
 from .solver.minimize import Search
@@ -38,7 +38,7 @@ SEARCH = Search(gap=2e-2, rounds=8, largest_program=0)
 STAGES = {  # that hold less of every device, by what they follow
     "ddp": ("zero1", "zero2", "fsdp"), "zero1": ("zero2", "fsdp"), "zero2": ("fsdp",), "hsdp": ("fsdp",),
 }  # fmt: skip
-MOST_TOLD = 3  # in a sentence
+MOST_NAMED = 3  # in a sentence
 RANK = 16
 
 
@@ -124,7 +124,7 @@ def with_fixes(
     fitting = [str(fix) for fix in fixes if fix.fits]
     return MemoryInfeasibleError(
         error.message, missing_bytes=error.missing_bytes, breakdown=error.breakdown, fixes=fixes, mesh=error.mesh,
-        fix=", or ".join(fitting[:MOST_TOLD]) or error.fix,
+        fix=", or ".join(fitting[:MOST_NAMED]) or error.fix,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def _larger_axis(error: MemoryInfeasibleError, request: Refused, axis: str, time
 def _micro_batches(error: MemoryInfeasibleError, request: Refused, times: int) -> Iterator[_Change]:
     """Yield as many more micro-batches as seem to be needed; yield nothing if what does not shrink with the samples has
     no room, or if the samples cannot be divided so."""
-    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, AGAIN, PASSING))
+    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, RECOMPUTED, PASSING))
     room = shrinking - error.missing_bytes
     factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
     if factor in _divisions(request):

@@ -119,10 +119,10 @@ class Watch:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.cause is None:
             answers = self.peers.ask({})
-            told = [a["cause"] for a in answers.values() if isinstance(a, dict) and a.get("cause")]
+            causes = [a["cause"] for a in answers.values() if isinstance(a, dict) and a.get("cause")]
             gone = [rank for rank, answer in answers.items() if answer == GONE]
-            if told:
-                return Cause(**told[0])
+            if causes:
+                return Cause(**causes[0])
             if gone:
                 return Cause("gone", gone, f"{_ranks(gone)} died: no process answers any more")
             late = _late(answers, here)

@@ -121,11 +121,11 @@ def _compare(whole: Tensor, layout: Layout, mesh: Mesh, local: list[Tensor], tol
         key = tuple(here[axis] for axis in axes)
         part = parts.setdefault(key, torch.zeros_like(whole))
         done = filled.setdefault(key, torch.zeros(whole.shape, dtype=torch.bool))
-        place = _places(whole, layout, mesh, here)
-        again = done[place]
-        if not _close(part[place][again], value[again], tolerance):
+        index = _index(whole, layout, mesh, here)
+        repeated = done[index]
+        if not _close(part[index][repeated], value[repeated], tolerance):
             return f"rank {rank} differs from its replica"
-        part[place], done[place] = value, True
+        part[index], done[index] = value, True
     if not all(done.all() for done in filled.values()):
         return "some elements are on no device"
     combined, *others = parts.values()
@@ -139,13 +139,13 @@ def _compare(whole: Tensor, layout: Layout, mesh: Mesh, local: list[Tensor], tol
     return f"{int((combined != whole).sum())} of {whole.numel()} elements differ"
 
 
-def _places(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: dict[str, int]) -> tuple[Tensor, ...]:
+def _index(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: dict[str, int]) -> tuple[Tensor, ...]:
     """Return the indices of a device's elements in the whole."""
     held = []
     for d, size in enumerate(whole.shape):
         ranges = dim_ranges(size, layout.dims[d], layout.parts[d], mesh, coordinate) if layout.dims[d] else [(0, size)]
-        places = torch.cat([torch.arange(a, b) for a, b in ranges])
-        held.append(places.reshape([-1 if e == d else 1 for e in range(whole.dim())]))
+        indices = torch.cat([torch.arange(a, b) for a, b in ranges])
+        held.append(indices.reshape([-1 if e == d else 1 for e in range(whole.dim())]))
     return tuple(held)
 
 

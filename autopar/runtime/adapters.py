@@ -137,8 +137,8 @@ class Adapters:
         """Return the names of adapted weights that several layers read."""
         names = self.module._forms.all_names
         held = Counter(first for t in self.module._forms.tables for first in t.parameters.values() if first is not None)
-        beside = [f"{path}.{site.parameter}" for path, site in self.sites if site.kind != "parameter"]
-        return [name for name in beside if held[names[name]] > 1]
+        added = [f"{path}.{site.parameter}" for path, site in self.sites if site.kind != "parameter"]
+        return [name for name in added if held[names[name]] > 1]
 
     @torch.no_grad()
     def _change(self, path: str, site: LoraSite, sign: float) -> None:

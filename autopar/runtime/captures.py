@@ -90,7 +90,7 @@ class Compiler(Protocol):
     ) -> Traced:
         """Trace a call. `trains`: whether parameters train, by name, if not as when the model was taken over."""
 
-    def trace_again(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
+    def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace the same call with tangents for all outputs that require a gradient."""
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
@@ -289,7 +289,7 @@ class Captures:
         self._meet(call)
         start = time.perf_counter()
         with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
-            traced = self.compiler.trace_again(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
+            traced = self.compiler.retrace(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(
             replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages()

@@ -193,7 +193,7 @@ class Step:
             values[at] = leaves[at].clone()
         return Kept(self.roles, owners, self.watched, values)
 
-    def gradients_again(
+    def recompute_gradients(
         self, kept: Kept, tangents, nodes: Mapping[str, object]
     ) -> dict[tuple[str, str], torch.Tensor | None]:
         """Return gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter.
@@ -243,5 +243,5 @@ class _Bridge(torch.autograd.Function):
             del kept
             return None, None, None, *step.backward(saved, tangents, step.known, nodes)
         saved.clear()
-        found = step.complete().gradients_again(kept, tangents, dict(zip(step.names, nodes)))
+        found = step.complete().recompute_gradients(kept, tangents, dict(zip(step.names, nodes)))
         return None, None, None, *[found.get(owner) for owner in step.backward.owners]

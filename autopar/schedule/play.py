@@ -82,8 +82,8 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
         everything = {action for order in schedule.orders for action in order}
         needed = {r: next(need for need in needs(a, stages) if need not in ended) for r, a in stuck.items()}
         needed = {r: need if need in everything else need._replace(kind="B") for r, need in needed.items()}
-        told = "; ".join(f"rank {r} stands at {a} and waits for {needed[r]}" for r, a in list(stuck.items())[:8])
-        raise ScheduleError(f"schedule {schedule.name} deadlocks: {told}", stuck={r: str(a) for r, a in stuck.items()},
+        waits = "; ".join(f"rank {r} stands at {a} and waits for {needed[r]}" for r, a in list(stuck.items())[:8])
+        raise ScheduleError(f"schedule {schedule.name} deadlocks: {waits}", stuck={r: str(a) for r, a in stuck.items()},
                             fix="put the actions of each rank into an order that the others' orders allow")  # fmt: skip
     return Played(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(_per(activation, stages)))
 
@@ -140,9 +140,9 @@ def _count(schedule: Schedule) -> None:
                     else "".join(k for k in ("FIW" if set(kinds) & set("IW") else "FB") if k not in kinds)
                 )
                 faults.setdefault("both whole and in parts" if mixed else "missing", []).append(f"{stage}{lacking}{i}")
-    for told, names in faults.items():
+    for fault, names in faults.items():
         if names:
-            raise ScheduleError(f"schedule {schedule.name} has actions {told}: {', '.join(names[:8])}"
+            raise ScheduleError(f"schedule {schedule.name} has actions {fault}: {', '.join(names[:8])}"
                                 f"{f' and {len(names) - 8} more' if len(names) > 8 else ''}",
                                 fix="each stage needs F and B, or F, I and W, once a micro-batch, on its own rank")  # fmt: skip
 

@@ -25,7 +25,9 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
     height = len(lanes) * (LANE + GAP)
     bars = []
     for event in timeline.events:
-        what = f"{profiler_name(planned, event)} {event.name}, {event.phase}{', recomputed' if event.again else ''}"
+        what = (
+            f"{profiler_name(planned, event)} {event.name}, {event.phase}{', recomputed' if event.recomputed else ''}"
+        )
         where = f" in {event.module}" if event.module else ""
         title = tag("title", f"{what}{where}: {ms(event.duration_seconds)} from {ms(event.start_seconds)}")
         for stream in event.streams:
@@ -96,7 +98,7 @@ def _drawing(shapes: list[Html], height: float, label: str) -> Html:
 def _colour(event: Event) -> str:
     if event.step is not None:
         return event.step.move.kind
-    return "again" if event.again else event.phase
+    return "again" if event.recomputed else event.phase
 
 
 def _x(share: float) -> str:

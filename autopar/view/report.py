@@ -137,7 +137,7 @@ def _meshes(plan: Plan) -> Html | None:
 def _step(planned: Planned, timeline: Timeline) -> Html:
     kinds = [("forward", "forward"), ("backward", "backward"), ("again", "recomputed"), ("slice", "local copy")]
     kinds += [(kind, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")]
-    found = {e.step.move.kind if e.step else "again" if e.again else e.phase for e in timeline.events}
+    found = {e.step.move.kind if e.step else "again" if e.recomputed else e.phase for e in timeline.events}
     zooms = (("−", 0.5), ("+", 2), ("all", 0))
     buttons = [tag("button", text, type="button", data_zoom=zoom) for text, zoom in zooms]
     busy = rows_of(["stream", "busy", "busy ms", "share"], [
@@ -145,11 +145,11 @@ def _step(planned: Planned, timeline: Timeline) -> Html:
         for (name, seconds), milliseconds in zip(timeline.busy_seconds.items(),
                                                  column([1e3 * s for s in timeline.busy_seconds.values()]))
     ], left=2, bars=1)  # fmt: skip
-    again = joined(tag("p", f"{line[0].upper()}{line[1:]}", class_="note") for line in recomputed_lines(planned.plan))
+    notes = joined(tag("p", f"{line[0].upper()}{line[1:]}", class_="note") for line in recomputed_lines(planned.plan))
     controls = tag(
         "div", legend_of([k for k in kinds if k[0] in found]), tag("span", *buttons, class_="zoom"), class_="controls"
     )
-    return joined([controls, timeline_chart(planned, timeline), again, busy])
+    return joined([controls, timeline_chart(planned, timeline), notes, busy])
 
 
 def _memory(plan: Plan) -> Html:
@@ -188,7 +188,7 @@ def collectives_section(plan: Plan) -> Html | None:
 def modules_section(plan: Plan) -> Html:
     """Show modules inside of each other; a closed one shows the sums of all that is in it."""
     regions = in_tree_order(plan.regions)
-    digits, again = _Digits(regions), _recomputed_rows(plan)
+    digits, recomputed = _Digits(regions), _recomputed_rows(plan)
     children: dict[str, list[str]] = defaultdict(list)
     by_name = {r.name: r for r in regions}
     for name in by_name:
@@ -205,7 +205,7 @@ def modules_section(plan: Plan) -> Html:
     def node(name: str, depth: int) -> Html:
         inside, region = subtree(name), by_name.get(name)
         copies = max((r.copies for r in inside), default=1) if "*" in name else 1
-        layouts = [tag("small", again[name], class_="badge")] if name in again else []
+        layouts = [tag("small", recomputed[name], class_="badge")] if name in recomputed else []
         layouts += [tag("code", region.weights, title="weights")] if region and region.weights else []
         layouts += (
             [tag("code", region.activations, title="activations", class_="quiet")]

@@ -108,9 +108,9 @@ def _move_arguments(planned: Planned, event: Event) -> dict:
 
 
 def _where(event: Event, v) -> dict:
-    again = {"recomputed": True} if event.again else {}
+    recomputed = {"recomputed": True} if event.recomputed else {}
     found = {"node": event.name, "module": event.module, "source": v.node.meta.get("source", "")}
-    return {key: value for key, value in found.items() if value} | again
+    return {key: value for key, value in found.items() if value} | recomputed
 
 
 def _placed(planned: Planned, shape, layout: Layout) -> str:

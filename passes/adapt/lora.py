@@ -45,7 +45,7 @@ def lora(exported: Exported, model: torch.nn.Module) -> Exported:
                 _whole(exported, path, site, source)
         else:
             for user, argument in uses:
-                _beside(exported, path, module, site, user, argument)
+                _add_branch(exported, path, module, site, user, argument)
     number_streams(exported.graph_module.graph)
     finish(exported)
     return exported
@@ -66,7 +66,7 @@ def check_gradients(captured: Captured) -> Captured:
     return captured
 
 
-def _beside(exported: Exported, path: str, module, site: LoraSite, user: fx.Node, argument: fx.Node) -> None:
+def _add_branch(exported: Exported, path: str, module, site: LoraSite, user: fx.Node, argument: fx.Node) -> None:
     """Add the adapter beside one linear or embedding op."""
     name, short = f"{path}.{site.parameter}", f"{path.rpartition('.')[2]}.{site.parameter}"
     fix = f'adapt the parameter itself: target_parameters=["{short}"]'

@@ -107,8 +107,8 @@ def way_of(target, args, kwargs: Mapping, dtype: torch.dtype, device: str) -> Wa
         if call.target is not aten._to_copy.default or id(call.args[0]) not in origin:
             break
         casts[origin[id(call.args[0])]] = call.result.dtype
-    told = (None, torch.float32) if _takes_type(target, args, kwargs) else (None,)
-    for cast, type_ in [({}, None), *((casts, t) for t in told)]:
+    types_given = (None, torch.float32) if _takes_type(target, args, kwargs) else (None,)
+    for cast, type_ in [({}, None), *((casts, t) for t in types_given)]:
         given = map_leaves((tuple(args), dict(kwargs)), lambda x, c=cast: x.to(c[id(x)]) if id(x) in c else x)
         options = given[1] if type_ is None else {**given[1], "dtype": type_}
         if _alone(target, given[0], options, device) == [call.summary for call in calls[len(cast) :]]:

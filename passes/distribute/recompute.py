@@ -29,11 +29,11 @@ def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
             inner.add(node)
     copies: dict[fx.Node, fx.Node] = {}
 
-    def again(node: fx.Node) -> fx.Node:
+    def recomputed(node: fx.Node) -> fx.Node:
         if node not in inner:
             return node
         if node not in copies:
-            arguments = {a: again(a) for a in node.all_input_nodes}
+            arguments = {a: recomputed(a) for a in node.all_input_nodes}
             copies[node] = graph.node_copy(node, lambda a: arguments[a])
             copies[node].meta = dict(node.meta) | {"phase": "backward"}
             if node.meta.get("collective"):
@@ -45,7 +45,7 @@ def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
             continue
         with graph.inserting_before(reader):
             for argument in reader.all_input_nodes:
-                if (new := again(argument)) is not argument:
+                if (new := recomputed(argument)) is not argument:
                     reader.replace_input_with(argument, new)
     _share(graph)
     graph.eliminate_dead_code()

@@ -164,17 +164,17 @@ def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) ->
         return micro.smaller if smaller else micro.captured
     count = places_of(samples, micro_batches)[-1 if smaller else 0]
     small = _few(old, micro_batches, samples, count)
-    keys = {node.name: key for node, key in old.home.items()}
-    home = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
-    return replace(captured, graph_module=small, compact=Compact(small, old.tower, old.count, home, {}))
+    keys = {node.name: key for node, key in old.origins.items()}
+    origins = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
+    return replace(captured, graph_module=small, compact=Compact(small, old.list_name, old.count, origins, {}))
 
 
 def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Compact | None:
     """Return the Compact of a micro-batch's whole graph, with its graph of few blocks `small`; None if some node of
     `small` was not in the old one, or stands for one that `whole` lacks."""
-    keys = {node.name: (node.target, key) for node, key in old.home.items()}
+    keys = {node.name: (node.target, key) for node, key in old.origins.items()}
     names = {key: (node.name, node.target) for key, node in old.whole.items()}
-    new, home, found = {n.name: n for n in whole.graph.nodes}, {}, {}
+    new, origins, found = {n.name: n for n in whole.graph.nodes}, {}, {}
     for node in small.graph.nodes:
         if node.op == "output":
             continue
@@ -183,15 +183,15 @@ def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Comp
             key, names[node, 0] = (node, 0), (node.name, node.target)
         if key is None or target != node.target:
             return None
-        home[node] = key
-    for origin in {origin for origin, _ in home.values()}:
+        origins[node] = key
+    for origin in {origin for origin, _ in origins.values()}:
         for key in ((origin, block) for block in range(old.count)):
             name, target = names.get(key, ("", None))
             if name in new and new[name].target == target:
                 found[key] = new[name]
-    compact = Compact(small, old.tower, old.count, home, found)
+    compact = Compact(small, old.list_name, old.count, origins, found)
     is_whole = all(
-        key in found for node, (origin, block) in home.items() for key in _stands_for(compact, origin, block)
+        key in found for node, (origin, block) in origins.items() for key in _stands_for(compact, origin, block)
     )
     return compact if is_whole else None
 

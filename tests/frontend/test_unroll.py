@@ -11,7 +11,7 @@ from torch import nn
 from autopar import compiler, models
 from autopar.api import entry as api
 from autopar.frontend.fake_parameters import forms_of
-from autopar.frontend.unroll import tower_of
+from autopar.frontend.unroll import repeated_blocks_of
 from autopar.ir.graph import fingerprint, output_node
 
 DEPTH = 9
@@ -58,7 +58,7 @@ def build(name: str):
 ])  # fmt: skip
 def test_unrolled_is_whole(name, monkeypatch):
     model, inputs = build(name)
-    assert tower_of(model) is not None
+    assert repeated_blocks_of(model) is not None
     before = list(model.state_dict())
     whole = api.trace(model, inputs)
     traced = []
@@ -89,7 +89,7 @@ class Block(nn.Module):
 
 
 class Tall(nn.Module):
-    """Nine blocks; `kind` is how they differ from a tower of equal ones."""
+    """Nine blocks; `kind` is how they differ from a list of equal ones."""
 
     def __init__(self, kind: str):
         super().__init__()
@@ -127,7 +127,7 @@ def test_what_differs_is_traced_in_full(kind):
     found = api.trace_to_plan(model, (x,), None, forms_of(model))
     assert fingerprint(found.graph) == fingerprint(whole.graph)
     if kind in ("settings", "shared", "shape", "two lists"):
-        assert tower_of(model) is None
+        assert repeated_blocks_of(model) is None
 
 
 def test_plan_of_an_unrolled_graph_fits_the_model():

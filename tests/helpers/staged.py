@@ -197,7 +197,7 @@ def _program(stage: Stage) -> StageProgram:
 def _sharded(key: int, micro_batches: int, mesh: Mesh, strategy: str, precision: str, recompute: str) -> Plan:
     options = PlanOptions(load("cpu-gloo"), strategy=None if strategy == "auto" else strategy, precision=precision,
                           baselines=False, recompute=recompute, micro_batches=micro_batches, within=mesh,
-                          beside=_CAPTURES[key][1])  # fmt: skip
+                          overlay=_CAPTURES[key][1])  # fmt: skip
     return replace(search(_CAPTURES[key][0], inside(mesh), options).plan, reduces_once=micro_batches > 1)
 
 

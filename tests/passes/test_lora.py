@@ -15,7 +15,7 @@ from autopar.api import entry as api
 from autopar.codegen.graph_text import graph_text
 from autopar.frontend import export
 from autopar.frontend.fake_parameters import forms_of
-from autopar.frontend.unroll import tower_of
+from autopar.frontend.unroll import repeated_blocks_of
 from autopar.hardware.profile import load
 from autopar.ir.graph import fingerprint
 from autopar.models import build
@@ -160,7 +160,7 @@ def test_deep_models_are_unrolled():
     plan, short = plan_and_capture(
         model, "dp=2", inputs, strategy="ddp", baselines=False, hardware="cpu-gloo", adapt=adapt
     )
-    assert tower_of(model) is not None
+    assert repeated_blocks_of(model) is not None
     with order.attached(model, adapt):
         whole = api.trace(model, inputs, None, forms_of(model), "fp32", adapt)
     assert fingerprint(short.graph) == fingerprint(whole.graph) == plan.fingerprint

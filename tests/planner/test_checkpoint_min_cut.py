@@ -75,7 +75,7 @@ def test_steps_cost_what_they_say(model, mesh, strategy):
         mine = [step for step in steps if step.block == block]
         prices = [step.price for step in mine]
         assert prices == sorted(prices) and all(step.freed_bytes > 0 for step in mine)
-        made = [v for step in mine for v in step.again]
+        made = [v for step in mine for v in step.recomputed]
         assert len(made) == len(set(made)) and set(made) <= set(blocks.members[block])
     every, total = (
         blocks.at_level(e, FULL),
@@ -99,7 +99,7 @@ def test_dear_compute_or_dear_links_change_what_is_made_again():
             for rematerialization in rematerializations(instance, e, prices)
         ]
         gathers.append(sum(len(step.moved) for steps in first for step in steps))
-        computes.append(sum(len(step.again) for steps in first for step in steps))
+        computes.append(sum(len(step.recomputed) for steps in first for step in steps))
     assert gathers[0] > gathers[1] and computes[0] < computes[1]
 
 

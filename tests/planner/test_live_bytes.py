@@ -15,11 +15,11 @@ from autopar.hardware.profile import load
 from autopar.models import registry
 from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.memory_timeline import (
-    AGAIN,
     GATHERED,
     GRADIENTS,
-    KEPT,
     PASSING,
+    RECOMPUTED,
+    RETAINED,
     SAVED,
     STAYING,
     ends_of,
@@ -41,12 +41,12 @@ def test_what_is_charged_is_alive_between_forward_and_backward(strategy):
     found = planned(TWO_BLOCKS, "dp=2,tp=2", strategy)
     live, e = found.live_bytes, found.evaluation
     last = max(i for i, run in enumerate(live.order.runs) if run.phase == "forward")
-    saved = sum(live.kinds.get(kind, np.zeros(last + 1))[last] for kind in (SAVED, KEPT))
+    saved = sum(live.kinds.get(kind, np.zeros(last + 1))[last] for kind in (SAVED, RETAINED))
     assert saved == pytest.approx(e.saved_bytes)
     assert sum(live.most.get(kind, 0.0) for kind in (*STAYING, GRADIENTS)) == pytest.approx(
         e.resident_bytes + e.gradient_bytes)  # fmt: skip
     assert live.peak_bytes == pytest.approx(e.bytes_) and live.total[live.peak_at] == live.peak_bytes
-    for kind in (SAVED, KEPT, GATHERED, PASSING):
+    for kind in (SAVED, RETAINED, GATHERED, PASSING):
         if kind in live.kinds:
             assert (live.kinds[kind] >= 0).all() and live.kinds[kind][-1] < live.kinds[kind].max() / 2
     ends = ends_of(live.order, found.timeline)
@@ -65,7 +65,7 @@ def test_a_recomputed_block_is_alive_again_in_the_backward():
     e, _ = blocks.fit(found.evaluation, blocks.least_bytes(found.evaluation) + 1)
     live = live_bytes(found.problem, e, found.pricer)
     backward = min(i for i, run in enumerate(live.order.runs) if run.phase == "backward")
-    assert live.kinds[AGAIN][:backward].max() == 0 < live.kinds[AGAIN][backward:].max()
+    assert live.kinds[RECOMPUTED][:backward].max() == 0 < live.kinds[RECOMPUTED][backward:].max()
     assert live.kinds[SAVED].max() < found.live_bytes.kinds[SAVED].max() / 2
 
 

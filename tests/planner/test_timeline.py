@@ -122,8 +122,8 @@ def test_recomputed_blocks_run_again():
     assert e.recomputed.keys() == {"h.0", "h.1"} and e.recompute_seconds > 0
     timeline = simulate(found.problem, e)
     check(found.problem, e, timeline)
-    again = [x for x in timeline.events if x.again]
-    moved = sum(t.seconds * t.copies for t in e.again_transfers)
+    again = [x for x in timeline.events if x.recomputed]
+    moved = sum(t.seconds * t.copies for t in e.recompute_transfers)
     assert moved > 0 and sum(x.duration_seconds for x in again) == pytest.approx(e.recompute_seconds + moved)
     assert {block_of(x.module) for x in again} == {"h.0", "h.1"} and {x.phase for x in again} == {"backward"}
     assert any(x.kind == "all_reduce" for x in again)

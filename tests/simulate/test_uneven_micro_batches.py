@@ -111,7 +111,7 @@ def test_what_is_planned_fits_both_sizes(strategy):
     """Every strategy of an op that is left is offered by the op's rule for the smaller graph too."""
     case = staged.family("gpt2", batch=7)
     micro = micro_batch(case.captured, 2)  # 4 and 3 samples
-    options = PlanOptions(load("cpu-gloo"), strategy=strategy, beside=micro.smaller.graph)
+    options = PlanOptions(load("cpu-gloo"), strategy=strategy, overlay=micro.smaller.graph)
     mesh = autopar.Mesh.parse("dp=2,tp=2")
     (solver, *_) = solvers_of(micro.captured, mesh, options)
     masks, fits = solver.allowed(Restriction.of(strategy, mesh)), solver.problem.fits

@@ -37,7 +37,10 @@ def block_of(module: str) -> str:
 def recomputed_vertices(evaluation: Evaluation) -> dict[int, str]:
     """Return the vertices that an evaluated plan runs again in the backward, in graph order, each with its block."""
     found = {
-        v: block for block, levels in evaluation.recomputed.items() for step, _ in levels.values() for v in step.again
+        v: block
+        for block, levels in evaluation.recomputed.items()
+        for step, _ in levels.values()
+        for v in step.recomputed
     }
     return dict(sorted(found.items()))
 

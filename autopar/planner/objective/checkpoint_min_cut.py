@@ -36,8 +36,8 @@ LITTLE = 1e-6  # of the cost, less than which a cut gains nothing
 class Recomputation:
     """What taking one block of an evaluated plan one step further frees and costs; `copies` blocks of the whole graph
     are like it. `freed`: what need not be saved, `needed`: what has to be instead, both with the bytes of all copies.
-    `again`: vertices that are computed twice from then on, in `compute_seconds` more than before; `moved`: transfers of
-    the forward that the backward makes for this alone. `price`: priced seconds a byte."""
+    `recomputed`: vertices that are computed twice from then on, in `compute_seconds` more than before; `moved`: transfers
+    of the forward that the backward makes for this alone. `price`: priced seconds a byte."""
 
     block: str
     level: str
@@ -46,7 +46,7 @@ class Recomputation:
     freed_bytes: float
     compute_seconds: float
     copies: int
-    again: frozenset[int]
+    recomputed: frozenset[int]
     moved: tuple[Transfer, ...]
     price: float
 

@@ -69,7 +69,7 @@ class Evaluation:
     recomputed: dict[str, dict] = field(
         default_factory=dict
     )  # block -> level -> (step, copies that take it), see checkpoint_blocks.py
-    recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `again_transfers`
+    recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `recompute_transfers`
     offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
@@ -86,7 +86,7 @@ class Evaluation:
         return sum(self.compute.values())
 
     @property
-    def again_transfers(self) -> list[Transfer]:
+    def recompute_transfers(self) -> list[Transfer]:
         """Return what recomputed blocks move in the backward besides `transfers`."""
         taken = [pair for levels in self.recomputed.values() for pair in levels.values()]
         return [replace(t, phase="backward", copies=count) for step, count in taken for t in step.moved]
@@ -94,7 +94,7 @@ class Evaluation:
     @property
     def every_transfer(self) -> list[Transfer]:
         """Return the transfers of the plan together with those of recomputed blocks."""
-        return self.transfers + self.again_transfers
+        return self.transfers + self.recompute_transfers
 
     @property
     def communication_seconds(self) -> float:
@@ -106,9 +106,9 @@ class Evaluation:
         """Return the seconds that are gained by communication that runs beside compute."""
         if not self.overlap:
             return 0.0
-        again = {"backward": self.recompute_seconds}
+        recomputing = {"backward": self.recompute_seconds}
         return self.overlap * sum(
-            min(self._hidden(p), compute + again.get(p, 0.0)) for p, compute in self.compute.items()
+            min(self._hidden(p), compute + recomputing.get(p, 0.0)) for p, compute in self.compute.items()
         )
 
     @property

@@ -31,7 +31,7 @@ def few_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluatio
     copies = problem.copies(evaluation.first)
     few = replace(problem, whole=problem.graph, compact=None)
 
-    base = _without_again(evaluation)
+    base = _without_recomputation(evaluation)
     transfers = [replace(t, copies=1) for t in evaluation.transfers]
     saved = {key: bytes_ / copies[key[0]] for key, bytes_ in base.saved.items()}
     base = replace(base, saved=saved, transfers=transfers, first=0)
@@ -54,7 +54,7 @@ def _levels(evaluation: Evaluation) -> set[str]:
     return {level for levels in evaluation.recomputed.values() for level in levels}
 
 
-def _without_again(evaluation: Evaluation) -> Evaluation:
+def _without_recomputation(evaluation: Evaluation) -> Evaluation:
     """Return the plan as it was before anything was computed again in all copies of its blocks."""
     saved, kept = dict(evaluation.saved), set(evaluation.kept)
     for step in (step for levels in evaluation.recomputed.values() for step, _ in levels.values()):
@@ -73,21 +73,21 @@ class _Writer:
         vertices, uses = vertices_of(small.whole)
         by_node = {v.node: v.index for v in vertices if v.kind != "output"}
         outputs = {v.name: v.index for v in vertices if v.kind == "output"}
-        self.twins: dict[
+        self.unrolled: dict[
             int, list[int]
         ] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
         for v in small.vertices:
-            self.twins[v.index] = (
+            self.unrolled[v.index] = (
                 [outputs[v.name]]
                 if v.kind == "output"
                 else [by_node[n] for n in small.whole_nodes(v.node, evaluation.first)]
             )
-            for twin in self.twins[v.index]:
-                vertices[twin].cls = v.cls
+            for copy in self.unrolled[v.index]:
+                vertices[copy].cls = v.cls
         self.problem = replace(
             small, vertices=vertices, uses=uses, graph=small.whole, compact=None,
-            tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.twins[v]},
-            rule_of={t: rule for v, rule in small.rule_of.items() for t in self.twins[v]},
+            tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.unrolled[v]},
+            rule_of={t: rule for v, rule in small.rule_of.items() for t in self.unrolled[v]},
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
         )  # fmt: skip
         self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
@@ -105,7 +105,7 @@ class _Writer:
                     kept.discard(key)
                 saved |= dict(step.needed)
                 kept |= {key for key, _ in step.needed}
-        choice = {t: k for v, k in e.choice.items() for t in self.twins[v]}
+        choice = {t: k for v, k in e.choice.items() for t in self.unrolled[v]}
         transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
         saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
         return self.problem, replace(
@@ -122,21 +122,21 @@ class _Writer:
                         saved[key] += sign * bytes_ * count / step.copies
                 kept -= {key for key, _ in step.needed}
         whole = {
-            (t, output, layout): bytes_ / len(self.twins[v])
+            (t, output, layout): bytes_ / len(self.unrolled[v])
             for (v, output, layout), bytes_ in saved.items()
-            for t in self.twins[v]
+            for t in self.unrolled[v]
         }
-        return whole, {(t, output, layout) for v, output, layout in kept for t in self.twins[v]}
+        return whole, {(t, output, layout) for v, output, layout in kept for t in self.unrolled[v]}
 
     def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
-        for twin in self.twins[transfer.producer]:
+        for copy in self.unrolled[transfer.producer]:
             readers = []
-            for use in self.problem.uses_of[twin, transfer.output]:
+            for use in self.problem.uses_of[copy, transfer.output]:
                 strategy = self.problem.choices(use.consumer).strategies[choice[use.consumer]]
                 wanted = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
                 if wanted == transfer.target and use.phase == transfer.phase:
                     readers.append(use.consumer)
-            yield replace(transfer, producer=twin, consumers=tuple(readers), copies=1)
+            yield replace(transfer, producer=copy, consumers=tuple(readers), copies=1)
 
     def _recomputed(self) -> Iterator[tuple[str, dict]]:
         for block, levels in self.evaluation.recomputed.items():
@@ -148,24 +148,25 @@ class _Writer:
                 )
 
     def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
-        tower, _, number = step.block.rpartition(".")
-        block = int(number) if tower == self.small.compact.tower else None
+        list_name, _, number = step.block.rpartition(".")
+        block = int(number) if list_name == self.small.compact.list_name else None
 
-        def twin(v: int) -> int:
+        def match(v: int) -> int:
             """Return what this copy has, or reads, in place of a vertex."""
             if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
-                return self.twins[v][min(copy, len(self.twins[v]) - 1)]
+                return self.unrolled[v][min(copy, len(self.unrolled[v]) - 1)]
             reader, position = self.reads[block, v]
-            return self.problem.vertices[self.twins[reader][copy]].inputs[position][0]
+            return self.problem.vertices[self.unrolled[reader][copy]].inputs[position][0]
 
         def held(values) -> tuple[tuple[Key, float], ...]:
-            return tuple(((twin(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)
+            return tuple(((match(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)
 
         moved = [
-            replace(t, producer=twin(t.producer), consumers=tuple(map(twin, t.consumers)), copies=1) for t in step.moved
+            replace(t, producer=match(t.producer), consumers=tuple(map(match, t.consumers)), copies=1)
+            for t in step.moved
         ]
         return replace(
-            step, block=name, copies=1, again=frozenset(map(twin, step.again)), freed=held(step.freed),
+            step, block=name, copies=1, recomputed=frozenset(map(match, step.recomputed)), freed=held(step.freed),
             needed=held(step.needed), moved=tuple(moved),
         )  # fmt: skip
 
@@ -173,7 +174,7 @@ class _Writer:
 def names_of(problem: Problem, block: str, first: int) -> list[str]:
     """Return the names of the blocks of the whole graph that a block of the planned graph stands for; for `first` see
     `Problem.copies`."""
-    tower, _, number = block.rpartition(".")
-    if problem.compact is None or tower != problem.compact.tower:
+    list_name, _, number = block.rpartition(".")
+    if problem.compact is None or list_name != problem.compact.list_name:
         return [block]
-    return [f"{tower}.{n}" for n in problem.compact.stands_for(int(number), first)]
+    return [f"{list_name}.{n}" for n in problem.compact.stands_for(int(number), first)]

@@ -29,7 +29,7 @@ from .timeline import Timeline
 PARAMETERS = "parameters"
 STAYING = (PARAMETERS, "optimizer", "buffers")
 RESERVE = "allocator reserve"
-GRADIENTS, SAVED, KEPT, AGAIN, GATHERED, PASSING, BUCKETS = (
+GRADIENTS, SAVED, RETAINED, RECOMPUTED, GATHERED, PASSING, BUCKETS = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
     "values between ops", "collective buffers",
 )  # fmt: skip
@@ -122,7 +122,7 @@ class _Lives:
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
         self.copies = problem.copies(evaluation.first)
-        self.place = {(run.vertex, run.again): i for i, run in enumerate(order.runs)}
+        self.run_of = {(run.vertex, run.recomputed): i for i, run in enumerate(order.runs)}
         self.reads: dict[tuple, int] = defaultdict(
             lambda: -1
         )  # last reader of a tensor by phase: (vertex, output, phase) -> run
@@ -164,16 +164,16 @@ class _Lives:
         arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
                    for t in self.order.travels if t.phase == "forward"}  # fmt: skip
         for (v, o, layout), bytes_ in e.saved.items():
-            first = arrival.get((v, o, layout), self.place.get((v, False), 0))
+            first = arrival.get((v, o, layout), self.run_of.get((v, False), 0))
             vertex = self.problem.vertices[v]
-            kind, last = KEPT if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
-            if kind == KEPT and e.gathers_once:
+            kind, last = RETAINED if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
+            if kind == RETAINED and e.gathers_once:
                 yield kind, 0, len(self.order.runs), bytes_
                 continue
             yield from self._of_all_copies(kind, first, last, vertex, bytes_)
         yield from self._computing_copies()
         yield from self._gradients()
-        yield from self._beside()
+        yield from self._collective_buffers()
         for v in self.problem.vertices:
             if v.kind == "input":
                 yield (
@@ -191,14 +191,14 @@ class _Lives:
                 layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
                 if (
                     self._base(run.vertex, output)[0] != run.vertex
-                    or not run.again
+                    or not run.recomputed
                     and (run.vertex, output, layout) in e.saved
                 ):
                     continue
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
                     continue
-                last = self.reads[run.vertex, output, run.phase]
-                yield AGAIN if run.again else PASSING, i, max(i, last), self._bytes(run.vertex, output, layout)
+                kind, last = RECOMPUTED if run.recomputed else PASSING, self.reads[run.vertex, output, run.phase]
+                yield kind, i, max(i, last), self._bytes(run.vertex, output, layout)
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
         """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
@@ -245,7 +245,7 @@ class _Lives:
             if accumulated:
                 yield GRADIENTS, 0, count, bytes_ * self.copies[v.index]
                 continue
-            yield GRADIENTS, self.place.get((use.producer, False), backward), count, bytes_
+            yield GRADIENTS, self.run_of.get((use.producer, False), backward), count, bytes_
             if self.copies[v.index] > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (self.copies[v.index] - 1)
 
@@ -262,15 +262,15 @@ class _Lives:
     def _copy(self, travel: Travel) -> tuple[str, int, int, float] | None:
         """Return the span of a tensor in another layout, until it is last read; None if it is kept, or if it is a
         gradient on its way home."""
-        t, count = travel.transfer, len(self.order.runs)
+        t, count, saved = travel.transfer, len(self.order.runs), self.evaluation.saved
         key = (t.producer, t.output, t.target)
-        if travel.first == count or not travel.again and travel.phase == "forward" and key in self.evaluation.saved:
+        if travel.first == count or not travel.recomputed and travel.phase == "forward" and key in saved:
             return None
         is_parameter = self.problem.vertices[t.producer].kind == "parameter"
-        kind = AGAIN if travel.again and not is_parameter else GATHERED if is_parameter else PASSING
+        kind = RECOMPUTED if travel.recomputed and not is_parameter else GATHERED if is_parameter else PASSING
         return kind, travel.start, travel.last, self._bytes(*key)
 
-    def _beside(self):
+    def _collective_buffers(self):
         """Iterate over the spans of what collectives of tensors that are in no bucket hold beside the tensor before and
         after: one at a time, and only while they run."""
         most: dict[int, float] = defaultdict(float)
@@ -322,9 +322,9 @@ def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tu
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
     """Return when each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
-    taken = {(e.vertex, e.again): e.end_seconds for e in timeline.events if e.step is None}
+    taken = {(e.vertex, e.recomputed): e.end_seconds for e in timeline.events if e.step is None}
     result, now = [], 0.0
     for run in order.runs:
-        now = taken.get((run.vertex, run.again), now)
+        now = taken.get((run.vertex, run.recomputed), now)
         result.append(now)
     return result

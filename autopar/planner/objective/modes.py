@@ -50,9 +50,9 @@ def _mode(forward: tuple[str, ...], both: tuple[str, ...]) -> Mode:
 
 SAVED = _mode((MAKE,), (KEEP, MAKE))
 GONE = Mode(False, {FORWARD: (MAKE,), BACKWARD: (), BOTH: (KEEP,)})
-MADE_AGAIN = _mode((MAKE,), (MAKE,))
-OF_PARAMETERS = {None: SAVED, True: _mode((MAKE,), (KEEP,)), False: MADE_AGAIN}  # by what a recipe says of their copies
-OF_SHARED_PARAMETERS = {None: _mode((ONCE, MAKE), (ONCE, MAKE)), True: _mode((ONCE,), (ONCE,)), False: MADE_AGAIN}
+MADE_TWICE = _mode((MAKE,), (MAKE,))
+OF_PARAMETERS = {None: SAVED, True: _mode((MAKE,), (KEEP,)), False: MADE_TWICE}  # by what a recipe says of their copies
+OF_SHARED_PARAMETERS = {None: _mode((ONCE, MAKE), (ONCE, MAKE)), True: _mode((ONCE,), (ONCE,)), False: MADE_TWICE}
 
 
 def waits(v: Vertex) -> bool:

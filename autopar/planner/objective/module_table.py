@@ -40,12 +40,12 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
         lambda: dict(ops=0, compute=0.0, communication=0.0, bytes_=0.0, collectives=Counter(), weights=Counter(),
                      activations=Counter(), numbers=set())
     )  # fmt: skip
-    home: dict[int, str] = {}
+    row_names: dict[int, str] = {}
     for v in problem.vertices:
         if v.kind not in ("op", "parameter", "buffer"):
             continue
         module = module_of(v)
-        name = home[v.index] = row_of(module)
+        name = row_names[v.index] = row_of(module)
         row, choices = rows[name], problem.choices(v.index)
         strategy = choices.strategies[e.choice[v.index]]
         row["numbers"].update(re.findall(r"(?:^|\.)(\d+)(?=\.|$)", module)[:1])
@@ -59,11 +59,11 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
             if v.phase == "forward" and len(strategy.outputs[0].dims) >= 2:
                 row["activations"][strategy.outputs[0].text()] += problem.tensor_bytes[v.index, 0]
     for key, bytes_ in e.saved.items():
-        if key[0] in home:
-            rows[home[key[0]]]["bytes_"] += bytes_
+        if key[0] in row_names:
+            rows[row_names[key[0]]]["bytes_"] += bytes_
     for transfer in e.every_transfer:
-        at = next((c for c in transfer.consumers if c in home), transfer.producer)
-        row = rows[home.get(at, "(outside of modules)")]
+        at = next((c for c in transfer.consumers if c in row_names), transfer.producer)
+        row = rows[row_names.get(at, "(outside of modules)")]
         row["communication"] += transfer.seconds
         for step in transfer.redistribution.steps:
             if step.move.kind != "slice":

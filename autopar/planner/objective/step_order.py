@@ -23,11 +23,11 @@ from .module_table import module_of
 
 @dataclass(frozen=True)
 class Execution:
-    """One execution of an op; `again`: of a recomputed block, in the backward."""
+    """One execution of an op; `recomputed`: of a recomputed block, in the backward."""
 
     vertex: int
     phase: str
-    again: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Travel:
     start: int
     first: int
     last: int
-    again: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,31 @@ class StepOrder:
 
 def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     """Return the order of the step that an evaluation describes."""
-    again = recomputed_vertices(evaluation)
-    runs = tuple(_runs(problem, again))
-    place = {(run.vertex, run.again): i for i, run in enumerate(runs)}
+    recomputed = recomputed_vertices(evaluation)
+    runs = tuple(_runs(problem, recomputed))
+    index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
     one_block_ahead = _one_block_ahead(problem, runs)
 
-    def travel(transfer: Transfer, readers: list[tuple[int, bool]], again: bool = False) -> Travel:
+    def travel(transfer: Transfer, readers: list[tuple[int, bool]], recomputed: bool = False) -> Travel:
         producer, phase = transfer.producer, transfer.phase
-        made = place.get((producer, phase == "backward"), place.get((producer, False), -1))
+        made = index.get((producer, phase == "backward"), index.get((producer, False), -1))
         if problem.vertices[producer].kind == "tangent":
             made = first_backward - 1
-        read = [place[r] for r in readers if r in place]
+        read = [index[r] for r in readers if r in index]
         first, last = (min(read), max(read)) if read else (len(runs), len(runs))
         start = max(made + 1, one_block_ahead[first] if read else 0)
-        return Travel(transfer, phase, start, first, last, again)
+        return Travel(transfer, phase, start, first, last, recomputed)
 
     second: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)  # what runs again, by the copy that it reads
     for t in evaluation.transfers:
         if t.phase == "forward":
-            second[key_of(t)] += [(c, True) for c in t.consumers if c in again]
+            second[key_of(t)] += [(c, True) for c in t.consumers if c in recomputed]
     travels = []
     for t in evaluation.transfers:
         readers = [(c, False) for c in t.consumers]
         travels.append(travel(t, readers + second[key_of(t)] if t.phase == "backward" else readers))
-    for t in evaluation.again_transfers:
+    for t in evaluation.recompute_transfers:
         readers = [(c, False) for c in _backward_readers(problem, evaluation, t)]
         travels.append(travel(t, second[key_of(t)] + readers, True))
     return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))))
@@ -93,15 +93,15 @@ def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[
             yield use.consumer
 
 
-def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Execution]:
+def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
     ops = [v for v in problem.vertices if v.kind == "op"]
     yield from (Execution(v.index, "forward") for v in ops if v.phase == "forward")
     waiting: dict[str, list[int]] = {}
-    for vertex, block in again.items():
+    for vertex, block in recomputed.items():
         waiting.setdefault(block, []).append(vertex)
     for v in ops:
         if v.phase == "backward":
-            for block in dict.fromkeys(again[p] for p, _ in v.inputs if p in again):
+            for block in dict.fromkeys(recomputed[p] for p, _ in v.inputs if p in recomputed):
                 yield from (Execution(vertex, "backward", True) for vertex in sorted(waiting.pop(block, ())))
             yield Execution(v.index, "backward")
 
@@ -109,12 +109,12 @@ def _runs(problem: Problem, again: dict[int, str]) -> Iterator[Execution]:
 def _one_block_ahead(problem: Problem, runs: tuple[Execution, ...]) -> list[int]:
     """Return, by position, where the block before that of the run begins; outside of blocks a module counts as one."""
 
-    def home(item: tuple[int, Execution]) -> tuple[str, str]:
+    def phase_and_block(item: tuple[int, Execution]) -> tuple[str, str]:
         module = module_of(problem.vertices[item[1].vertex])
         return item[1].phase, block_of(module) or module
 
     result, before = [], 0
-    for _, block in groupby(enumerate(runs), home):
+    for _, block in groupby(enumerate(runs), phase_and_block):
         positions = [i for i, _ in block]
         result += [before] * len(positions)
         before = positions[0]

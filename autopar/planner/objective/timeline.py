@@ -41,7 +41,7 @@ class Event:
     vertex: int
     output: int = 0
     step: MoveStep | None = None
-    again: bool = False
+    recomputed: bool = False
 
     @property
     def end_seconds(self) -> float:
@@ -122,7 +122,7 @@ class _Player:
             run.vertex,
             0,
             None,
-            run.again,
+            run.recomputed,
         )
 
     def _ready(self, producer: int, output: int, wanted, phase: str) -> float:
@@ -144,7 +144,7 @@ class _Player:
             ready = self._occupy(
                 streams, v.name, step.move.kind, module_of(v), travel.phase,
                 max(ready, *(self.free[s] for s in waited)), seconds, step.wire_fraction * t.bytes_, t.producer,
-                t.output, step, travel.again,
+                t.output, step, travel.recomputed,
             )  # fmt: skip
             if self.slowdown >= NOTHING_GAINED:
                 self.free[COMPUTE] = max(self.free[COMPUTE], ready)

@@ -9,7 +9,7 @@ from ..problem.recipes import BASELINES, Restriction
 from .search import Candidate, Estimate
 
 LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis
-BESIDE = "megatron_sp+zero1"
+EXTRA = "megatron_sp+zero1"
 
 
 def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
@@ -19,7 +19,7 @@ def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
-    for name in (*(name for name in BASELINES if name not in LEFT_OUT), BESIDE):
+    for name in (*(name for name in BASELINES if name not in LEFT_OUT), EXTRA):
         try:
             Restriction.of(name, search.mesh)
             search.report(name)

@@ -23,7 +23,7 @@ from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...schedule.played import Played
 from ..objective.evaluate import Evaluation, Pricer
-from ..objective.memory_timeline import BUCKETS, GRADIENTS, KEPT, PARAMETERS, PASSING, RESERVE, SAVED, LiveBytes
+from ..objective.memory_timeline import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, RETAINED, SAVED, LiveBytes
 from ..problem.problem import Problem
 from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
 from .stage_costs import Part, Parts
@@ -110,7 +110,7 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
     for s in stages:
         held.update(parts[s].staying)
         held[PARAMETERS] += parts[s].computing_bytes
-        held[KEPT] += parts[s].kept_bytes
+        held[RETAINED] += parts[s].retained_bytes
         held[GRADIENTS] += parts[s].gradient_bytes + parts[s].whole_bytes
         held[BUCKETS] += sum(parts[s].sent) + sum(parts[s].returned)
         held[BUCKETS] += sum(parts[s - 1].sent) + sum(parts[s - 1].returned) if s else 0.0

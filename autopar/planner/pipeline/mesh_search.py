@@ -106,8 +106,8 @@ class Point:
             excess = self.state_bytes / p + held * self.saved_bytes - room_bytes
             freed = max(held * (self.saved_bytes - self.full_saved_bytes), 1.0)
             if excess <= freed:
-                again = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
-                seconds, share = (self.seconds + again) * one.samples, v * math.ceil(segments / (p * v)) / segments
+                recompute = max(0.0, excess / freed) * (self.full_seconds - self.seconds)
+                seconds, share = (self.seconds + recompute) * one.samples, v * math.ceil(segments / (p * v)) / segments
                 best = min(
                     best, timing.step_seconds([seconds * share] + [seconds * (1 - share) / (p - 1)] * (p - 1), m)
                 )
@@ -120,7 +120,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
     which its `meshes` list. Raise what planning raises, if there is no plan for any."""
     check_solver(options)
-    asked, flat, told = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
+    asked, flat, reported = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _MeshSearch(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
     if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
         tour.run()
@@ -129,9 +129,9 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
         cutoff = replace(options.search, cutoff_seconds=DOUBT * tour.seconds)
         try:
             flat = _flat(captured, devices, replace(options, search=cutoff), name, report)
-            told = flat.meshes
+            reported = flat.meshes
         except BeyondCutoff as error:
-            told = error.tried
+            reported = error.tried
         except AutoparError as error:
             refusal = error
     staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
@@ -139,8 +139,8 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
         staged is None and flat is None and refusal is None and not asked
     ):  # what was estimated does not fit when it is evaluated
         flat = _flat(captured, devices, options, name, report)
-        told = flat.meshes
-    tried = tuple(sorted((*told, *tour.told()), key=_order))
+        reported = flat.meshes
+    tried = tuple(sorted((*reported, *tour.reported()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
         return replace(staged, staged=replace(staged.stages, plan=replace(staged.plan, meshes=tried)))
     if flat is None:
@@ -195,7 +195,7 @@ class _MeshSearch:
             return None
         return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
 
-    def told(self) -> list[MeshTried]:
+    def reported(self) -> list[MeshTried]:
         """Return how each combination that was searched fared, by its best estimate."""
         rows = []
         for one, estimates in self.found.items():

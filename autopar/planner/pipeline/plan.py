@@ -207,7 +207,7 @@ def described(best: Candidate, tried: list[Candidate], captured: Captured, mesh:
         for label, t in sorted(by_label.items(),
                                key=lambda pair: pair[1].evaluated.step_seconds) if label != _label(evaluated)
     ]  # fmt: skip
-    alternatives += [_told(name, one) for name, one in (others or {}).items()]
+    alternatives += [_alternative(name, one) for name, one in (others or {}).items()]
     bound = min(best.bound, step)
     plan = replace(
         inner, mesh=mesh, pipeline=pipeline, reduces_once=m > 1, samples=batch,
@@ -224,7 +224,7 @@ def described(best: Candidate, tried: list[Candidate], captured: Captured, mesh:
     return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
 
 
-def _told(name: str, one: Estimate | Candidate | AutoparError) -> Alternative:
+def _alternative(name: str, one: Estimate | Candidate | AutoparError) -> Alternative:
     if isinstance(one, AutoparError):
         return Alternative(name, None, None, None, False, one.message)
     if isinstance(one, Estimate):
@@ -238,5 +238,5 @@ def _exposed(evaluated: PipelineCost) -> float:
     """Return the seconds of a step that the mean rank spends on communication and on nothing else."""
     works = list(itertools.chain.from_iterable(part.work.values() for part in evaluated.parts))
     overlap = evaluated.parts[0].overlap
-    alone = sum(w.seconds(overlap) - w.compute - w.again for w in works)
+    alone = sum(w.seconds(overlap) - w.compute - w.recompute for w in works)
     return (max(0.0, alone) * sum(evaluated.pipeline.shares) + sum(evaluated.once_seconds)) / evaluated.pipeline.ranks

@@ -35,7 +35,7 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     pipeline, micro = first.pipeline, _micro_batched(captured, first.pipeline)
     if micro is None:
         return make_plan(captured, first.mesh, options, model)
-    options = replace(options, micro_batches=micro.micro_batches, beside=micro.smaller and micro.smaller.graph)
+    options = replace(options, micro_batches=micro.micro_batches, overlay=micro.smaller and micro.smaller.graph)
     planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0

@@ -50,7 +50,7 @@ MOST_CUTS = 3  # of one schedule, each with less memory than the one before, unt
 LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
 MEMORY_PRICES = (0.1, 1.0)  # the same to others
 ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
-MOST_AGAIN = 4  # times that a cut is given more to compute again
+MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
 
 Report = Callable[[str], None]
 
@@ -118,7 +118,7 @@ class PipelineSearch:
         self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
         smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
         smaller = smaller or (self.micro.smaller if self.share < 1 else None)
-        self.options = replace(self.options, beside=smaller and smaller.graph)
+        self.options = replace(self.options, overlay=smaller and smaller.graph)
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
 
     @cached_property
@@ -243,9 +243,9 @@ class PipelineSearch:
             spans = [segments.parts[first:end] for first, end in stage.spans]
             own = [_seconds(span) for span in spans]
             seconds = sum(map(sum, own))
-            again = stage.seconds / seconds if seconds else 1.0  # a stage may have views alone
+            slowdown = stage.seconds / seconds if seconds else 1.0  # a stage may have views alone
             for (first, _), (forward, inputs, weight) in zip(stage.spans, own):
-                works[first] = forward, (forward + inputs + weight) * again - forward - weight, weight
+                works[first] = forward, (forward + inputs + weight) * slowdown - forward - weight, weight
         firsts = sorted(works)
         sends = [max(segments.segments[first - 1].boundary_seconds) for first in firsts[1:]]
         pipeline = self._pipeline(kind, v, ("",) * (self.ranks * v - 1))
@@ -292,7 +292,7 @@ class PipelineSearch:
     def _fitted(self, one: Estimate, is_rough: bool) -> tuple[PipelineCost, Evaluation]:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
-        inner, segments, again = self.prepared(one.inner)
+        inner, segments, recomputation = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
         best: tuple[PipelineCost, Evaluation] | None = None
         for _ in range(MOST_CUTS):
@@ -303,7 +303,7 @@ class PipelineSearch:
                     break
                 cut, room = self._cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
             pipeline = self._pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
-            evaluated, e = self._settled(inner, pipeline, again)
+            evaluated, e = self._settled(inner, pipeline, recomputation)
             if best is None or evaluated.peak_bytes < best[0].peak_bytes:
                 best = evaluated, e
             excess = evaluated.peak_bytes - self.limit
@@ -320,15 +320,15 @@ class PipelineSearch:
         return [self.evaluated(self._estimate(inner, segments, kind, v)) for kind, v in possible]
 
     def _settled(
-        self, inner: Planned, pipeline: Pipeline, again: StageRecomputation | None
+        self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
     ) -> tuple[PipelineCost, Evaluation]:
         """Evaluate a pipeline with as much computed again on each rank as its memory demands, or as can be."""
         problem, e = inner.whole
         evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
-        for _ in range(MOST_AGAIN if again is not None else 0):
+        for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit:
                 break
-            more = again.more(e, evaluated, self.limit) or again.all()
+            more = recomputation.more(e, evaluated, self.limit) or recomputation.all()
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e = more
@@ -357,7 +357,7 @@ class PipelineSearch:
 
     @property
     def _whole_options(self) -> PlanOptions:
-        return replace(self.options, beside=self.micro.smaller and self.micro.smaller.graph)
+        return replace(self.options, overlay=self.micro.smaller and self.micro.smaller.graph)
 
     @cached_property
     def _whole_solvers(self) -> list[Solver]:

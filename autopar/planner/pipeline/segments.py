@@ -76,9 +76,9 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     else:
         problem, e = few_of(problem, e)
     nodes = {node.name: node for node in problem.graph.nodes}
-    copies = {n: len(compact.stands_for(compact.block(n), first)) for n in compact.home} if compact else {}
-    places = places_to_cut(problem, e, pricer, stages, seconds / stages, copies)
-    starts = tuple(places)
+    copies = {n: len(compact.stands_for(compact.block(n), first)) for n in compact.origins} if compact else {}
+    positions = cut_positions(problem, e, pricer, stages, seconds / stages, copies)
+    starts = tuple(positions)
     blocks = [0, *(compact.block(nodes[name]) for name in starts)] if compact else []
     order = (
         _repeated(blocks, lambda block: len(compact.stands_for(block, first))) if compact else range(len(starts) + 1)
@@ -94,7 +94,7 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     for tied in found.tied:
         for at in tied.parts[1:]:
             more[at] += tied.state_bytes
-    segments = _segments(list(zip(found.found, *levels)), more, send, [*places.values(), 0.0])
+    segments = _segments(list(zip(found.found, *levels)), more, send, [*positions.values(), 0.0])
     names = starts if compact is None else _names(compact, [nodes[name] for name in starts], order, first)
     return Chain(tuple(segments[i] for i in order), tuple(shared), names, tuple(found.found[i] for i in order))
 
@@ -109,7 +109,7 @@ def _names(compact, starts: Sequence[fx.Node], order: Sequence[int], first: int)
     """Return the ops of the whole graph at which the segments begin, "" where only the compact one is known."""
     seen, names = [0] * (len(starts) + 1), []
     for i in order[1:]:
-        origin, block = compact.home[starts[i - 1]]
+        origin, block = compact.origins[starts[i - 1]]
         node = compact.whole.get((origin, compact.stands_for(block, first)[seen[i]]))
         seen[i] += 1
         names.append(node.name if node is not None else "")
@@ -156,7 +156,7 @@ def _segments(
     return segments
 
 
-def places_to_cut(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
+def cut_positions(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
                   copies: Mapping[fx.Node, int]) -> dict[str, float]:  # fmt: skip
     """Return the forward ops at which a segment may begin, in order, with the bytes of a device that pass a cut there,
     for stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raise StageError if

@@ -25,12 +25,12 @@ from ..objective.checkpoint_blocks import block_of, recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
 from ..objective.evaluate import Evaluation, Pricer, Transfer, unreduced_bytes
 from ..objective.memory_timeline import (
-    AGAIN,
     BUCKETS,
     GATHERED,
     GRADIENTS,
     PARAMETERS,
     PASSING,
+    RECOMPUTED,
     LiveBytes,
     bucket_bytes,
     live_bytes,
@@ -45,22 +45,25 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 
 @dataclass
 class Work:
-    """Seconds of a micro-batch: of compute and of what is computed again, of transfers that wait, and of those that may
+    """Seconds of a micro-batch: of compute and of what is recomputed, of transfers that wait, and of those that may
     hide."""
 
     compute: float = 0.0
-    again: float = 0.0
+    recompute: float = 0.0
     moved: float = 0.0
     hidden: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.compute + other.compute, self.again + other.again, self.moved + other.moved, self.hidden + other.hidden
+            self.compute + other.compute,
+            self.recompute + other.recompute,
+            self.moved + other.moved,
+            self.hidden + other.hidden,
         )
 
     def seconds(self, overlap: float) -> float:
         """Return all seconds, as Evaluation.seconds counts a phase."""
-        compute = self.compute + self.again
+        compute = self.compute + self.recompute
         return compute + self.moved + self.hidden - overlap * min(self.hidden, compute)
 
 
@@ -69,7 +72,7 @@ class Part:
     """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients
     reduced, parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from
     its forward to its backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
-    of parameters in the type that computes; `kept_bytes`: those that are gathered once and stay through the step;
+    of parameters in the type that computes; `retained_bytes`: those that are gathered once and stay through the step;
     `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
     `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
     gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs. `sent`,
@@ -82,7 +85,7 @@ class Part:
     saved_bytes: float = 0.0
     staying: Counter = field(default_factory=Counter)
     computing_bytes: float = 0.0
-    kept_bytes: float = 0.0
+    retained_bytes: float = 0.0
     gradient_bytes: float = 0.0
     whole_bytes: float = 0.0
     transient_bytes: float = 0.0
@@ -116,7 +119,7 @@ class Part:
     @property
     def state_bytes(self) -> float:
         """Return the bytes that stay, whatever runs: several micro-batches' gradients are there all the time."""
-        return self.resident_bytes + self.computing_bytes + self.kept_bytes + self.gradient_bytes + self.whole_bytes
+        return self.resident_bytes + self.computing_bytes + self.retained_bytes + self.gradient_bytes + self.whole_bytes
 
     @property
     def name(self) -> str:
@@ -149,7 +152,7 @@ class Parts:
         self.places = Places(problem.graph, cuts)
         self.found = [Part(overlap=e.overlap) for _ in range(self.places.count)]
         self.tied: list[SharedParameter] = []
-        self.again = recomputed_vertices(e)
+        self.recomputed = recomputed_vertices(e)
         self.where = self._where()
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
         self.once = {
@@ -229,9 +232,9 @@ class Parts:
                 part.whole_bytes += waiting
                 part.computing_bytes += copy
                 part.parameters += v.node.meta["val"].numel() if v.kind == "parameter" else 0
-            if v.index in self.again:
+            if v.index in self.recomputed:
                 for part in self._charged(mask):
-                    part.work[INPUT].again += seconds
+                    part.work[INPUT].recompute += seconds
             if v.kind == "parameter" and mask.bit_count() > 1:
                 parts = tuple(i for i in range(len(self.found)) if mask >> i & 1)
                 kinds = Counter(staying) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
@@ -262,7 +265,7 @@ class Parts:
     def _transfers(self) -> None:
         for t in self.e.transfers:
             self._transfer(t, self._mask(t))
-        for t in self.e.again_transfers:
+        for t in self.e.recompute_transfers:
             self._transfer(t, self._mask(t))
 
     def _mask(self, t: Transfer) -> int:
@@ -291,12 +294,12 @@ class Parts:
         for (v, output, layout), bytes_ in self.e.saved.items():
             if (v, output, layout) in self.once:
                 for part in self._charged(self.once[v, output, layout]):
-                    part.kept_bytes += bytes_
+                    part.retained_bytes += bytes_
                 continue
             exact = mask = 0
             for use in uses_of[v, output]:
                 consumer = vertices[use.consumer]
-                if consumer.kind == "op" and (use.phase == "backward" or use.consumer in self.again):
+                if consumer.kind == "op" and (use.phase == "backward" or use.consumer in self.recomputed):
                     mask |= self.where.get(consumer.node, 0)
                     if self._strategy(use.consumer).inputs[use.slot] == layout:
                         exact |= self.where.get(consumer.node, 0)
@@ -341,7 +344,7 @@ class Parts:
         return self.pricer.bytes_of(node.meta["val"], self._strategy(v).outputs[output])
 
     def _transients(self, live: LiveBytes) -> None:
-        passing = [live.kinds[kind] for kind in (AGAIN, GATHERED, PASSING, BUCKETS) if kind in live.kinds]
+        passing = [live.kinds[kind] for kind in (RECOMPUTED, GATHERED, PASSING, BUCKETS) if kind in live.kinds]
         gathered, reduced = bucket_bytes(self.problem, self.e, self.pricer)
         later = max(0.0, reduced - gathered) if self.e.reduces_once else 0.0  # not beside the activations
         for part in self.found if self.e.reduces_once else ():

@@ -20,10 +20,10 @@ from .problem import Problem
 from .vertices import Vertex
 
 
-def fitting(problem: Problem, beside: fx.Graph) -> dict[int, np.ndarray]:
-    """Return, by class, a mask over its strategies: those that nodes of the same names in the graph `beside` can
+def fitting(problem: Problem, overlay: fx.Graph) -> dict[int, np.ndarray]:
+    """Return, by class, a mask over its strategies: those that nodes of the same names in the graph `overlay` can
     follow."""
-    nodes = {node.name: node for node in beside.nodes}
+    nodes = {node.name: node for node in overlay.nodes}
     masks = {}
     for cls, options in problem.classes.items():
         v = problem.vertices[cls]

@@ -124,11 +124,11 @@ class Dual:
         self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
         for hyperedge in self._loops:
             position = self.position[hyperedge.hyperedge.producer]
-            again, k = np.divmod(self.index[position], len(hyperedge.source_of))
+            rerun, k = np.divmod(self.index[position], len(hyperedge.source_of))
             p, q, phase = hyperedge.source_of[k], hyperedge.target_of[0][k], hyperedge.phases[0]
-            late = (again == 1) & (phase != BACKWARD)
+            late = (rerun == 1) & (phase != BACKWARD)
             values = [
-                m.base[again, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
+                m.base[rerun, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
                 for m in self.modes(hyperedge)
             ]
             self.unary[position] += np.minimum.reduce(values) * hyperedge.hyperedge.copies
@@ -163,15 +163,15 @@ class Dual:
 
     def sweep(self, forward: bool) -> None:
         """Make one pass over the classes in order, or against it."""
-        known, told = (self.earlier, self.later) if forward else (self.later, self.earlier)
+        incoming, outgoing = (self.earlier, self.later) if forward else (self.later, self.earlier)
         for i in range(len(self.classes)) if forward else range(len(self.classes) - 1, -1, -1):
-            for factor, end in known[i]:
+            for factor, end in incoming[i]:
                 self._refresh(factor, end)
-            if told[i]:
+            if outgoing[i]:
                 theta = self._collected(i)
                 theta -= np.minimum.reduce(theta)
                 theta *= self.weights[i]
-                for _, end in told[i]:
+                for _, end in outgoing[i]:
                     end.message = end.message - end.side.smallest(theta)
 
     def bound(self) -> float:

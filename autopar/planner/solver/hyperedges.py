@@ -114,16 +114,16 @@ class HyperedgePrices:
 
 
 def served(
-    modes: list[PricedMode], p: int | np.ndarray, columns: list[int], phases: list[int], again: int = 0
+    modes: list[PricedMode], p: int | np.ndarray, columns: list[int], phases: list[int], rerun: int = 0
 ) -> float | np.ndarray:
-    """Return the seconds of the cheapest mode when the consumers take these columns; `again` is 1 if the producer runs
+    """Return the seconds of the cheapest mode when the consumers take these columns; `rerun` is 1 if the producer runs
     again."""
     block: dict[int, int] = {}
     for q, phase in zip(columns, phases):
         block[q] = block.get(q, 0) | phase
     values = []
     for mode in modes:
-        value = mode.base[again, p]
+        value = mode.base[rerun, p]
         for q, phase in block.items():
             value = value + mode.block[phase][p, q]
         values.append(value)

@@ -170,10 +170,10 @@ class Program:
     def _ends(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the ends of flows at a class: their layouts, whether the class runs again, and the end of each
         option."""
-        again, k = np.divmod(self.index[cls], len(layout_of))
-        ends, end_of = np.unique(layout_of[k] + again * (layout_of.max() + 1), return_inverse=True)
-        again, layouts = np.divmod(ends, layout_of.max() + 1)
-        return layouts, again, end_of
+        rerun, k = np.divmod(self.index[cls], len(layout_of))
+        ends, end_of = np.unique(layout_of[k] + rerun * (layout_of.max() + 1), return_inverse=True)
+        rerun, layouts = np.divmod(ends, layout_of.max() + 1)
+        return layouts, rerun, end_of
 
     def _flow(self, producer: int, source_of, consumer: int, target_of, possible) -> np.ndarray:
         """Add flow variables for the possible pairs of ends, and return them as an array of variable numbers (-1: no
@@ -191,7 +191,7 @@ class Program:
     def _hyperedge(self, priced: HyperedgePrices) -> None:
         """Add the flows of a hyperedge, and what its modes say about them."""
         hyperedge = priced.hyperedge
-        p, again, source_of = self._ends(hyperedge.producer, priced.source_of)
+        p, rerun, source_of = self._ends(hyperedge.producer, priced.source_of)
         readers = {FORWARD: _Readers(), BACKWARD: _Readers()}
         for i, (cls, _, _) in enumerate(hyperedge.consumers):
             q, late, target_of = self._ends(cls, priced.target_of[i])
@@ -199,17 +199,17 @@ class Program:
             phases = priced.phases[i] | np.where(late, BACKWARD, 0)
             for phase, found in readers.items():
                 found.add(p, q, np.where(phases & phase, flow, -1), priced.same_as)
-        made_again = {
+        remade = {
             layout: (
-                self.first[hyperedge.producer] + np.flatnonzero(again[source_of] & (p[source_of] == layout))
+                self.first[hyperedge.producer] + np.flatnonzero(rerun[source_of] & (p[source_of] == layout))
             ).tolist()
             for layout in p.tolist()
         }
-        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, made_again)
+        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, remade)
 
-    def _serve(self, costs: _Costs, readers: dict[int, _Readers], made_again: dict[int, list[int]]) -> None:
+    def _serve(self, costs: _Costs, readers: dict[int, _Readers], remade: dict[int, list[int]]) -> None:
         """Add a payment for every copy. Those of the forward may be kept for the backward; what the backward makes, or
-        reads as it is, it makes of the tensor itself, which is saved or `made_again` by its producer."""
+        reads as it is, it makes of the tensor itself, which is saved or `remade` by its producer."""
         if costs.is_the_same_for_all:
             for pair, own in readers[BACKWARD].items():
                 readers[FORWARD].setdefault(pair, []).extend(own)
@@ -219,7 +219,7 @@ class Program:
 
         def base(layout: int) -> list[int]:
             if layout not in saved:
-                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *made_again[layout]]
+                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *remade[layout]]
             return saved[layout]
 
         made, redone = self._pay_once(readers[FORWARD], costs.early), {}

@@ -37,24 +37,24 @@ class LocalSearch:
     def _places(self, hyperedge: HyperedgePrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
         """Return the row of the producer and whether it runs again, the columns of the consumers and the phases in
         which they read."""
-        again, k = divmod(choice[hyperedge.hyperedge.producer], len(hyperedge.source_of))
+        rerun, k = divmod(choice[hyperedge.hyperedge.producer], len(hyperedge.source_of))
         columns, phases = [], []
         for (cls, _, _), target_of, phase in zip(hyperedge.hyperedge.consumers, hyperedge.target_of, hyperedge.phases):
             is_late, strategy = divmod(choice[cls], len(target_of))
             columns.append(int(target_of[strategy]))
             phases.append(phase | BACKWARD if is_late else phase)
-        return int(hyperedge.source_of[k]), again, columns, phases
+        return int(hyperedge.source_of[k]), rerun, columns, phases
 
     def _hyperedge(self, number: int, choice: dict[int, int]) -> float:
         hyperedge = self.dual.hyperedges[number]
-        source, again, columns, phases = self._places(hyperedge, choice)
-        return hyperedge.hyperedge.copies * float(served(self.modes[number], source, columns, phases, again))
+        source, rerun, columns, phases = self._places(hyperedge, choice)
+        return hyperedge.hyperedge.copies * float(served(self.modes[number], source, columns, phases, rerun))
 
     def _hyperedge_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
         """Return the cost of a hyperedge for every option of one of its classes, the others as they are chosen."""
         hyperedge, modes, runs = self.dual.hyperedges[number], self.modes[number], 2 if cls in self.dual.reruns else 1
         mine = [i for i, (c, _, _) in enumerate(hyperedge.hyperedge.consumers) if c == cls]
-        source, again, columns, phases = self._places(hyperedge, choice)
+        source, rerun, columns, phases = self._places(hyperedge, choice)
         if hyperedge.hyperedge.producer == cls and not mine:
             every = np.arange(len(hyperedge.sources))
             return hyperedge.hyperedge.copies * np.concatenate(
@@ -64,7 +64,7 @@ class LocalSearch:
             i, values = mine[0], []
             for late in range(runs):
                 phases[i] = hyperedge.phases[i] | BACKWARD if late else hyperedge.phases[i]
-                values.append(_by_column(modes, source, again, columns, phases, i)[hyperedge.target_of[i]])
+                values.append(_by_column(modes, source, rerun, columns, phases, i)[hyperedge.target_of[i]])
             return hyperedge.hyperedge.copies * np.concatenate(values)
         values, here = [], choice[cls]
         for option in range(len(self.own[cls])):
@@ -96,7 +96,7 @@ class LocalSearch:
 
 
 def _by_column(
-    modes: Sequence[PricedMode], source: int, again: int, columns: list[int], phases: list[int], mine: int
+    modes: Sequence[PricedMode], source: int, rerun: int, columns: list[int], phases: list[int], mine: int
 ) -> np.ndarray:
     """Return the cost of one copy by the column that one consumer takes: a payment of its own, or what joining
     another's adds."""
@@ -106,10 +106,10 @@ def _by_column(
             others[q] = others.get(q, 0) | phase
     results = []
     for mode in modes:
-        rest = mode.base[again, source] + sum(mode.block[phase][source, q] for q, phase in others.items())
+        rest = mode.base[rerun, source] + sum(mode.block[phase][source, q] for q, phase in others.items())
         value = mode.block[phases[mine]][source] + rest
         for q, phase in others.items():
             alone = sum(mode.block[p][source, c] for c, p in others.items() if c != q)
-            value[q] = mode.base[again, source] + alone + mode.block[phase | phases[mine]][source, q]
+            value[q] = mode.base[rerun, source] + alone + mode.block[phase | phases[mine]][source, q]
         results.append(value)
     return results[0] if len(results) == 1 else np.minimum.reduce(results)

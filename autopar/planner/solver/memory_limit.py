@@ -146,9 +146,9 @@ class WithinLimit:
 
     def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
         """Return an evaluated plan as a choice of options."""
-        again = {self.problem.vertices[v].cls for v in recomputed_vertices(e)} & dual.reruns
+        rerun = {self.problem.vertices[v].cls for v in recomputed_vertices(e)} & dual.reruns
         choice = {v.cls: e.choice[v.index] for v in self.problem.vertices}
-        return {cls: k + len(dual.allowed[cls]) if cls in again else k for cls, k in choice.items()}
+        return {cls: k + len(dual.allowed[cls]) if cls in rerun else k for cls, k in choice.items()}
 
     def _bisect(self, free: Prices, point: np.ndarray) -> None:
         """Try plans around a point. A price is right when the dearest recomputation that a plan needs is as dear as the
