@@ -45,8 +45,7 @@ FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 
 @dataclass
 class Work:
-    """Seconds of a micro-batch: of compute and of what is recomputed, of transfers that wait, and of those that may
-    hide."""
+    """Seconds of a micro-batch: of compute, of recomputation, of transfers that wait, and of those that may hide."""
 
     compute: float = 0.0
     recompute: float = 0.0
