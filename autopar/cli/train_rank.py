@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from .. import models, schedule
+from .._torch import tree_flatten
 from ..api import entry
 from ..calibrate import stale
-from ..errors import AutoparError, CheckpointMismatch
+from ..errors import AutoparError, CheckpointMismatch, ModelError
+from ..frontend.call_signature import split_example
 from ..hardware import profile
 from ..ir.mesh import Mesh
 from ..models.corpus import batches
@@ -90,11 +92,12 @@ def _run(device_mesh, settings: dict, say) -> None:
     done = _resume(model, optimizer, stream, settings, say)
     seconds, peak = [], 0
     for step in range(done + 1, steps + 1):
-        call = next(stream)
+        call = split_example(next(stream))
         follows = step == min(done + WARM_UP, steps)
         start = time.perf_counter()
         with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
-            loss = model(**call).loss
+            args, kwargs = call
+            loss = _loss_of(model(*args, **kwargs))
             loss.backward()
             seconds.append(time.perf_counter() - start)
             optimizer.step()
@@ -175,13 +178,27 @@ def _save(step: int, model, optimizer, stream, settings: dict) -> None:
         )
 
 
-def _stream(source: nn.Module, inputs: dict, settings: dict) -> Iterator[dict]:
+def _stream(source: nn.Module, inputs, settings: dict) -> Iterator:
     """Iterate over batches of the corpus for a model that reads tokens, else over its example inputs, without end."""
-    if "input_ids" not in inputs:
+    if "input_ids" not in split_example(inputs)[1]:
         return iter(lambda: inputs, None)
     config = getattr(source, "config", None)
     vocab = getattr(config, "vocab", None) or getattr(config, "vocab_size", None) or 256
     return batches(settings["batch"], settings["seq"], vocab, settings["seed"])
+
+
+def _loss_of(output: object) -> torch.Tensor:
+    """Return the loss in a model's output: its field or key `loss`, the output itself, or the first scalar of several.
+    Raises ModelError if there is none."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    several = output if isinstance(output, (tuple, list)) else [output if named is None else named]
+    found = next((x for x in several if isinstance(x, torch.Tensor) and x.dim() == 0), None)
+    if found is None:
+        raise ModelError(
+            f"the model returns a {type(output).__name__} without a loss to train with",
+            fix="return the loss, alone, as the field or key loss, or as the first of several outputs",
+        )
+    return found
 
 
 def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
@@ -192,12 +209,14 @@ def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
 
 
 @contextmanager
-def _followed(model: nn.Module, optimizer: torch.optim.Optimizer, call: dict) -> Iterator[Callable[[], int]]:
+def _followed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, call: tuple[tuple, dict]
+) -> Iterator[Callable[[], int]]:
     """Yield a function that says how many bytes were alive at once inside, at the most. Every op inside takes
     longer."""
     with Allocations() as seen:
         seen.hold_state(model, optimizer)
-        seen.leave_out(x for x in call.values() if isinstance(x, torch.Tensor))
+        seen.leave_out(x for x in tree_flatten(call)[0] if isinstance(x, torch.Tensor))
         yield lambda: seen.peak_bytes
 
 

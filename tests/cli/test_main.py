@@ -232,6 +232,34 @@ def test_debug_levels(level, capsys, monkeypatch):
 # train ----------------------------------------------------------------------------------------------------------------
 
 
+USERS = """
+import torch
+from torch import nn
+class Deep(nn.Module):
+    def __init__(self, returns):
+        super().__init__()
+        self.layers, self.returns = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), returns
+    def forward(self, x):
+        return self.returns(self.layers(x))
+def scalar(): return Deep(lambda y: y.square().mean()), (torch.randn(8, 16),)
+def several(): return Deep(lambda y: (y.square().mean(), y)), {"x": torch.randn(8, 16)}
+def none(): return Deep(lambda y: y), (torch.randn(8, 16),)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name, mesh", [("scalar", "pp=2"), ("several", "dp=2"), ("none", "dp=2")])
+def test_train_takes_a_users_model(tmp_path, name, mesh):
+    (tmp_path / "mine.py").write_text(USERS)
+    process = autopar("train", "--model", f"{tmp_path / 'mine.py'}:{name}", "--mesh", mesh, "--steps", "2")
+    out, err = process.communicate(timeout=200)
+    if name == "none":
+        assert process.returncode == 2 and "returns a Tensor without a loss" in err, err
+    else:
+        assert process.returncode == 0 and "step 2  loss 0." in out, err
+    assert not left_of(process)
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_train():
