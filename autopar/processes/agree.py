@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import AutoparError, DesyncError, InputError
-from ..ir.mesh import Mesh
+from ..plans.plan import Plan
 from . import process_groups, watch
 
 T = TypeVar("T")
@@ -126,16 +126,14 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
             )
 
 
-def check_programs(
-    plan_hash: str, program: Sequence[tuple[str, str, tuple[int, ...]]], mesh: Mesh, alike: bool = True
-) -> None:
+def check_programs(plan: Plan, program: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
     """Raise DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
-    as RankProgram.collectives gives it; `alike`: ranks that share no group have the same collectives too. Only digests
-    travel unless they differ."""
+    as RankProgram.collectives gives it; without stages, ranks that share no group have the same collectives too. Only
+    digests travel unless they differ."""
     groups = sorted({group for group, _, _ in program})
-    digests = {"": _digest([what for _, what, _ in program])} if alike else {}
+    digests = {} if plan.pipeline.is_staged else {"": _digest([what for _, what, _ in program])}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
-    everyone = _gather((plan_hash, digests))
+    everyone = _gather((plan.hash, digests))
     for rank, (other_hash, theirs) in enumerate(everyone):
         if other_hash != everyone[0][0]:
             raise DesyncError(
@@ -143,7 +141,7 @@ def check_programs(
                 fix="pass the same plan on every rank",
             )
         for group, digest in theirs.items():
-            first = mesh.group(tuple(group.split(",")), rank)[0] if group else 0
+            first = plan.mesh.group(tuple(group.split(",")), rank)[0] if group else 0
             if digest != everyone[first][1].get(group):
                 programs = _gather(list(program))
                 raise _first_difference(group, (first, programs[first]), (rank, programs[rank]))

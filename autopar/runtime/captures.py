@@ -341,7 +341,7 @@ class Captures:
             step.prepare_no_sync()
         elif step.backward is not None and step.backward.unreduced is None:
             program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
-            agree.check_programs(plan.hash, program.collectives(), plan.mesh)
+            agree.check_programs(plan, program.collectives())
             step.backward.load_deferred(program)
 
     def unreduced_bytes(self) -> int:
@@ -387,5 +387,5 @@ def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
     """Lower a traced call on all ranks together, and return this rank's graphs. Raises DesyncError if they do not fit
     together."""
     program = agree.everywhere(lambda: lower_plan(traced.captured, plan, dist.get_rank()))
-    agree.check_programs(plan.hash, program.collectives(), plan.mesh, alike=not plan.pipeline.is_staged)
+    agree.check_programs(plan, program.collectives())
     return program

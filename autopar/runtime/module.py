@@ -17,7 +17,7 @@ from .._torch.dtensors import mix_with_plain_tensors
 from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
-from ..errors import AdaptError, AutoparError, StageError, StrategyError
+from ..errors import AdaptError, AutoparError, StrategyError
 from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan
@@ -151,11 +151,7 @@ class ParallelModule(OfSource):
     def measured_schedule(self) -> Played:
         """Return when each action of the last call ran, on this rank and those before and after it in the pipeline.
         `play`, `grid` and `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises
-        StageError without a pipeline."""
-        if not self.plan.pipeline.is_staged:
-            raise StageError(
-                "the model has no pipeline", mesh=self.plan.mesh, fix="compile it for a mesh with an axis pp"
-            )
+        StageError where a step is one program."""
         return self._captures.last.step.measured()
 
     def compile(self, **options) -> None:

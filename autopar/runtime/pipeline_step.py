@@ -121,7 +121,7 @@ class PipelineStep:
             return
         self.is_deferring = True
         program = agree.everywhere(lambda: lower_pipeline(self.captured, self.plan, dist.get_rank(), waits=True))
-        agree.check_programs(self.plan.hash, program.collectives(), self.plan.mesh, not self.plan.pipeline.is_staged)
+        agree.check_programs(self.plan, program.collectives())
         self._load(program)
 
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..codegen.rank_program import RankProgram
-from ..errors import CaptureError, InputError
+from ..errors import CaptureError, InputError, StageError
 from ..frontend.export import Captured
 from ..frontend.user_lines import located
 from ..ir.graph import output_node
 from ..plans.plan import Plan
 from ..processes.dtensors import spec_of
 from ..processes.process_groups import ProcessGroups
+from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
@@ -112,6 +113,12 @@ class Step:
         self.forward_graph.compile(options)
         if self.backward is not None:
             self.backward.compile(options)
+
+    def measured(self) -> Played:
+        """Raise StageError: one program has no schedule."""
+        raise StageError(
+            "a step is one program, which has no schedule", fix="compile for a mesh with an axis pp, or micro_batches"
+        )
 
     def __call__(self, call: Call):
         """Return the model's output for this rank's part of the batch."""

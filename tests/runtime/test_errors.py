@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def _error(run) -> str:
 
 
 CALLED = [("tp", "a", (2,)), ("dp", "b", (3,))]
+
+
+def _with_hash(plan_hash: str) -> SimpleNamespace:
+    """Return what the check of programs reads of a plan."""
+    return SimpleNamespace(hash=plan_hash, mesh=Mesh.parse("dp=2,tp=2"), pipeline=SimpleNamespace(is_staged=False))
 
 
 def _to_max(node):
@@ -131,10 +137,8 @@ def _mistakes(rank, of_model, of_mesh, of_shape, of_all):
         "no example": compiled(example=3),
         "broken rank": _error(lambda: agree.everywhere(lambda: {}["x"] if rank == 1 else 0)),
         "broken planner": _error(lambda: agree.from_rank_zero(lambda: {}["x"])),
-        "other collectives": _error(
-            lambda: agree.check_programs("hash", CALLED[: 1 + (rank == 3)], Mesh.parse("dp=2,tp=2"))
-        ),
-        "other plans": _error(lambda: agree.check_programs("hash" + "x" * (rank == 2), [], Mesh.parse("dp=2,tp=2"))),
+        "other collectives": _error(lambda: agree.check_programs(_with_hash("hash"), CALLED[: 1 + (rank == 3)])),
+        "other plans": _error(lambda: agree.check_programs(_with_hash("hash" + "x" * (rank == 2)), [])),
         **{
             f"{what} of a collective": _error(
                 lambda c=change: _compiled_with(c if rank == 3 else lambda node: None, mesh, of_all)
