@@ -200,10 +200,13 @@ def compile(
     global batch.
 
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs
-    too). `plan`: a Plan or the path of one, instead of planning. `weights`: a Hugging Face safetensors folder from
-    which each rank reads its shards; the model may be on the meta device. Other arguments as in `autopar.plan`. The
-    source model's parameters are taken over; where ranks built it with different values, rank 0's count
-    (runtime/same_values.py). Without example_inputs the model is compiled at its first call.
+    too). Outputs are plain tensors, gathered when something reads them: of the whole batch, or with "local" of the
+    samples that the rank passed, whose loss counts as that of one part of the batch, as under DDP. With
+    `outputs="sharded"` they are DTensors of the whole batch. `plan`: a Plan or the path of one, instead of planning.
+    `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
+    device. Other arguments as in `autopar.plan`. The source model's parameters are taken over; where ranks built it
+    with different values, rank 0's count (runtime/same_values.py). Without example_inputs the model is compiled at its
+    first call.
 
     With `micro_batches=K`, or a plan made with it, a call takes the whole batch, cuts it into K and runs them one after
     the other. It computes the gradients at once, and `loss.backward()` hands them out: those of the whole batch. A loop
@@ -213,13 +216,13 @@ def compile(
     An axis named pp makes stages of the model, on a rank or several each, through which micro-batches (None: as many as
     the planner finds best) run by `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", with
     `stages_per_rank` (None: as many as are best). The loss is known on every rank; other outputs are known
-    (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks, of which each gets its
-    shard of them. Each rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same
-    part, as those along tp do. Raises subclasses of AutoparError, the same one on every rank."""
+    (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks. Each rank has the
+    parameters of its stages. With inputs="local" the ranks along pp pass the same part, as those along tp do. Raises
+    subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
-    if outputs not in ("stage", "everywhere"):
-        raise InputError(f"outputs is {outputs!r}", fix='use "stage" or "everywhere"')
+    if outputs not in ("stage", "everywhere", "sharded"):
+        raise InputError(f"outputs is {outputs!r}", fix='use "stage", "everywhere" or "sharded"')
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
     compute_dtype(precision)
     if not hasattr(mesh, "get_group"):
@@ -258,9 +261,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
-        module = ParallelModule(
-            model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs == "everywhere"
-        )
+        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs)
         optimizers.follow(module)
         return module
     except BaseException:

@@ -41,8 +41,9 @@ from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
-from .inputs import Inputs, WholeInputs
+from .inputs import Inputs, WholeInputs, data_axes
 from .modes import Modes
+from .outputs import OutputForms
 from .parameters import table_of
 from .step import Step
 
@@ -139,8 +140,8 @@ class Captures:
     last: Capture
 
     def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: str,
-                 mesh, device_mesh, stage: StageMesh, everywhere: bool = False):  # fmt: skip
-        self.stage, self.everywhere = stage, everywhere  # whether all outputs are on all ranks
+                 outputs: str, mesh, device_mesh, stage: StageMesh):  # fmt: skip
+        self.stage, self.outputs = stage, outputs
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
         self.mesh, self.device_mesh = mesh, device_mesh
         self.hooks, self.structure = Hooks(module._source), Structure(module._source)
@@ -314,6 +315,8 @@ class Captures:
         )
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
+        kind = "sharded" if self.outputs == "sharded" else self.mode
+        forms = OutputForms(kind, traced.captured, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh)
         if isinstance(program, PipelineProgram):
             from .pipeline_step import PipelineStep
 
@@ -321,10 +324,10 @@ class Captures:
                 r.kind == "gradient" for r in output_node(traced.captured.graph).meta["roles"]
             )  # on whatever rank
             step = PipelineStep(program, traced.captured, plan, self.module, self.stage, self.groups, self.accumulation,
-                                trains, self.everywhere, self.mode == "global")  # fmt: skip
+                                trains, self.outputs == "everywhere", forms)  # fmt: skip
         else:
             step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation,
-                        lambda: self._complete(step), self.mode == "global")  # fmt: skip
+                        lambda: self._complete(step), forms)  # fmt: skip
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:

@@ -43,7 +43,7 @@ def deep_copy(module, memo: dict):
     compiler = copy.copy(old.compiler)
     compiler.model, compiler.forms = source, made._forms
     made._captures = captures.Captures(
-        made, compiler, Modes(source), module.layouts, old.mode, old.mesh, old.device_mesh, old.stage, old.everywhere
+        made, compiler, Modes(source), module.layouts, old.mode, old.outputs, old.mesh, old.device_mesh, old.stage
     )
     first = old.table[0]
     captured = first.traced.captured

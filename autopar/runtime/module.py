@@ -56,7 +56,7 @@ class ParallelModule(OfSource):
 
     Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
     `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where
-    their stage is, or `everywhere`.
+    their stage is, or everywhere, as `outputs` says.
 
     It has the source's own submodules and tensors. Attributes that it does not know are the source's, to read and to
     set, so that what a user says of the model is said of what is traced. `_forms`: the source's tensors before they
@@ -64,7 +64,7 @@ class ParallelModule(OfSource):
 
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
-        weights: Weights | None = None, attachment: Attachment | None = None, everywhere: bool = False,
+        weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
     ):  # fmt: skip
         self.begin(source)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
@@ -89,7 +89,7 @@ class ParallelModule(OfSource):
         self.__dict__.update({name: vars(source)[name] for name in SHARED})
         translate_states(self, self.layouts, stage, self.elsewhere)
         self._captures = Captures(
-            self, compiler, Modes(source), self.layouts, inputs, mesh, device_mesh, stage, everywhere
+            self, compiler, Modes(source), self.layouts, inputs, outputs, mesh, device_mesh, stage
         )
         self._captures.add(traced, self.plan, program)
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)

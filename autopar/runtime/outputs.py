@@ -1,11 +1,19 @@
-"""Outputs as people use them: a global tensor that is gathered when somebody reads it, and never if nobody does.
+"""Outputs as people use them: plain tensors, gathered when somebody reads them, and never if nobody does.
 
 With inputs="global" every rank computes the same from the outputs of a call, so an output is what eager torch gives:
-any loss, metric, head or `.numpy()` takes it. Until then it is a DTensor in the layout in which the plan left it:
-logits beside a loss cost nothing. Gathering is a collective, so what reads an output does so on all ranks.
+any loss, metric, head or `.numpy()` takes it. With inputs="local" an output is that of the samples that the rank
+passed, and a loss of it counts as that of its part of the batch: gradients are those of the mean over the parts, as
+under DDP. An output that mixes samples, as a loss inside of the model does, is that of the whole batch on every rank.
+
+Until it is read an output is a DTensor in the layout in which the plan left it: logits beside a loss cost nothing.
+Gathering is a collective, so what reads an output does so on all ranks.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +21,17 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._torch import tree_flatten, tree_map
+from ..errors import InputError
+from ..frontend.export import Captured
+from ..ir.graph import output_node
+from ..ir.layout import Layout, local_shape
+from ..ir.mesh import Mesh
+from ..passes.pipeline.samples import Place, outputs_with_samples
+from ..planner.batch import samples_of
+from ..processes import watch
+from ..processes.dtensors import redistributed, spec_of
 
+Kind = Literal["global", "local", "sharded"]
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
 _AS_IT_IS = frozenset(
     """shape size dim ndim numel nelement dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex
@@ -22,6 +40,7 @@ _AS_IT_IS = frozenset(
     is_contiguous ndimension
     __dict__""".split()
 )
+_OF_SHAPE = frozenset("shape size dim ndim ndimension numel nelement nbytes __len__ stride is_contiguous".split())
 
 
 class GlobalTensor(DTensor):
@@ -31,13 +50,43 @@ class GlobalTensor(DTensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if name == "__get__":  # of an attribute
-            name = getattr(function.__self__, "__name__", "")
-        if name in _AS_IT_IS or torch.compiler.is_compiling() or _is_with_dtensors(args, kwargs):
+        if _name_of(function) in _AS_IT_IS or torch.compiler.is_compiling() or _is_with_dtensors(args, kwargs):
             with _torch.without_torch_function():
                 return function(*args, **kwargs)
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+    def tolist(self):
+        return plain(self).tolist()
+
+    def numpy(self, **options):
+        return plain(self).numpy(**options)
+
+    def __format__(self, form: str) -> str:
+        return format(plain(self), form)
+
+
+class LocalTensor(GlobalTensor):
+    """An output of a model that is compiled with inputs="local": a plain tensor of this rank's samples, which `_own`
+    says."""
+
+    _own: Own
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if _name_of(function) in _OF_SHAPE:
+            return function(args[0]._own.example, *args[1:], **kwargs or {})
+        if _is_with_dtensors(args, kwargs or {}):
+            raise InputError(
+                "an output of this rank's samples meets a DTensor, such as a parameter of the model",
+                fix='pass outputs="sharded" to autopar.compile for outputs that are DTensors, or inputs="global"',
+            )
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def _name_of(function) -> str:
+    """Return the name of a function, or of the attribute that it reads."""
+    name = getattr(function, "__name__", "")
+    return getattr(function.__self__, "__name__", "") if name == "__get__" else name
 
 
 def _is_with_dtensors(args: tuple, kwargs: dict) -> bool:
@@ -47,14 +96,19 @@ def _is_with_dtensors(args: tuple, kwargs: dict) -> bool:
 
 
 def plain(value: object) -> object:
-    """Return the whole tensor of a GlobalTensor, gathered once; anything else as it is."""
+    """Return the plain tensor that an output stands for, gathered once; anything else as it is."""
     if not isinstance(value, GlobalTensor):
         return value
     with _torch.without_torch_function():
-        whole = value.__dict__.get("_whole")
-        if whole is None or (torch.is_grad_enabled() and value.requires_grad and not whole.requires_grad):
-            whole = value.__dict__["_whole"] = _PlainGradient.apply(value.full_tensor())
-    return whole
+        known = value.__dict__.get("_plain")
+        if known is None or (torch.is_grad_enabled() and value.requires_grad and not known.requires_grad):
+            with watch.meeting("the parts of an output"):
+                if isinstance(value, LocalTensor):
+                    known = _OwnPart.apply(value, value._own)
+                else:
+                    known = _PlainGradient.apply(value.full_tensor())
+            value.__dict__["_plain"] = known
+    return known
 
 
 class _PlainGradient(torch.autograd.Function):
@@ -70,13 +124,85 @@ class _PlainGradient(torch.autograd.Function):
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def output_of(local: Tensor, spec, is_global: bool) -> Tensor:
-    """Return an output, given this rank's part of it and its layout (None: the whole of it): with `is_global` the plain
-    tensor, or a GlobalTensor if it is not whole; else a DTensor."""
-    if spec is None:
-        return local.detach()
-    if not is_global:
-        return _torch.as_dtensor(local, spec)
-    if all(placement.is_replicate() for placement in spec.placements):
-        return local.detach()
-    return _torch.as_dtensor(local, spec, GlobalTensor)
+class _OwnPart(torch.autograd.Function):
+    """This rank's samples of an output. What is computed of them counts as one of `own.parts` equal parts."""
+
+    @staticmethod
+    def forward(ctx, value: LocalTensor, own: Own) -> Tensor:
+        ctx.own = own
+        return redistributed(value.detach(), own.layout, own.mesh, own.spec.mesh).detach()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _torch.as_dtensor(gradient.contiguous() / ctx.own.parts, ctx.own.spec), None
+
+
+@dataclass(frozen=True)
+class Own:
+    """Which part of an output is that of a rank's samples: its global `layout` over the mesh (`spec` as a DTensor), in
+    as many `parts`. `example` has the shape and dtype of a part, without values."""
+
+    mesh: Mesh
+    layout: Layout
+    spec: object
+    parts: int
+    example: Tensor
+
+    @classmethod
+    def of(cls, place: Place, like: Tensor, axes: tuple[str, ...], mesh: Mesh, device_mesh) -> Own:
+        """Return the part of a global output that has its samples at `place`, of which each rank along `axes` passes
+        some."""
+        cut = [(axes, place[1]) if dim == place[0] else ((), 1) for dim in range(like.dim())]
+        layout = Layout(tuple(a for a, _ in cut), (), tuple(n for _, n in cut))
+        shape = local_shape(like.shape, layout, mesh, dict(zip(mesh.names, device_mesh.get_coordinate())))
+        spec = spec_of(layout, like.shape, like.dtype, mesh, device_mesh)
+        parts = math.prod(map(mesh.size, axes))
+        return cls(mesh, layout, spec, parts, torch.empty(shape, dtype=like.dtype, device="meta"))
+
+
+@dataclass(frozen=True)
+class OutputForm:
+    """How the user gets an output of which a rank computes a part: `spec` says which, None of a number."""
+
+    kind: Kind
+    spec: object
+    own: Own | None
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return the output, given what the rank computed of it."""
+        if self.spec is None:
+            return local.detach()
+        if self.kind == "sharded":
+            return _torch.as_dtensor(local, self.spec)
+        if self.own is not None:
+            output = _torch.as_dtensor(local, self.spec, LocalTensor)
+            output._own = self.own
+            return output
+        if all(placement.is_replicate() for placement in self.spec.placements):
+            return local.detach()
+        return _torch.as_dtensor(local, self.spec, GlobalTensor)
+
+
+class OutputForms:
+    """The forms of the outputs of a call, for the ranks of a mesh (of a stage). `axes`: along them the ranks pass parts
+    of the batch, if they do."""
+
+    def __init__(self, kind: Kind, captured: Captured, axes: tuple[str, ...], mesh: Mesh, device_mesh):
+        self.kind, self.axes, self.mesh, self.device_mesh = kind, axes, mesh, device_mesh
+        output = output_node(captured.graph)
+        places = [None] * len(output.meta["roles"])
+        if kind == "local" and axes:
+            places = outputs_with_samples(captured.graph, samples_of(captured.signature))
+        found = [(r.name, n, place) for n, r, place in zip(output.args[0], output.meta["roles"], places)
+                 if r.kind == "output"]  # fmt: skip
+        self.values: dict[str, Tensor] = {name: node.meta["val"] for name, node, _ in found}  # of global shapes
+        self.places = {name: place for name, _, place in found}
+
+    def form(self, name: str, layout: Layout) -> OutputForm:
+        """Return the form of an output of which the rank computes the part that a global layout gives it."""
+        like, place = self.values[name], self.places[name]
+        if not like.dim():
+            return OutputForm(self.kind, None, None)
+        spec = spec_of(layout, like.shape, like.dtype, self.mesh, self.device_mesh)
+        own = Own.of(place, like, self.axes, self.mesh, self.device_mesh) if place is not None else None
+        return OutputForm(self.kind, spec, own)

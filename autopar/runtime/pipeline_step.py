@@ -29,7 +29,7 @@ from ..ir.graph import output_node
 from ..ir.layout import Layout, local_part, local_shape
 from ..plans.plan import Plan
 from ..processes import agree, watch
-from ..processes.dtensors import as_dtensor, redistributed, spec_of
+from ..processes.dtensors import as_dtensor, redistributed
 from ..processes.process_groups import ProcessGroups
 from ..processes.stage_mesh import StageMesh
 from ..schedule.actions import Action, Schedule
@@ -37,7 +37,7 @@ from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
-from .outputs import output_of
+from .outputs import OutputForm, OutputForms
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_gradients import StageGradients, Sums
@@ -53,8 +53,7 @@ class PipelineStep:
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
                  groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool,
-                 is_global: bool):  # fmt: skip
-        self.is_global = is_global
+                 forms: OutputForms):  # fmt: skip
         self.plan, self.micro, self.stage, self.groups, self.accumulation = (
             plan,
             program.micro,
@@ -78,15 +77,13 @@ class PipelineStep:
                 fix='pass outputs="everywhere" to autopar.compile, or return it',
             )
         self.device = torch.device(stage.device_mesh.device_type)
-        self._bind(program, module)
+        self._bind(program, module, forms)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
         made = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
                 if r.kind == "output"}  # fmt: skip
         places = list(enumerate(stage.from_all_places(made, "where outputs are")))
-        named = sorted(
-            {*self.output_forms} if everywhere else {str(captured.returns.loss)} & {*self.output_forms}, key=int
-        )
+        named = sorted({*self.forms} if everywhere else {str(captured.returns.loss)} & {*self.forms}, key=int)
         named = named if len(places) > 1 else []  # one stage has them all
         self.sources = {name: next(place for place, there in places if name in there) for name in named}
 
@@ -124,7 +121,7 @@ class PipelineStep:
         agree.check_programs(self.plan, program.collectives())
         self._load(program)
 
-    def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
+    def _bind(self, program: PipelineProgram, module: nn.Module, forms: OutputForms) -> None:
         """Look up the parameters and buffers of this rank's stages, and what outputs become."""
         leaves: dict[str, tuple[str, object]] = {}
         self.buffers = {}
@@ -142,26 +139,19 @@ class PipelineStep:
         self.names = [name for name in trained if name in here]
         self.parameters = [here[name] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
-        self.output_specs, self.output_forms = {}, {}  # by output; local shape and dtype
-        self.gathered: dict[
-            str, tuple[Layout, Layout]
-        ] = {}  # of outputs that are gathered to be joined, before and after
+        self.forms: dict[str, OutputForm] = {}
+        self.empty: dict[str, Tensor] = {}  # outputs' shape and dtype on this rank, without values
+        self.gathered: dict[str, tuple[Layout, Layout]] = {}  # outputs gathered to be joined: before, after
         output = output_node(self.micro.captured.graph)
-        for value, role, layout in zip(output.args[0], output.meta["roles"], self.plan.sharding.outputs):
-            if role.kind == "output" and value.meta["val"].dim():
-                how, like, shape = self.micro.joins[role.name], value.meta["val"], list(value.meta["val"].shape)
-                if isinstance(how, int):
-                    shape[how] = shape[how] // self.micro.sizes[0] * self.micro.samples
-                joined = self._joined_layout(layout, how)
+        for role, layout in zip(output.meta["roles"], self.plan.sharding.outputs):
+            if role.kind == "output":
+                how, like = self.micro.joins[role.name], forms.values[role.name]
+                joined = self._joined_layout(layout, how) if like.dim() else layout
                 if isinstance(how, int) and self.micro.smaller and layout != joined:
                     self.gathered[role.name] = layout, joined
-                self.output_specs[role.name] = spec_of(
-                    joined, shape, like.dtype, self.stage.mesh, self.stage.device_mesh
-                )
-                local = local_shape(shape, joined, self.stage.mesh, self.stage.coordinate)
-                self.output_forms[role.name] = local, like.dtype
-            elif role.kind == "output":
-                self.output_forms[role.name] = (), value.meta["val"].dtype
+                self.forms[role.name] = forms.form(role.name, joined)
+                shape = local_shape(like.shape, joined, self.stage.mesh, self.stage.coordinate)
+                self.empty[role.name] = torch.empty(shape, dtype=like.dtype, device="meta")
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
         """Return the layout of the micro-batches' outputs one after the other: each is sharded for itself. No layout
@@ -224,8 +214,7 @@ class PipelineStep:
         for name, place in self.sources.items():
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
             outputs[int(name)] = self._from(place, outputs[int(name)], name, what)
-        specs = [self.output_specs.get(str(at)) for at in range(len(outputs))]
-        return [None if o is None else output_of(o, spec, self.is_global) for o, spec in zip(outputs, specs)]
+        return [None if o is None else self.forms[str(at)].of(o) for at, o in enumerate(outputs)]
 
     def _before_joining(self, name: str, i: int, part: Tensor) -> Tensor:
         """Return this rank's part of an output of one micro-batch, in the layout in which it is joined with the
@@ -233,7 +222,7 @@ class PipelineStep:
         if name not in self.gathered:
             return part
         how, (layout, joined) = self.micro.joins[name], self.gathered[name]
-        shape = list(self.output_specs[name].shape)
+        shape = list(self.forms[name].spec.shape)
         shape[how] = shape[how] // self.micro.samples * self.micro.sizes[i]
         whole = as_dtensor(part, shape, layout, self.stage.mesh, self.stage.device_mesh)
         return redistributed(whole, joined, self.stage.mesh, self.stage.device_mesh)
@@ -243,8 +232,7 @@ class PipelineStep:
         if self.stage.place == place:
             tensor = mine.contiguous()
         else:
-            shape, dtype = self.output_forms[name]
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = torch.empty_like(self.empty[name], device=self.device)
         with watch.meeting(what):
             dist.broadcast(tensor, group=self.stage.line, group_src=place)
         return tensor

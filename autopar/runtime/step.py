@@ -21,7 +21,6 @@ from ..frontend.export import Captured
 from ..frontend.user_lines import located
 from ..ir.graph import output_node
 from ..plans.plan import Plan
-from ..processes.dtensors import spec_of
 from ..processes.process_groups import ProcessGroups
 from ..schedule.played import Played
 from .accumulation import Accumulation
@@ -29,7 +28,7 @@ from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
 from .kept import Kept, read_by_backward, read_by_outputs, written_by
 from .loaded import LoadedGraph
-from .outputs import output_of
+from .outputs import OutputForms
 from .parameters import table_of
 
 
@@ -37,13 +36,11 @@ class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
     `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward
-    that comes from one that has none here; all ranks call it together. `is_global`: outputs are global tensors (see
-    outputs.py)."""
+    that comes from one that has none here; all ranks call it together. `forms`: of the outputs."""
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
                  groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step],
-                 is_global: bool):  # fmt: skip
-        self.is_global = is_global
+                 forms: OutputForms):  # fmt: skip
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
         self.roles = [
             n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"
@@ -60,7 +57,7 @@ class Step:
         self.read = [captured.signature.tensor_names.index(name) for name in inputs]
         differentiated = {*captured.signature.differentiated_names}
         self.differentiated = [self.read[i] for i, name in enumerate(inputs) if name in differentiated]
-        self._read_outputs(captured, plan, module, device_mesh)
+        self._read_outputs(captured, plan, module, forms)
         parts = program.parts
         self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), "forward")
         self.backward = None
@@ -89,9 +86,9 @@ class Step:
         self.parameters_at = [i for i, key in enumerate(keys) if key[0] == "parameter"]
         self.inputs_at = [i for i, key in enumerate(keys) if key[0] == "input"]
 
-    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module, device_mesh) -> None:
+    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module, forms: OutputForms) -> None:
         output = output_node(captured.graph)
-        roles, values = output.meta["roles"], [n.meta["val"] for n in output.args[0]]
+        roles = output.meta["roles"]
         order = [i for i, r in enumerate(roles) if r.is_forward]  # as the forward graph returns them
         self.forward_count = len(order)
         self.outputs = [at for at, i in enumerate(order) if roles[i].kind == "output"]
@@ -103,10 +100,8 @@ class Step:
             (at, captured.signature.tensor_names.index(roles[i].name))
             for at, i in enumerate(order) if roles[i].kind == "input_mutation"
         ]  # fmt: skip
-        outputs = [(values[order[at]], plan.sharding.outputs[order[at]]) for at in self.outputs]
-        self.output_specs = [
-            spec_of(layout, v.shape, v.dtype, plan.mesh, device_mesh) if v.dim() else None for v, layout in outputs
-        ]
+        layouts = plan.sharding.outputs
+        self.forms = [forms.form(roles[order[at]].name, layouts[order[at]]) for at in self.outputs]
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run both graphs through torch.compile, with these options of it."""
@@ -175,7 +170,7 @@ class Step:
         if call is not None:
             self._write(results, call)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
-        outputs = [output_of(results[at], spec, self.is_global) for at, spec in zip(self.outputs, self.output_specs)]
+        outputs = [form.of(results[at]) for at, form in zip(self.outputs, self.forms)]
         return outputs, list(results[self.forward_count :])
 
     def _write(self, results, call: Call) -> None:

@@ -34,24 +34,15 @@ from ...ir.graph import (
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...plans.sharding import NodeSharding
-from ...rules import Rule, cut_inside, rule_of, strategy_of
+from ...rules import Rule, rule_of, strategy_of
 from ...rules.reading import input_shapes, output_indices, output_shapes
-from ...rules.rule import Inner, entries_of, name_of
+from .samples import MADE, Factor, Place, Tensor, factor_at, place_in, tensors_of
 
 aten = torch.ops.aten
 AXIS = "micro_batch"
 FIX = "use one micro-batch"
 
-MADE = (
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
-)  # whatever is in their input
 OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
-
-Tensor = tuple[fx.Node, int]
-Factor = tuple[str, int]  # its name, and the number of equal parts of it that each have samples of their own
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class _Samples:
 
     def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
         self.rules = rules
-        self.place: dict[Tensor, tuple[int, int]] = {}
+        self.place: dict[Tensor, Place] = {}
         self.factor: dict[fx.Node, Factor] = {}
         self.users: dict[Tensor, list[fx.Node]] = {}
         for node in rules:
@@ -101,7 +92,7 @@ class _Samples:
         while self.waiting:
             self._spread(self.waiting.popleft())
 
-    def _put(self, tensor: Tensor, place: tuple[int, int]) -> None:
+    def _put(self, tensor: Tensor, place: Place) -> None:
         self.place[tensor] = place
         producer = tensor[0]
         self.waiting.extend(self.users.get(tensor, ()))
@@ -123,46 +114,22 @@ class _Samples:
 
     def _spread(self, node: fx.Node) -> None:
         """Carry the place of the samples from the tensors of an op where it is known to its others."""
-        factors = {self._factor_at(node, dims, self.place[t]) for t, dims in self._tensors(node) if t in self.place}
+        if (rule := self.rules[node]) is None:
+            raise _mixes(node)
+        tensors = tensors_of(node, rule)
+        factors = {factor_at(node, rule, dims, self.place[t]) for t, dims in tensors if t in self.place}
         if not factors:
             return
         if len(factors) != 1 or None in factors:
             raise _mixes(node)
         (factor,) = factors
         self.factor[node] = factor
-        name, inside = factor
-        for tensor, dims in self._tensors(node):
-            places = (
-                (d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name
-            )
-            place = next(places, None)
+        for tensor, dims in tensors:
+            place = place_in(dims, factor)
             if self.place.get(tensor, place) != place:
                 raise _mixes(node)
             if place is not None and tensor not in self.place:
                 self._put(tensor, place)
-
-    def _tensors(self, node: fx.Node) -> list[tuple[Tensor, tuple]]:
-        rule = self.rules[node]
-        if rule is None:
-            raise _mixes(node)
-        inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs)
-        if node.target in MADE:
-            inputs = [(tensor, dims) for tensor, dims in inputs if any(dims)]
-        return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
-
-    def _factor_at(self, node: fx.Node, dims: tuple, place: tuple[int, int]) -> Factor | None:
-        """Return the factor that the samples are in, or are inside equal parts of (heads and samples in one dim); None
-        if they cannot be."""
-        dim, parts = place
-        for entry in entries_of(dims[dim]):
-            if _parts(entry) == parts:
-                return name_of(entry), 1
-        whole = next((name_of(e) for e in entries_of(dims[dim])), None)
-        return (whole, parts) if whole in cut_inside(node, self.rules[node], parts) else None
-
-
-def _parts(entry: str | Inner) -> int:
-    return entry.parts if isinstance(entry, Inner) else 1
 
 
 def partial_of(value: fx.Node) -> Layout:

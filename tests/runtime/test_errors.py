@@ -156,7 +156,7 @@ EXPECTED = {
     "pin": ["StrategyError: ", "no.such", "fix: "],
     "precision": ["StrategyError: no precision 'fp8' is known", "fix: use one of bf16, fp32"],
     "inputs": ["InputError: inputs is 'some'", 'fix: use "global" or "local"'],
-    "outputs": ["InputError: outputs is 'all'", 'fix: use "stage" or "everywhere"'],
+    "outputs": ["InputError: outputs is 'all'", 'fix: use "stage", "everywhere" or "sharded"'],
     "plan of a model": ["PlanIncompatible: the plan was made for another model", "fix: plan again"],
     "plan of a mesh": ["PlanIncompatible: the plan was made for mesh dp=4, not dp=2,tp=2", "fix: plan again"],
     "plan of a shape": ["PlanIncompatible: the plan was made for another model, input shape", "fix: plan again"],

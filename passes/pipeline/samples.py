@@ -1,0 +1,72 @@
+"""In which dim of a tensor the samples of the batch are, by the factor rules of the ops: the factor that the samples are
+in an op's input are samples in all its tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ...ir.graph import is_op, is_tensor, outputs_of, tensor_arguments, tensor_of
+from ...rules import Rule, cut_inside, rule_of
+from ...rules.reading import output_indices
+from ...rules.rule import Inner, entries_of, name_of
+
+aten = torch.ops.aten
+MADE = (
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+)  # whatever is in their input
+
+Tensor = tuple[fx.Node, int]
+Place = tuple[int, int]  # the dim, and the number of equal parts of it that each have samples of their own
+Factor = tuple[str, int]  # its name, and such parts of it
+
+
+def outputs_with_samples(graph: fx.Graph, samples: int) -> list[Place | None]:
+    """Return the place of the samples in each output of a joint graph: None for what is no tensor, has none, or is
+    computed from several samples at once (a mean, a contrast of all pairs). The samples of inputs are their dim 0."""
+    places: dict[Tensor, Place] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.meta["role"].kind == "input":
+            if value.dim() and value.shape[0] == samples:
+                places[node, 0] = (0, 1)
+        elif is_op(node) and node.meta["phase"] == "forward" and (rule := rule_of(node)) is not None:
+            tensors = tensors_of(node, rule)
+            factors = {factor_at(node, rule, dims, places[t]) for t, dims in tensors if t in places}
+            if len(factors) == 1 and (factor := factors.pop()) is not None:
+                found = ((t, place_in(dims, factor)) for t, dims in tensors if t[0] is node)
+                places.update((t, place) for t, place in found if place is not None)
+    return [places.get(tensor_of(value)) if is_tensor(value) else None for value, _ in outputs_of(graph)]
+
+
+def tensors_of(node: fx.Node, rule: Rule) -> list[tuple[Tensor, tuple]]:
+    """Return the tensors that an op reads and makes, with what its rule calls their dims."""
+    inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs)
+    if node.target in MADE:
+        inputs = ((tensor, dims) for tensor, dims in inputs if any(dims))
+    return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
+
+
+def factor_at(node: fx.Node, rule: Rule, dims: tuple, place: Place) -> Factor | None:
+    """Return the factor that the samples are in, or are inside equal parts of (heads and samples in one dim); None if
+    they cannot be."""
+    dim, parts = place
+    for entry in entries_of(dims[dim]):
+        if _parts(entry) == parts:
+            return name_of(entry), 1
+    whole = next((name_of(e) for e in entries_of(dims[dim])), None)
+    return (whole, parts) if whole in cut_inside(node, rule, parts) else None
+
+
+def place_in(dims: tuple, factor: Factor) -> Place | None:
+    """Return where a tensor has the samples, given its dims and the factor that they are in; None if it has none."""
+    name, inside = factor
+    found = ((d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name)
+    return next(found, None)
+
+
+def _parts(entry: str | Inner) -> int:
+    return entry.parts if isinstance(entry, Inner) else 1
