@@ -62,6 +62,8 @@ class ParallelModule(OfSource):
     set, so that what a user says of the model is said of what is traced. `_forms`: the source's tensors before they
     were taken over."""
 
+    _is_accelerate_prepared = True  # Accelerator.prepare leaves it as it is: it is parallel already
+
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
@@ -128,6 +130,11 @@ class ParallelModule(OfSource):
         """Return the plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which
         they were met."""
         return {capture.call: capture.plan for capture in self._captures.table}
+
+    @property
+    def takes_parts(self) -> bool:
+        """Return whether each rank passes its own part of the batch."""
+        return self._captures.mode == "local"
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -6,10 +6,24 @@ What a user says of a compiled model (`model.temperature = 2.0`, `model.eval()`)
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
 
 from ..errors import SourceMethodError
 from ..frontend.user_lines import line_now
+
+
+def _class_for(kind: type, source: type) -> type:
+    """Return a class whose forward has the signature of the source's class: libraries choose by it what they pass."""
+    if kind.__name__ == f"Parallel{source.__name__}":  # of a copy
+        return kind
+
+    @functools.wraps(source.forward)
+    def forward(self, *args, **kwargs):
+        return kind.forward(self, *args, **kwargs)
+
+    return type(f"Parallel{source.__name__}", (kind,), {"forward": forward, "__doc__": kind.__doc__})
 
 
 class OfSource(nn.Module):
@@ -18,6 +32,7 @@ class OfSource(nn.Module):
 
     def __init__(self, source: nn.Module, own: tuple[str, ...], tables: tuple[str, ...] = ("_modules",)):
         super().__init__()
+        self.__class__ = _class_for(type(self), type(source))
         self.__dict__.update({name: vars(source)[name] for name in tables})
         self.__dict__["_own"] = frozenset({*vars(self), *own})
         self.__dict__["_source"] = source

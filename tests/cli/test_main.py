@@ -247,6 +247,7 @@ def none(): return Deep(lambda y: y), (torch.randn(8, 16),)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name, mesh", [("scalar", "pp=2"), ("several", "dp=2"), ("none", "dp=2")])
 def test_train_takes_a_users_model(tmp_path, name, mesh):

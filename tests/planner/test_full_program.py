@@ -42,6 +42,7 @@ def test_plans_agree(model, mesh, options):
     assert found.bound <= exact.step_seconds * (1 + 1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "share"), [(MLP, "a=2", 0.75), (GPT, "a=2", 0.8)])
 def test_plans_agree_where_memory_binds(model, mesh, share):
     """Both fit, neither's bound is above the other's plan, and the plans are as near as the search's gap says."""

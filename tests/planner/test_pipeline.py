@@ -80,6 +80,7 @@ def test_equal_blocks_are_cut_evenly(ranks):
     assert sum(c.parameters for c in plan.pipeline.costs) >= plan.parameter_elements
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["t5", "unet-tiny"])
 def test_encoder_decoders_and_skips_are_cut_evenly(name):
     hardware = toy(flops=1e8, memory=1e10, link=1e12)
@@ -108,6 +109,7 @@ def test_the_fastest_schedule_is_taken_and_the_others_are_told():
     assert all(a.step_seconds >= plan.step_seconds and "8 micro-batches" in a.name for a in plan.alternatives)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["naive", "v_min", "dualpipev", "Interleaved1F1B"])
 def test_a_schedule_that_is_asked_for_is_kept(schedule):
     plan = planned(SMALL, "pp=2", schedule=schedule, micro_batches=4).plan
@@ -184,6 +186,7 @@ def test_less_memory_is_met_by_other_cuts_or_by_computing_again():
     assert tight.recomputed or tight.recomputed_selectively or tight.pipeline.cuts != free.pipeline.cuts
 
 
+@pytest.mark.slow
 def test_early_stages_compute_more_again_than_late_ones():
     asked = dict(schedule="1f1b", micro_batches=8)
     free = planned(trace_of(GPT), "pp=4", **asked)

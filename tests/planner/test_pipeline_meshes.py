@@ -39,6 +39,7 @@ def test_combinations_use_all_devices_and_cut_the_batch_evenly():
     assert combinations(4, 8, 3, 1) == []
 
 
+@pytest.mark.slow
 def test_stages_win_where_gradients_are_dear():
     planned = found()
     assert planned.staged

@@ -156,6 +156,7 @@ def test_it_is_not_synchronous_training():
     assert abs(losses[STASHING][2] - losses[VERTICAL][2]) > 1e-4 and abs(losses[VERTICAL][2] - wanted[2]) > 1e-4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_backward_see_the_same_bits(name, monkeypatch):
     """What a forward saved, weights among it, has the same hash when its backward begins; and another micro-batch's has

@@ -74,7 +74,7 @@ def test_random_cuts(seed):
     check(case, 2, f"{name}, seed {seed}", mesh=mesh, schedule=schedule, strategy=strategy, cuts=cuts)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "recompute, schedule", [("full", "1f1b"), ("full", "zb_h1"), ("selective", "zb_h1"), ("selective", "1f1b")]
 )
@@ -101,6 +101,7 @@ def adapted(adaptation) -> staged.Case:
     return staged.Case.of(model, staged.ragged(inputs), adapt=[adaptation])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("adaptation", [
     LoRA(target_modules="all-linear", r=2), FakeQuant("int4", group_size=8),
     pytest.param(FakeQuant("int8"), marks=pytest.mark.slow),
@@ -219,6 +220,7 @@ def test_gradients_are_reduced_once_a_step():
             )  # and the loss
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_parameters_that_are_kept_are_gathered_once_a_step(strategy):
     """However many micro-batches there are, ZeRO-1 gathers as often and holds as much; ZeRO-3 gathers in each of them.

@@ -113,6 +113,7 @@ def test_both_charts_have_units(planned):
     assert {(side, unit) for side, unit in said} == {("left", "ms"), ("top", byte_unit(planned.plan.peak_bytes)[0])}
 
 
+@pytest.mark.slow
 def test_blocks_that_one_stands_for_have_its_runner_up():
     model, inputs = build("gpt2-tiny:layers=12", batch=8, seq=16)
     planned = api.search(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", recompute="selective", baselines=False)
