@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. A folder imports from itself and from those before it, inside of functions as well.
 ORDER = (
     "_torch utils errors models ir schedule hardware ops frontend rules adapt cost plans passes planner codegen "
-    "compiler processes storage runtime calibrate api simulate view cli"
+    "compiler processes storage runtime calibrate api integrations simulate view cli"
 ).split()
 TOP = ("__init__", "compiler", "errors")  # the files beside the folders
 FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]

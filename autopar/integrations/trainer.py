@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from .. import _torch
 from ..errors import InputError
-from ..ir.mesh import Mesh
 from ..processes import agree
 from ..runtime.inputs import data_axes
 from ..runtime.module import ParallelModule
@@ -42,7 +42,9 @@ class _Accelerator(Accelerator):
     def gather(self, tensor):
         """Return a tensor, or each of a structure, of one rank of every part of the batch, one after the other."""
         gathered = super().gather(tensor)
-        return torch.utils._pytree.tree_map_only(torch.Tensor, self._of_parts, gathered) if self.copies > 1 else gathered
+        return (
+            torch.utils._pytree.tree_map_only(torch.Tensor, self._of_parts, gathered) if self.copies > 1 else gathered
+        )
 
     def _of_parts(self, gathered: torch.Tensor) -> torch.Tensor:
         return torch.cat(gathered.chunk(self.num_processes)[:: self.copies])
