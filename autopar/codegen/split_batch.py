@@ -26,7 +26,7 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
                 part[leaves["input"][name]] = piece
     for leaf in leaves["random"].values():
         for i, part in enumerate(parts):
-            part[leaf] = of_micro_batch(values[leaf], micro.place(i)) if micro.micro_batches > 1 else values[leaf]
+            part[leaf] = of_micro_batch(values[leaf], micro.start(i)) if micro.micro_batches > 1 else values[leaf]
     return parts
 
 

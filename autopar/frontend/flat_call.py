@@ -97,10 +97,10 @@ class FlatCall(nn.Module):
 
 def _own_buffers(model: nn.Module, outputs: list[Tensor]) -> dict[int, tuple[nn.Module, str]]:
     """Return where the buffers are that the model returns themselves, by the positions of the outputs."""
-    places = {
+    buffers = {
         id(b): (module, leaf) for module in model.modules() for leaf, b in module._buffers.items() if b is not None
     }
-    return {at: places[id(output)] for at, output in enumerate(outputs) if id(output) in places}
+    return {at: buffers[id(output)] for at, output in enumerate(outputs) if id(output) in buffers}
 
 
 def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:

@@ -169,7 +169,7 @@ def _digest(entries: list) -> str:
 
 def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | None = None) -> None:
     """Raise InputError on every rank if ranks pass different global batches, or different tensors for one `part` of the
-    batch: the place of this rank's part, as (axis, number) pairs."""
+    batch: the coordinate of this rank's part, as (axis, number) pairs."""
     everyone = _gather((part, [_checksum(t) for t in tensors]))
     first: dict[tuple | None, int] = {}
     for rank, (where, others) in enumerate(everyone):
@@ -184,9 +184,9 @@ def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | N
 def _both(part: tuple | None) -> str:
     if part is None:
         return "but inputs='global' wants the same global batch on every rank"
-    place = " and ".join(f"{axis} {number}" for axis, number in part)
+    coordinate = " and ".join(f"{axis} {number}" for axis, number in part)
     return (
-        f"but inputs='local' wants one part of the batch for all ranks at {place}"
+        f"but inputs='local' wants one part of the batch for all ranks at {coordinate}"
         if part
         else "and no axis carries the batch"
     )

@@ -149,7 +149,7 @@ class Captures:
         self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
         self.parameters = dict(module.named_parameters())
         self.elsewhere = [(name, p.requires_grad) for name, p in module.elsewhere.items()]
-        self.place, self.meetings = f"module {next(_module_numbers)}", 0
+        self.name, self.meetings = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.completed: WeakKeyDictionary[Step, Step] = (
             WeakKeyDictionary()
@@ -228,12 +228,12 @@ class Captures:
             self._meet("torch seeded anew", fix="call torch.manual_seed on every rank, or seed a torch.Generator() of "
                                                 "what one rank alone draws")  # fmt: skip
             self.module.random.restart()
-        watch.enter(self.place)
+        watch.enter(self.name)
         return capture.step, Call(capture.inputs, tensors, capture.returns)
 
     def _meet(self, call: str, **words: str) -> None:
         """Wait for all ranks, with words for the error if they do not come (see agree.meet)."""
-        agree.meet(self.place, self.meetings, call, **words)
+        agree.meet(self.name, self.meetings, call, **words)
         self.meetings += 1
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
@@ -241,7 +241,7 @@ class Captures:
         capture and the call's tensors."""
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
         thawed = [n for n, now, before in zip(self.parameters, self._trainable(), self.last.trainable) if now != before]
-        if self.stage.line is not None and thawed:
+        if self.stage.pp_group is not None and thawed:
             first = f"set requires_grad of {thawed[0]} before autopar.compile"
             self._meet(call, fix=f"{first}: ranks of other stages do not see that it changed")
         else:
@@ -373,7 +373,7 @@ class Captures:
         """Return whether each parameter trains, by name. All ranks call this together: under a pipeline each knows of
         those of its stages."""
         mine = dict(zip(self.parameters, trainable))
-        if self.stage.line is None:
+        if self.stage.pp_group is None:
             return mine
         everyone = agree.from_all(lambda: mine)
         return {name: any(theirs.get(name) for theirs in everyone) for theirs in everyone for name in theirs}

@@ -86,12 +86,12 @@ class Point:
         """Return what a plan of a micro-batch of one sample costs, as it is and with all computed again."""
         e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
         kinds = [v.kind for v in planned.problem.vertices]
-        kept = sum(
+        retained = sum(
             bytes_ for (v, _, _), bytes_ in e.saved.items() if kinds[v] == "parameter"
         )  # once for all micro-batches
-        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + kept
+        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + retained
         left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
-        return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
+        return Point(e.seconds, e.saved_bytes - retained, full.seconds, full.saved_bytes - retained, state, left)
 
     def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, segments: int) -> float:
         """Guess the seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal

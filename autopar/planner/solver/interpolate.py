@@ -100,8 +100,8 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
     """Return the plan with copies of the forward kept for the backward as far as they fit, those that save most seconds
     per byte first. A block that is computed again in full keeps none."""
     full = {block for block, levels in e.recomputed.items() if FULL in levels}
-    homes = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
-    made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(homes[c] for c in t.consumers)}
+    blocks = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
+    made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(blocks[c] for c in t.consumers)}
     redone = []
     for i, t in enumerate(e.transfers):
         key = key_of(t)
@@ -109,16 +109,16 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
             bytes_ = pricer.local_bytes(*key)
             more = bytes_ * t.copies - e.saved.get(key, 0.0)  # a block may hold it for what it computes again
             redone.append((-t.seconds / max(bytes_, 1.0), i, key, more))
-    dropped, kept, saved, left = set(), set(e.kept), dict(e.saved), limit_bytes - e.bytes_
+    dropped, retained, saved, left = set(), set(e.retained), dict(e.saved), limit_bytes - e.bytes_
     for _, i, key, more in sorted(redone, key=lambda entry: entry[:2]):
         if more <= left:
             dropped.add(i)
-            kept.add(key)
+            retained.add(key)
             saved[key] = saved.get(key, 0.0) + more
             left -= more
     transfers = [t for i, t in enumerate(e.transfers) if i not in dropped]
-    transfers = held(transfers, kept - e.kept) if e.gathers_once else transfers
-    return replace(e, transfers=transfers, saved=saved, kept=kept)
+    transfers = held(transfers, retained - e.retained) if e.gathers_once else transfers
+    return replace(e, transfers=transfers, saved=saved, retained=retained)
 
 
 def _components(problem: Problem, lean: dict[int, int], fast: dict[int, int]) -> list[list[int]]:
