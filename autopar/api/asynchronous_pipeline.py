@@ -162,7 +162,7 @@ class AsynchronousPipeline:
         if not count:
             return []
         found = torch.stack(losses).double() if losses else torch.empty(count, dtype=torch.float64, device=self._device)
-        with watch.meeting("the losses"):
+        with watch.collective("the losses"):
             dist.broadcast(found, group=self._on.pp_group, group_src=self.schedule.stages - 1)
         return found.tolist()
 

@@ -68,7 +68,7 @@ class StageMesh:
         if self.pp_group is None:
             return [value]
         everyone: list = [None] * len(self.ranks)
-        with watch.meeting(what):
+        with watch.collective(what):
             dist.all_gather_object(everyone, value, group=self.pp_group)
         return everyone
 
@@ -78,6 +78,6 @@ class StageMesh:
         if self.pp_group is None:
             return mine[None]
         everyone = [torch.empty_like(mine) for _ in self.ranks]
-        with watch.meeting(what):
+        with watch.collective(what):
             dist.all_gather(everyone, mine.contiguous(), group=self.pp_group)
         return torch.stack(everyone)

@@ -82,7 +82,7 @@ class Watch:
             process_groups.limit_waits(time.monotonic() - self.began)
 
     @contextlib.contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns."""
         self.calls += 1
         self.running = what
@@ -237,9 +237,9 @@ def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
     return run if _current is None else Guarded(_current, module, phase, run)
 
 
-def meeting(what: str):
+def collective(what: str):
     """Return a context for a collective outside of the graphs, with the same errors. All ranks enter it."""
-    return contextlib.nullcontext() if _current is None else _current.meeting(what)
+    return contextlib.nullcontext() if _current is None else _current.collective(what)
 
 
 def enter(module: str) -> None:

@@ -246,7 +246,7 @@ class ParallelModule(OfSource):
         """Clip gradients by their norm over the whole model, all its stages, and return the norm as a plain tensor,
         equal on all ranks, which call this together. A parameter that several stages share counts once."""
         stage = self.stage_mesh
-        with watch.meeting("the norm of the gradients"):
+        with watch.collective("the norm of the gradients"):
             if stage.pp_group is None:
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
                 return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -103,7 +103,7 @@ class StageGradients:
     def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
         """Return a sum in its parameter's layout, reduced without a graph."""
         stage, shape = self.stage, self.specs[name].shape
-        with watch.meeting(f"the gradient of {name}, which stages share"):
+        with watch.collective(f"the gradient of {name}, which stages share"):
             whole = as_dtensor(mine, shape, layout, stage.mesh, stage.device_mesh).full_tensor()
         parameter = self.accumulation.layouts[name]
         return local_part(whole, parameter, stage.mesh, stage.coordinate)
@@ -114,7 +114,7 @@ class StageGradients:
             if self.stage.pp_rank in pp_ranks:
                 if name not in total:
                     total[name] = self._nothing(name)
-                with watch.meeting(f"the gradient of {name}, which stages share"):
+                with watch.collective(f"the gradient of {name}, which stages share"):
                     total[name] = self._exchange(total[name].contiguous(), pp_ranks)
         return total
 

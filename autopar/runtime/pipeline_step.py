@@ -196,7 +196,7 @@ class PipelineStep:
         """Run the schedule and return (outputs by position, what the stages leave of gradients)."""
         call = _Call(self, inputs)
         with torch.no_grad():
-            with watch.meeting("the pipeline's schedule"):
+            with watch.collective("the pipeline's schedule"):
                 for stage in self.stages.values():
                     stage.begin(call.leaf, call.output)
                 self.times = [*walk(self.schedule.orders[self.stage.pp_rank], self.stages, self.links)]
@@ -209,8 +209,8 @@ class PipelineStep:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
-            pieces = [self._before_joining(name, i, values[i]) for i in sorted(values)]
-            outputs[int(name)] = join(pieces, self.micro.joins[name])
+            chunks = [self._before_joining(name, i, values[i]) for i in sorted(values)]
+            outputs[int(name)] = join(chunks, self.micro.joins[name])
         for name, pp_rank in self.sources.items():
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
             outputs[int(name)] = self._from(pp_rank, outputs[int(name)], name, what)
@@ -233,7 +233,7 @@ class PipelineStep:
             tensor = mine.contiguous()
         else:
             tensor = torch.empty_like(self.empty[name], device=self.device)
-        with watch.meeting(what):
+        with watch.collective(what):
             dist.broadcast(tensor, group=self.stage.pp_group, group_src=pp_rank)
         return tensor
 

@@ -164,9 +164,9 @@ def _exchange(members: Sequence[CollectiveCall]) -> tuple[list[torch.Tensor], li
         expected = [sender.args[1][receiver] for sender in members]
         if list(request.args[0]) != expected:
             raise VerifyError(f"{request.node.name} expects {list(request.args[0])} rows and is sent {expected}")
-    pieces = [m.tensor.split(list(m.args[1])) for m in members]
-    results = [torch.cat([sent[i] for sent in pieces]) for i in range(len(members))]
-    return results, [sum(bytes_of(p) for j, p in enumerate(sent) if j != i) for i, sent in enumerate(pieces)]
+    chunks = [m.tensor.split(list(m.args[1])) for m in members]
+    results = [torch.cat([sent[i] for sent in chunks]) for i in range(len(members))]
+    return results, [sum(bytes_of(p) for j, p in enumerate(sent) if j != i) for i, sent in enumerate(chunks)]
 
 
 def _disagreement(message: str, waiting: Mapping[int, CollectiveCall], ranks: Sequence[int]) -> VerifyError:

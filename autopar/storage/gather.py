@@ -57,7 +57,7 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
         return part if rank == owner else None
     like = part if part is not None else torch.empty(0, dtype=held.form.dtype, device=stage.device)
     whole = like.new_empty(shape) if rank == owner and len(parts) > 1 else None
-    with watch.meeting("a tensor gathered from its parts"):
+    with watch.collective("a tensor gathered from its parts"):
         for coordinate, holders in parts:
             sender = owner if owner in holders else holders[0]
             if rank == owner:
@@ -80,7 +80,7 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
     if len(parts) == 1:
         return part
     rank, whole = dist.get_rank(), part.new_empty(tuple(shape))
-    with watch.meeting("a tensor gathered from its parts"):
+    with watch.collective("a tensor gathered from its parts"):
         for coordinate, holders in parts:
             sent = (
                 part.contiguous()

@@ -84,7 +84,7 @@ def whole(model: nn.Module, name: str, pp_ranks: Collection[int] | None = None) 
         return gathered
     if gathered is None:
         gathered = torch.empty(model.elsewhere[name].shape, dtype=model.elsewhere[name].dtype, device=stage.device)
-    with watch.meeting("a tensor that another stage holds"):
+    with watch.collective("a tensor that another stage holds"):
         dist.broadcast(gathered.contiguous(), group=stage.pp_group, group_src=held[0])
     return gathered
 

@@ -172,17 +172,17 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         columns = builder.call(aten.reshape.default, wait, [height, sum(widths)])
         edge = 0
         for old, width in zip(waits, widths):
-            piece = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
+            unpacked = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
             name = f"{old.meta['tensor']}_of_bucket"  # the same, whatever else the graph packs: saved values go by their names
-            piece = contiguous(
-                builder, builder.call(aten.reshape.default, piece, list(old.meta["val"].shape), name=name), name
+            unpacked = contiguous(
+                builder, builder.call(aten.reshape.default, unpacked, list(old.meta["val"].shape), name=name), name
             )
-            piece.meta = {**old.meta, "val": piece.meta["val"]}
-            old.replace_all_uses_with(piece)
+            unpacked.meta = {**old.meta, "val": unpacked.meta["val"]}
+            old.replace_all_uses_with(unpacked)
             edge += width
             cursor = anchor.prev
             if kind == "reduce":  # what the result goes through on its way out now comes after the bucket
-                for node in _way_out(piece):
+                for node in _way_out(unpacked):
                     cursor.append(node)
                     cursor = node
     for start, old in zip(starts, waits):

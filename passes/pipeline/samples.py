@@ -25,7 +25,7 @@ Factor = tuple[str, int]  # its name, and such parts of it
 
 
 def outputs_with_samples(graph: fx.Graph, samples: int) -> list[SampleDim | None]:
-    """Return the place of the samples in each output of a joint graph: None for what is no tensor, has none, or is
+    """Return the dim of the samples in each output of a joint graph: None for what is no tensor, has none, or is
     computed from several samples at once (a mean, a contrast of all pairs). The samples of inputs are their dim 0."""
     sample_dims: dict[Tensor, SampleDim] = {}
     for node in graph.nodes:

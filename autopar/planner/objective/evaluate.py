@@ -1,6 +1,6 @@
 """What a plan costs, recomputed on the unfolded graph: every tensor, every redistribution, every byte that stays.
 
-This is the judge of the solver: the objective of a solution must equal the cost found here. A tensor is redistributed
+The solver is checked against it: the objective of a solution must equal the cost found here. A tensor is redistributed
 once for all consumers of a phase that want the same layout, and served in the cheapest of its modes
 (autopar/planner/objective/modes.py).
 """
@@ -327,10 +327,10 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
         )  # fmt: skip
 
     retained = [target for target in targets if ways[target] != MAKE]
-    remade = [target for target in readers["backward"] if ways[target] == MAKE]
-    waiting = [*retained, *([source] if has_base and (reads_base or remade) else [])]
+    redone = [target for target in readers["backward"] if ways[target] == MAKE]
+    waiting = [*retained, *([source] if has_base and (reads_base or redone) else [])]
     return _Served(
-        (*(transfer(t, "forward") for t in readers["forward"]), *(transfer(t, "backward") for t in remade)),
+        (*(transfer(t, "forward") for t in readers["forward"]), *(transfer(t, "backward") for t in redone)),
         tuple((producer, output, t) for t in retained),
         tuple(map(saved, waiting)) if saves else (),
     )

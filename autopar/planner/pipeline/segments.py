@@ -36,10 +36,10 @@ from .stage_costs import Part, Parts, crossing_bytes
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
 FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
-# Pieces a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
+# Segments a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
 ENOUGH = 16
 DIGITS = 9  # that the seconds of two equal segments share
-MOST_PIECES = 256  # but not more than so many in all: the solver's time grows with their square
+MOST_SEGMENTS = 256  # but not more than so many in all: the solver's time grows with their square
 MOST_LEVELS = 4  # of a segment: the levels of a stage are counted, which takes longer the more there are
 
 Send = Callable[[float], float]  # seconds of a tensor of so many bytes from one stage to the next
@@ -178,7 +178,7 @@ def cut_positions(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, 
     fewest = np.array([bytes_[np.abs(at - t) <= NEAR * stage_seconds].min() for t in at])
     worse = np.where(is_least, 1.0, bytes_ / np.maximum(fewest, 1.0))  # times the bytes of the best place near
     rank = np.argsort(worse, kind="stable")
-    wanted = max(stages, min(ENOUGH * stages, MOST_PIECES)) - 1
+    wanted = max(stages, min(ENOUGH * stages, MOST_SEGMENTS)) - 1
     needed = worse[rank][: np.searchsorted(count[rank].cumsum(), wanted) + 1]
     accepted = worse <= max(FAR_FEWER, needed.max(initial=0.0))
     return {order[i].name: crossing[i] for i, good in zip(best, accepted) if good}

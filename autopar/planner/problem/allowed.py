@@ -66,7 +66,7 @@ def allowed_strategies(
         _pin(problem, masks, pattern, text)
     for pattern, text in restriction.forbidden:
         _forbid(problem, masks, pattern, text)
-    for cls, strategy in restriction.forced:
+    for cls, strategy in restriction.required:
         masks[cls] = np.zeros(len(masks[cls]), bool)
         masks[cls][strategy] = True
     for cls, mask in masks.items():

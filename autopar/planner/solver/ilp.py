@@ -199,17 +199,17 @@ class Program:
             phases = priced.phases[i] | np.where(late, BACKWARD, 0)
             for phase, found in readers.items():
                 found.add(p, q, np.where(phases & phase, flow, -1), priced.same_as)
-        remade = {
+        recomputed = {
             layout: (
                 self.first[hyperedge.producer] + np.flatnonzero(rerun[source_of] & (p[source_of] == layout))
             ).tolist()
             for layout in p.tolist()
         }
-        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, remade)
+        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, recomputed)
 
-    def _serve(self, costs: _Costs, readers: dict[int, _Readers], remade: dict[int, list[int]]) -> None:
+    def _serve(self, costs: _Costs, readers: dict[int, _Readers], recomputed: dict[int, list[int]]) -> None:
         """Add a payment for every copy. Those of the forward may be kept for the backward; what the backward makes, or
-        reads as it is, it makes of the tensor itself, which is saved or `remade` by its producer."""
+        reads as it is, it makes of the tensor itself, which is saved or `recomputed` by its producer."""
         if costs.is_the_same_for_all:
             for pair, own in readers[BACKWARD].items():
                 readers[FORWARD].setdefault(pair, []).extend(own)
@@ -219,7 +219,7 @@ class Program:
 
         def base(layout: int) -> list[int]:
             if layout not in saved:
-                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *remade[layout]]
+                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *recomputed[layout]]
             return saved[layout]
 
         made, redone = self._pay_once(readers[FORWARD], costs.early), {}
