@@ -375,25 +375,23 @@ def crossing_bytes(
     """Return the forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a
     cut before each."""
     order = [n for n in problem.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and n not in free]
-    index_of = {node: i for i, node in enumerate(order)}
+    index = {node: i for i, node in enumerate(order)}
     change = [0.0] * (len(order) + 1)
     for v in problem.vertices:
-        if v.kind != "op" or v.node not in index_of:
+        if v.kind != "op" or v.node not in index:
             continue
         strategy, last = problem.choices(v.index).strategies[e.choice[v.index]], {}
         for user in v.node.users:
             item = tensor_of(user)[1] if tensor_of(user)[0] is v.node and user is not v.node else 0
             for reader in user.users if tensor_of(user)[0] is v.node and user is not v.node else (user,):
-                last[item] = max(last.get(item, -1), index_of.get(reader, -1))
+                last[item] = max(last.get(item, -1), index.get(reader, -1))
         values = v.node.meta["val"]
         for item, end in last.items():
             position = (
                 0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
             )
-            if end > index_of[v.node]:
-                change[index_of[v.node] + 1] += (
-                    bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position])
-                )
+            if end > index[v.node]:
+                change[index[v.node] + 1] += (bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position]))
                 change[end + 1] -= bytes_
     crossing, now = [], 0.0
     for i in range(len(order)):
