@@ -102,7 +102,7 @@ def plain(value: object) -> object:
     with _torch.without_torch_function():
         known = value.__dict__.get("_plain")
         if known is None or (torch.is_grad_enabled() and value.requires_grad and not known.requires_grad):
-            with watch.meeting("the parts of an output"):
+            with watch.collective("the parts of an output"):
                 if isinstance(value, LocalTensor):
                     known = _OwnPart.apply(value, value._own)
                 else:
@@ -150,8 +150,8 @@ class Own:
 
     @classmethod
     def of(cls, sample_dim: SampleDim, like: Tensor, axes: tuple[str, ...], mesh: Mesh, device_mesh) -> Own:
-        """Return the part of a global output that has its samples at `sample_dim`, of which each rank along `axes` passes
-        some."""
+        """Return the part of a global output that has its samples at `sample_dim`, of which each rank along `axes`
+        passes some."""
         cut = [(axes, sample_dim[1]) if dim == sample_dim[0] else ((), 1) for dim in range(like.dim())]
         layout = Layout(tuple(a for a, _ in cut), (), tuple(n for _, n in cut))
         shape = local_shape(like.shape, layout, mesh, dict(zip(mesh.names, device_mesh.get_coordinate())))

@@ -61,8 +61,8 @@ class BatchAxis:
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
-    """Return the sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many positions, or
-    over one for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a
+    """Return the sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many positions,
+    or over one for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a
     graph that cannot be computed part by part, with the op that needs other samples."""
     if micro_batches > samples:
         raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",

@@ -190,8 +190,9 @@ def _label(evaluated: PipelineCost) -> str:
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def described(best: Candidate, candidates: list[Candidate], captured: Captured, mesh: Mesh, warnings: list[str],
-              batch: int, others: Mapping[str, Estimate | Candidate | AutoparError] | None = None) -> Planned:  # fmt: skip
+def described(best: Candidate, candidates: list[Candidate], captured: Captured, mesh: Mesh,
+              warnings: list[str], batch: int, others: Mapping[str, Estimate | Candidate | AutoparError] | None = None
+              ) -> Planned:  # fmt: skip
     """Describe the best pipeline as a plan, with the other candidates as its alternatives. `others`: strategies of
     experts, as they are told beside the plan."""
     evaluated, pipeline = best.evaluated, best.evaluated.pipeline
