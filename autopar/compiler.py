@@ -259,9 +259,9 @@ def lower_pipeline(
     pipeline, coordinate = plan.pipeline, plan.mesh.coordinate(rank)
     here = rank_inside(plan.sharding.mesh, coordinate)
     leaves = [
-        frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(place))) for place in range(pipeline.ranks)
+        frozenset().union(*(stages[i].leaves for i in pipeline.stages_of(pp_rank))) for pp_rank in range(pipeline.ranks)
     ]
-    mine = pipeline.stages_of(pipeline.place_of(coordinate))
+    mine = pipeline.stages_of(pipeline.pp_rank_of(coordinate))
     programs = {i: lower_stage(stages[i], micro, plan, here, check, waits, smaller[i]) for i in mine}
     return PipelineProgram(rank, micro, programs, tuple(leaves))
 

@@ -80,7 +80,7 @@ def without(*changes: tuple[object, str, object]) -> Iterator[None]:
         yield
 
 
-def faster(problem, one, other, judge, limit_bytes=float("inf")):
+def faster(problem, one, other, evaluate, limit_bytes=float("inf")):
     return min(one, other, key=lambda e: (max(0.0, e.bytes_ - limit_bytes), e.seconds))
 
 
@@ -110,11 +110,11 @@ PATCHES: dict[str, tuple] = {
     "parts of blocks recomputed (minimum cuts)": ((Rematerialization, "chain", whole_blocks_alone),),
     "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),
     "pipeline: plans at prices of memory": ((pipeline_search, "MEMORY_PRICES", ()),),
-    "pipeline: what ranks compute again": ((PS, "_settled", lambda self, inner, pipeline, again:
+    "pipeline: what ranks compute again": ((PS, "_within_memory", lambda self, inner, pipeline, again:
                                             SETTLED(self, inner, pipeline, None)),),
     "pipeline: even stages and even ranks": ((pipeline_search, "MOST_CUTS", 1),),
 }  # fmt: skip
-SETTLED = PS._settled
+SETTLED = PS._within_memory
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,10 @@ def predicted(case: Case, file: str) -> list[Held]:
     found.plan.save(file)
     if not found.staged:
         return [Held(found.plan.peak_bytes, dict(found.plan.at_peak))] * case.ranks
-    places = [found.plan.mesh.coordinate(rank)["pp"] for rank in range(case.ranks)]
+    pp_ranks = [found.plan.mesh.coordinate(rank)["pp"] for rank in range(case.ranks)]
     return [
-        Held(sum(found.staged.evaluated.memory[place].values()), dict(found.staged.evaluated.memory[place]))
-        for place in places
+        Held(sum(found.staged.evaluated.memory[pp_rank].values()), dict(found.staged.evaluated.memory[pp_rank]))
+        for pp_rank in pp_ranks
     ]
 
 

@@ -36,7 +36,7 @@ from autopar.cost.collectives import CollectiveCost
 from autopar.errors import StageError
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
-from autopar.ir.stage_placement import Places
+from autopar.ir.stage_placement import StagePlacement
 from autopar.planner.pipeline.cut import cut_stages
 from autopar.planner.pipeline.evaluate import timing_of
 from autopar.planner.pipeline.segments import chain
@@ -135,7 +135,7 @@ def row(found: Planned, hardware: str, stages: int) -> tuple[float, float, float
     cut = cut_stages(segments.segments, stages, 4 * stages, 1e18, timing_of("1f1b", stages, 1), segments.shared)
     chosen, ahead, back = costs_of(found, segments.cuts(cut.cuts), send, True)
     whole = [s + a + b for s, a, b in zip(chosen, [*ahead[:-1], 0.0], [0.0, *back[:-1]])]
-    ops, crossing = crossing_bytes(problem, e, found.pricer, Places(problem.graph, ()).free)
+    ops, crossing = crossing_bytes(problem, e, found.pricer, StagePlacement(problem.graph, ()).free)
     each, *_ = costs_of(found, [op.name for op in ops[1:]], send, False)
     sent = [send(bytes_) for bytes_ in crossing[1:]]
     of_segments = [segment.levels[0].seconds for segment in segments.segments]

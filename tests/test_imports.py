@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar import hardware
 from autopar.planner.problem.recipes import RECIPES
-from autopar.plans.plan import MeshTried
+from autopar.plans.plan import MeshCandidate
 from autopar.schedule import KINDS
 from tests.test_layers import FILES
 
@@ -54,7 +54,7 @@ def test_compile_loads_neither_dynamo_nor_pipelining_nor_ortools():
 
 
 def test_pickles_open_in_a_fresh_process():
-    made = [autopar.compile, autopar.LoRA, autopar.Mesh.parse("dp=2"), MeshTried("dp=2", 1.0, None, None, None)]
+    made = [autopar.compile, autopar.LoRA, autopar.Mesh.parse("dp=2"), MeshCandidate("dp=2", 1.0, None, None, None)]
     code = """
 import pickle
 found = pickle.loads(bytes.fromhex(json.loads(sys.argv[1])[0]))

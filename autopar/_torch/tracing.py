@@ -38,20 +38,20 @@ def transforms(entered: Callable[[str], object]):
     (and vjp, jacrev) or "torch.func.jvp" (jacfwd too)."""
     from torch._functorch import eager_transforms, vmap
 
-    places = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting",
+    entries = ((vmap, "vmap_increment_nesting", "torch.vmap"), (eager_transforms, "grad_increment_nesting",
                                                                "torch.func.grad"),
               (eager_transforms, "jvp_increment_nesting", "torch.func.jvp"))  # fmt: skip
-    before = [getattr(module, function) for module, function, _ in places]
+    before = [getattr(module, function) for module, function, _ in entries]
 
     def noting(plain: Callable, name: str) -> Callable:
         return lambda *args, **kwargs: (entered(name), plain(*args, **kwargs))[1]
 
     try:
-        for (module, function, name), plain in zip(places, before):
+        for (module, function, name), plain in zip(entries, before):
             setattr(module, function, noting(plain, name))
         yield
     finally:
-        for (module, function, _), plain in zip(places, before):
+        for (module, function, _), plain in zip(entries, before):
             setattr(module, function, plain)
 
 

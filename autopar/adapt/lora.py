@@ -127,9 +127,9 @@ class LoRA:
         saved = [m for n, m in model.named_modules() if n and matches(list(self.modules_to_save), n)]
         check_found("module", list(self.modules_to_save), [n for n, _ in model.named_modules() if n])
         _check_saved(model, saved)
-        kept = {id(p) for module in saved for p in module.parameters()} | {id(p) for p in self._biases(model, found)}
+        trained = {id(p) for module in saved for p in module.parameters()} | {id(p) for p in self._biases(model, found)}
         for parameter in model.parameters():
-            to.train(parameter, id(parameter) in kept)
+            to.train(parameter, id(parameter) in trained)
         for path, sites in found.items():
             module = model.get_submodule(path)
             for site in sites:

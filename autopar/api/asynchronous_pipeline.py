@@ -88,7 +88,7 @@ class AsynchronousPipeline:
         self._captured, step, self._on = captures.table[0].traced.captured, captures.table[0].step, captures.stage
         program = step.program
         agree.everywhere(lambda: check_apart(program.leaves, self._captured.graph))
-        self._micro, self.place = program.micro, self._on.place
+        self._micro, self.pp_rank = program.micro, self._on.pp_rank
         (mine,) = program.stages.values()
         self._device = torch.device(self._on.device_mesh.device_type)
         (graphs,) = step.graphs.values()  # the same as in synchronous training
@@ -109,14 +109,14 @@ class AsynchronousPipeline:
         self.optimizer = rank.optimizer
         self.stage = AsynchronousStage([rank], self._on.mesh, self.schedule, graphs, self._device)
         ahead = 4 * self.schedule.stages  # a stage is p micro-batches ahead at most
-        self._links = StageLinks({self.place: self.stage}, self.place, range(self.schedule.stages), self._groups(),
+        self._links = StageLinks({self.pp_rank: self.stage}, self.pp_rank, range(self.schedule.stages), self._groups(),
                                  self._device, ahead=ahead)  # fmt: skip
 
     def _groups(self) -> dict[str, object]:
         """Return the process group of each way along the pipeline. NCCL has one stream for all messages of two ranks in
         a group, on which one of one way could wait for one of the other, without end: so each way has a group of its
         own there."""
-        forward = backward = self._on.line
+        forward = backward = self._on.pp_group
         if dist.get_backend(forward) != "gloo":
             patience = timedelta(seconds=process_groups.FIRST_STEP * process_groups.timeout_seconds())
             mesh, axis = self.plan.mesh, self.plan.pipeline.axis
@@ -150,7 +150,7 @@ class AsynchronousPipeline:
 
         stage.start(stream.has, stream.take, give)
         with torch.no_grad():
-            for action, _, _ in walk(self.schedule.walk(self.place, stream.has), {self.place: stage}, self._links):
+            for action, _, _ in walk(self.schedule.walk(self.pp_rank, stream.has), {self.pp_rank: stage}, self._links):
                 if action.kind == "U":
                     on_update(action.version)
             for name, buffer in self._buffers.items():
@@ -162,8 +162,8 @@ class AsynchronousPipeline:
         if not count:
             return []
         found = torch.stack(losses).double() if losses else torch.empty(count, dtype=torch.float64, device=self._device)
-        with watch.meeting("the losses"):
-            dist.broadcast(found, group=self._on.line, group_src=self.schedule.stages - 1)
+        with watch.collective("the losses"):
+            dist.broadcast(found, group=self._on.pp_group, group_src=self.schedule.stages - 1)
         return found.tolist()
 
 

@@ -64,11 +64,11 @@ class Estimate:
     def to_json(self) -> dict:
         """Return plain data: the numbers, without the plan's decisions."""
         p = self.plan
-        kept = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
+        names = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
         seconds = ("step_seconds", "simulated_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
                    "exposed_seconds")  # fmt: skip
         return {
-            **{name: getattr(p, name) for name in kept}, "mesh": str(p.mesh), "devices": p.mesh.devices,
+            **{name: getattr(p, name) for name in names}, "mesh": str(p.mesh), "devices": p.mesh.devices,
             "recompute": self.recompute, "pipeline": asdict(p.pipeline),
             **{name: getattr(p, name) for name in seconds},
             "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,

@@ -82,8 +82,8 @@ def _without_adaptations(
         quantized = [path for path, _, leaf in owners if leaf == "weight" and path in sites]
         for path in quantized:
             made[path] = _quantized(model, path, sites[path], whole, buffers)
-        kept = whole.clone() if len(quantized) < len(owners) else whole.new_empty(0)
-        values[name] = nn.Parameter(kept, requires_grad=form.trainable)
+        value = whole.clone() if len(quantized) < len(owners) else whole.new_empty(0)
+        values[name] = nn.Parameter(value, requires_grad=form.trainable)
     values |= {name: buffer.detach().clone() for name, buffer in buffers.items()}
     plain = forms.copy_of(model._source, values)
     for path, layer in made.items():

@@ -109,7 +109,7 @@ def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], te
 
     micro, stages = stages_of(captured, plan)
     coordinate, pipeline = plan.mesh.coordinate(args.rank), plan.pipeline
-    mine = pipeline.stages_of(pipeline.place_of(coordinate))
+    mine = pipeline.stages_of(pipeline.pp_rank_of(coordinate))
     texts["cut"] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next pass begins with
     for i in mine:
         held = pipeline.costs[i].name if pipeline.costs else "the whole model"

@@ -76,14 +76,14 @@ def check_added(added: object, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """Return the value of `passes=` as a tuple. Raises PassError for what cannot be added to the compiler's `passes`."""
     if isinstance(added, Pass) or not isinstance(added, Sequence) or not all(isinstance(p, Pass) for p in added):
         raise PassError(f"passes is {added!r:.80}", fix='a list such as [autopar.Pass("name", run, after="clean")]')
-    places = [p.name for p in passes if p.takes == GRAPH]
+    graph_passes = [p.name for p in passes if p.takes == GRAPH]
     for step in added:
         if step.name in {p.name for p in passes} or " " in step.name:
             raise PassError(f"a pass cannot have the name {step.name!r}", fix="a word that no pass has yet")
-        if step.after not in (*places, *(p.name for p in added if p is not step)):
+        if step.after not in (*graph_passes, *(p.name for p in added if p is not step)):
             raise PassError(
                 f"the pass {step.name!r} runs after {step.after!r}, where no graph is",
-                fix=f"one of {', '.join(places)}",
+                fix=f"one of {', '.join(graph_passes)}",
             )
     return tuple(added)
 

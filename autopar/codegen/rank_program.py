@@ -43,8 +43,8 @@ class RankProgram:
         shapes too."""
         return collectives_of(("forward", self.parts.forward), ("backward", self.parts.backward))
 
-    def elsewhere(self, place: int) -> frozenset[str]:
-        """Return what other places along a pipeline have alone: nothing without one."""
+    def elsewhere(self, pp_rank: int) -> frozenset[str]:
+        """Return what other ranks along a pipeline have alone: nothing without one."""
         return frozenset()
 
 
@@ -164,11 +164,11 @@ class PipelineProgram:
     rank: int
     micro: MicroBatched
     stages: dict[int, StageProgram]
-    leaves: tuple[frozenset[str], ...]  # by place along the axis: parameters and buffers that its stages read
+    leaves: tuple[frozenset[str], ...]  # by rank along the axis: parameters and buffers that its stages read
 
-    def elsewhere(self, place: int) -> frozenset[str]:
-        """Return parameters and buffers that only stages of other places read. All have what no stage reads."""
-        return frozenset().union(*self.leaves) - self.leaves[place]
+    def elsewhere(self, pp_rank: int) -> frozenset[str]:
+        """Return parameters and buffers that only stages of other pipeline ranks read. All have what no stage reads."""
+        return frozenset().union(*self.leaves) - self.leaves[pp_rank]
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """List the collectives of all stages as `RankProgram.collectives` does."""

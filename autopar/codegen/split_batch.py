@@ -22,11 +22,11 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
     for name, dim in (micro.input_dims or {}).items():
         if name in named:
             each = named[name].shape[dim] // micro.samples
-            for part, piece in zip(parts, named[name].split([each * size for size in micro.sizes], dim)):
-                part[leaves["input"][name]] = piece
+            for part, chunk in zip(parts, named[name].split([each * size for size in micro.sizes], dim)):
+                part[leaves["input"][name]] = chunk
     for leaf in leaves["random"].values():
         for i, part in enumerate(parts):
-            part[leaf] = of_micro_batch(values[leaf], micro.place(i)) if micro.micro_batches > 1 else values[leaf]
+            part[leaf] = of_micro_batch(values[leaf], micro.start(i)) if micro.micro_batches > 1 else values[leaf]
     return parts
 
 

@@ -76,7 +76,7 @@ class Core(NamedTuple):
         yield from self._reductions(state)
         wanted = {axis: d for d, axes in enumerate(self.target.dims) for axis in axes}
         for d, axes in enumerate(state.dims):
-            if not axes or self._is_settled(state, d):
+            if not axes or self._is_aligned(state, d):
                 continue
             axis, parts = axes[-1], state.parts[d]
             gathered = state.with_dim(d, axes[:-1], parts)
@@ -107,7 +107,7 @@ class Core(NamedTuple):
                 rest = tuple([p for p in state.partial if p[0] not in axes])
                 yield Move("all_reduce", axes, reduction=reduction), State(state.dims, state.parts, rest)
 
-    def _is_settled(self, state: State, d: int) -> bool:
+    def _is_aligned(self, state: State, d: int) -> bool:
         """Return whether dim d already starts as the target wants it: its axes need not move."""
         axes = state.dims[d]
         return axes == self.target.dims[d][: len(axes)] and state.parts[d] == self.target.parts[d]

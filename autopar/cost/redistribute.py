@@ -109,10 +109,10 @@ class Redistributor:
             return None
         share, before, steps = self.share_in_place(source, dims), source, []
         for move, state, held in path:
-            place, to_place = (d if d is None else dims[d] for d in (move.dim, move.to_dim))
+            dim, to_dim = (d if d is None else dims[d] for d in (move.dim, move.to_dim))
             after = _embedded(state, dims, source, core)
             wire, latency, per_byte = self.price(move.kind, move.axes, held * share)
-            moved = move._replace(dim=place, to_dim=to_place)
+            moved = move._replace(dim=dim, to_dim=to_dim)
             steps.append(MoveStep(moved, before, after, held * share, wire, latency, per_byte))
             before = after
         return Redistribution(tuple(steps))

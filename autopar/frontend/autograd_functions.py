@@ -1,8 +1,9 @@
 """User-defined autograd functions in a traced model.
 
-`torch.export` follows a `torch.autograd.Function` through its forward and forgets its backward. Inside `kept_backwards`
-every call of one becomes an op of its own instead, whose gradient is the function's backward, traced on the function's
-forward made again; when the model is differentiated, `inline` gives the forward's own ops in the place of such an op.
+`torch.export` follows a `torch.autograd.Function` through its forward and forgets its backward. Inside
+`recorded_backwards` every call of one becomes an op of its own instead, whose gradient is the function's backward,
+traced on the function's forward made again; when the model is differentiated, `inline` gives the forward's own ops in
+the place of such an op.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _forwards: dict[object, Callable] = {}
 
 
 @contextmanager
-def kept_backwards() -> Iterator[None]:
+def recorded_backwards() -> Iterator[None]:
     """Inside, autograd functions are traced as ops. Raises CaptureError for one whose outputs are not tensors."""
     plain = torch.autograd.Function.__dict__["apply"]
 
@@ -72,13 +73,13 @@ class Context:
 
 def _apply(cls, *args, **kwargs):
     flat, spec = tree_flatten((args, kwargs))
-    places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+    positions = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     form: dict[str, bool] = {}
     around = ambient()  # it is off when the op is inlined
 
     def arguments(tensors):
         given = list(flat)
-        for i, tensor in zip(places, tensors):
+        for i, tensor in zip(positions, tensors):
             given[i] = tensor
         return tree_unflatten(given, spec)
 
@@ -103,12 +104,12 @@ def _apply(cls, *args, **kwargs):
 
     def backward(ctx, grads: list[Tensor]) -> list[Tensor | None]:
         inputs = ctx.saved_tensors
-        own = Context(tuple(i in places and inputs[places.index(i)].requires_grad for i in range(len(flat))))
+        own = Context(tuple(i in positions and inputs[positions.index(i)].requires_grad for i in range(len(flat))))
         with torch.no_grad():
             forward(inputs, own)
             given = cls.backward(own, *grads)
         given = given if isinstance(given, tuple) else (given,)
-        return [given[i] if i < len(given) else None for i in places]
+        return [given[i] if i < len(given) else None for i in positions]
 
     name = f"{cls.__name__.lower()}_{next(_numbers)}"
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", lambda tensors: forward(tensors), mutates_args=(),
@@ -117,5 +118,5 @@ def _apply(cls, *args, **kwargs):
     op.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[0]))
     target = getattr(getattr(torch.ops, NAMESPACE), name).default
     _forwards[target] = forward
-    outputs = target([flat[i] for i in places])
+    outputs = target([flat[i] for i in positions])
     return outputs[0] if form["single"] else tuple(outputs)

@@ -36,8 +36,8 @@ def value_of(value: object, name: str, depth: int = 0) -> object:
     if depth > DEEPEST:
         raise InputError(f"{name} is nested deeper than {DEEPEST}, or holds itself", fix=FIX)
 
-    def inner(item: object, place: object) -> object:
-        return value_of(item, f"{name}.{place}", depth + 1)
+    def inner(item: object, key: object) -> object:
+        return value_of(item, f"{name}.{key}", depth + 1)
 
     if isinstance(value, Mapping):
         return type(value), tuple((inner(k, "key"), inner(v, k)) for k, v in value.items())

@@ -79,8 +79,8 @@ def has_tensor(value: object) -> bool:
 def _filled(value: object, outputs: list) -> object:
     if isinstance(value, Slot):
         tensor = outputs[value.position]
-        is_kept = hasattr(tensor, "full_tensor") and not tensor.requires_grad  # the next call may read it
-        return tensor.full_tensor() if is_kept else tensor
+        is_state = hasattr(tensor, "full_tensor") and not tensor.requires_grad  # the next call may read it
+        return tensor.full_tensor() if is_state else tensor
     if isinstance(value, dict):
         return {key: _filled(item, outputs) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -20,7 +20,7 @@ from ..errors import AutoparError, CaptureError, InputError
 from ..ir.compiler_pass import Pass
 from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from . import refusals
-from .autograd_functions import inline, kept_backwards
+from .autograd_functions import inline, recorded_backwards
 from .call_signature import CallSignature, Returns, split_example
 from .fake_parameters import DEVICE, Form, Forms, fake, fake_state, forms_of
 from .flat_call import ROOT, FlatCall
@@ -85,7 +85,7 @@ def export(
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
-    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_places(model, forms)
+    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_tables(model, forms)
     differentiated = {*signature.differentiated_names}
     inputs = [  # one each, also for a tensor that is passed twice
         fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated)
@@ -99,7 +99,7 @@ def export(
     draws, entered = no_random_branches(), {}
     try:
         with (
-            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), kept_backwards(),
+            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), recorded_backwards(),
             checks_pass(draws.refuse), traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(),
             refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
@@ -145,8 +145,8 @@ def _of_no_inference(value: object) -> object:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _with_places(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
-    """Return the forms of a model's parameters, or others for them, with the places of its tensors."""
+def _with_tables(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
+    """Return the forms of a model's parameters, or others for them, with the tables of its tensors."""
     found = forms_of(model)
     return found if forms is None else Forms(forms, found.buffers, found.tables, found.held)
 
@@ -215,7 +215,7 @@ def differentiate(exported: Exported) -> Captured:
     tangents = [(node, kind) for node, (kind, _) in leaves if kind in ("tangent", "zero")]
     drop_tangents(graph, [node for node, kind in tangents if kind == "zero"], [node for node, _ in tangents])
     output = output_node(graph)
-    kept, roles = [], []
+    values, roles = [], []
     for node, described in zip(output.args[0], outputs):
         if node is None or described is None:  # a frozen parameter, or a later name of a shared one
             continue
@@ -230,9 +230,9 @@ def differentiate(exported: Exported) -> Captured:
             name = names[name]
         else:
             name = str(name)
-        kept.append(node)
+        values.append(node)
         roles.append(OutputRole(kind, name))
-    output.args = (tuple(kept),)
+    output.args = (tuple(values),)
     output.meta["roles"] = roles
     _merge_shared_placeholders(graph)
     registered = getattr(exported.forms, "buffers", {})

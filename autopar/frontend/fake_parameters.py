@@ -103,11 +103,11 @@ class Forms(dict[str, Form]):
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Put `tensors`, by first name, everywhere where they belong. Afterwards everything is as it was."""
-        places = [(table, names) for t in self.tables for table, names in
+        tables = [(table, names) for t in self.tables for table, names in
                   ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers))]  # fmt: skip
-        before = [dict(table) for table, _ in places]
+        before = [dict(table) for table, _ in tables]
         try:
-            for table, names in places:
+            for table, names in tables:
                 present = dict(table)
                 table.clear()
                 table.update(
@@ -116,7 +116,7 @@ class Forms(dict[str, Form]):
                 table.update({leaf: value for leaf, value in present.items() if leaf not in names})
             yield
         finally:
-            for (table, _), values in zip(places, before):
+            for (table, _), values in zip(tables, before):
                 table.clear()
                 table.update(values)
 

@@ -18,7 +18,7 @@ from .effects import TensorTables, effects_of
 from .fake_parameters import Held, refreshed
 from .idioms import traced_idioms
 from .no_cache import Unwanted, keeps_cache, marked
-from .precision import computing_in, narrowed, widened
+from .precision import computing_in, narrowed, upcast
 from .watch import Watch
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
@@ -61,7 +61,7 @@ class FlatCall(nn.Module):
             leaves(outputs)
         self.returns.differentiable = [o.requires_grad for o in outputs[: self.returns.count]]
         if (at := self.returns.loss) is not None:
-            wide = outputs[at] if self.dtype is None else widened(outputs[at])
+            wide = outputs[at] if self.dtype is None else upcast(outputs[at])
             wanted = self.returns.differentiable
             # of a frozen model something may train later
             self.returns.loss_alone = self.loss_alone and (wanted[at] or not any(wanted))
@@ -97,10 +97,10 @@ class FlatCall(nn.Module):
 
 def _own_buffers(model: nn.Module, outputs: list[Tensor]) -> dict[int, tuple[nn.Module, str]]:
     """Return where the buffers are that the model returns themselves, by the positions of the outputs."""
-    places = {
+    buffers = {
         id(b): (module, leaf) for module in model.modules() for leaf, b in module._buffers.items() if b is not None
     }
-    return {at: places[id(output)] for at, output in enumerate(outputs) if id(output) in places}
+    return {at: buffers[id(output)] for at, output in enumerate(outputs) if id(output) in buffers}
 
 
 def _apart(outputs: list[Tensor], leaves: Iterable[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from operator import is_
 from torch import Tensor
 
 from .._torch import storage_key
-from .names import Place
+from .names import Variable
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 from .watch import Read, Watch
 
@@ -26,7 +26,7 @@ class Guards:
     def __init__(self, reads: Iterable[Read] = ()):
         self.reads = list(reads)
         simple = [r for r in self.reads if not isinstance(r.before.value, Tensor) and not is_container(r.before.value)]
-        self._attributes = [r for r in simple if not isinstance(r.owner, Place)]
+        self._attributes = [r for r in simple if not isinstance(r.owner, Variable)]
         served = {id(r) for r in self._attributes}
         self._others = [r for r in self.reads if id(r) not in served]
         self._owners, self._names = [r.owner for r in self._attributes], [r.name for r in self._attributes]
@@ -43,7 +43,7 @@ class Guards:
     def copied(self, memo: Mapping[int, object]) -> Guards:
         """Return the same guards for a deep copy of the model; `memo` has the copies by the ids of their originals."""
         copied = [replace(r, owner=memo.get(id(r.owner), r.owner), before=r.before.copied(memo)) for r in self.reads]
-        return Guards(old if isinstance(old.owner, Place) else new for old, new in zip(self.reads, copied))
+        return Guards(old if isinstance(old.owner, Variable) else new for old, new in zip(self.reads, copied))
 
     def hold(self) -> bool:
         """Return whether everything is as it was."""

@@ -69,7 +69,7 @@ def is_library(module: str | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class Variable:
     """A value that a function reaches by name: `table[key]` of a dict of globals, or the contents of a cell."""
 
     table: dict | types.CellType
@@ -101,17 +101,17 @@ class Place:
 
 
 class Reach:
-    """Follows functions from the ones that are called. `places` are the values that they reach, each once, `functions`
-    their code."""
+    """Follows functions from the ones that are called. `variables` are the values that they reach, each once,
+    `functions` their code."""
 
     def __init__(self, methods: Iterable[type]):
         self.classes = [c for c in methods if not is_library(c.__module__)]
-        self.places: dict[tuple[int, str], Place] = {}
+        self.variables: dict[tuple[int, str], Variable] = {}
         self.functions: set[types.CodeType] = set()
         self._attributes: set[str] = set()
 
-    def follow(self, function: object) -> Iterator[Place]:
-        """Yield the places that a function newly reaches, with those of the functions that it names."""
+    def follow(self, function: object) -> Iterator[Variable]:
+        """Yield the variables that a function newly reaches, with those of the functions that it names."""
         waiting = [function]
         while waiting:
             found = _function_of(waiting.pop())
@@ -121,27 +121,27 @@ class Reach:
             names = names_in(found.__code__)
             module = sys.modules.get(found.__module__ or "")
             label = getattr(module, "__name__", "globals")
-            reached = [Place(found.__globals__, name, f"{label}.{name}") for name in sorted(names.read | names.written)
-                       if name in found.__globals__]  # fmt: skip
-            reached += [Place(cell, name, f"{name} of {found.__qualname__}") for name, cell in
+            reached = [Variable(found.__globals__, name, f"{label}.{name}")
+                       for name in sorted(names.read | names.written) if name in found.__globals__]  # fmt: skip
+            reached += [Variable(cell, name, f"{name} of {found.__qualname__}") for name, cell in
                         zip(found.__code__.co_freevars, found.__closure__ or ())]  # fmt: skip
-            for place in list(reached):
-                value = place.value()
+            for variable in list(reached):
+                value = variable.value()
                 if isinstance(value, types.ModuleType) and not is_library(value.__name__):
-                    reached += [Place(vars(value), name,
+                    reached += [Variable(vars(value), name,
                                       f"{value.__name__}.{name}") for name in sorted(names.attributes)
                                 if name in vars(value)]  # fmt: skip
-            for place in reached:
-                key = id(place.table), place.key
-                if key not in self.places:
-                    self.places[key] = place
-                    value = place.value()
+            for variable in reached:
+                key = id(variable.table), variable.key
+                if key not in self.variables:
+                    self.variables[key] = variable
+                    value = variable.value()
                     if _function_of(value) is not None:
                         waiting.append(value)
                     elif isinstance(value, type):
                         waiting += [] if is_library(value.__module__) else _functions_in(value, None)
                     else:
-                        yield place
+                        yield variable
             new = names.attributes - self._attributes
             self._attributes |= new
             for cls in self.classes:

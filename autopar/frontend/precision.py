@@ -125,15 +125,15 @@ class _Widening(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in LOSSES:
-            return function(*map(widened, args), **{k: widened(v) for k, v in kwargs.items()})
+            return function(*map(upcast, args), **{k: upcast(v) for k, v in kwargs.items()})
         if function not in WIDE_INSIDE and not (function is F.interpolate and kwargs.get("antialias")):
             return function(*args, **kwargs)
-        narrow = next((x.dtype for x in tree_flatten((args, kwargs))[0] if widened(x) is not x), None)
-        args, kwargs = tree_map(widened, (args, kwargs))
+        narrow = next((x.dtype for x in tree_flatten((args, kwargs))[0] if upcast(x) is not x), None)
+        args, kwargs = tree_map(upcast, (args, kwargs))
         return tree_map(lambda x: narrowed(x, narrow), function(*args, **kwargs))
 
 
-def widened(tensor: object):
+def upcast(tensor: object):
     """Return a float tensor that is narrower than float32 as float32, anything else as it is."""
     if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype.itemsize < 4:
         return tensor.float()

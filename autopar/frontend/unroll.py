@@ -48,10 +48,10 @@ class RepeatedBlocks:
     def shortened(self) -> Iterator[None]:
         """Inside, the list has blocks 0, 1, 2 and the last two."""
         whole = dict(self.blocks._modules)
-        kept = [*list(whole.values())[:3], *list(whole.values())[-2:]]
+        traced = [*list(whole.values())[:3], *list(whole.values())[-2:]]
         try:
             self.blocks._modules.clear()
-            self.blocks._modules.update({str(i): block for i, block in enumerate(kept)})
+            self.blocks._modules.update({str(i): block for i, block in enumerate(traced)})
             yield
         finally:
             self.blocks._modules.clear()
@@ -131,16 +131,16 @@ def _number(list_name: str, name: str) -> int | None:
 
 
 class _Zones:
-    """The nodes of a short graph by zone. `place[node]`: (zone, position) of the nodes of zones 1 to 3."""
+    """The nodes of a short graph by zone. `location[node]`: (zone, position) of the nodes of zones 1 to 3."""
 
     def __init__(self, list_name: str, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node]):
         self.list_name, self.members, self.tail, self.backward = list_name, members, tail, backward
-        self.place = {node: (z, i) for z, nodes in members.items() for i, node in enumerate(nodes)}
+        self.location = {node: (z, i) for z, nodes in members.items() for i, node in enumerate(nodes)}
         self.streams = 0  # random streams of a block: what numbers of one block and of the next differ by
 
     def zone(self, node: fx.Node) -> int:
         """Return the zone of a node; HEAD has all that is in no other."""
-        return self.place[node][0] if node in self.place else TAIL if node in self.tail else HEAD
+        return self.location[node][0] if node in self.location else TAIL if node in self.tail else HEAD
 
     def number(self, name: str) -> int | None:
         """Return the number of the block that a qualified name lies in, in the short model; None if it lies in none."""
@@ -205,13 +205,13 @@ class _Zones:
         """Return the arguments that are not tensors as text, with a random stream as it would be in zone 0."""
         args = list(node.args)
         if stream_of(node) is not None:
-            args[STREAM[node.target]] -= self.place[node][0] * self.streams
+            args[STREAM[node.target]] -= self.location[node][0] * self.streams
         return str(fx.node.map_arg((args, node.kwargs), lambda a: "node"))
 
     def _shifted(self, left: fx.Node, right: fx.Node, zone: int) -> bool:
         """Return whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift
         apart."""
-        a, b = self.place.get(left), self.place.get(right)
+        a, b = self.location.get(left), self.location.get(right)
         if a and b:
             return b == (a[0] + 1, a[1])
         if a:  # the next zone's neighbour is the tail
@@ -222,9 +222,11 @@ class _Zones:
 
     def _edges_read_neighbours(self) -> bool:
         """Return whether head and tail read the zone next to them alone; the output may read all."""
-        for node in {user for n in self.place for user in n.users} - self.place.keys():
+        for node in {user for n in self.location for user in n.users} - self.location.keys():
             near = 3 if node in self.tail else 1
-            if node.op != "output" and any(self.place[a][0] != near for a in node.all_input_nodes if a in self.place):
+            if node.op != "output" and any(
+                self.location[a][0] != near for a in node.all_input_nodes if a in self.location
+            ):
                 return False
         return True
 
@@ -273,9 +275,9 @@ class _Unrolled:
 
     def _read(self, argument: fx.Node, zone: int, block: int) -> fx.Node:
         """Return what a node of `zone`, emitted for `block`, reads in place of `argument`."""
-        if argument not in self.zones.place:
+        if argument not in self.zones.location:
             return self.made[argument, self._block(self.zones.zone(argument))]
-        near, position = self.zones.place[argument]
+        near, position = self.zones.location[argument]
         there = block + near - zone
         return self.made[self.zones.members[self._zone(there)][position], there]
 

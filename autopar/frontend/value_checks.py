@@ -84,14 +84,14 @@ def _answering(kind: type, asked: Callable[[object], None]) -> Iterator[None]:
 def valid_answer(frame: FrameType) -> bool | None:
     """Return the answer to the truth that a frame asks for now which does not raise; None if neither answer, or both,
     may go on. Raises CaptureError for an `if ...: raise` of the user's own, which would be dropped in silence."""
-    tree, place = _parsed(frame.f_code.co_filename), _asked(frame)
-    if tree is None or place is None:
+    tree, position = _parsed(frame.f_code.co_filename), _asked(frame)
+    if tree is None or position is None:
         return None
     asks_itself = _instruction(frame).opname.startswith(ASKS)
-    for node in _around(tree, place):
+    for node in _around(tree, position):
         wanted = _wanted(node)
-        if wanted is not None and _contains(_range(node.test), place):
-            answer = _answer(node.test, wanted, place, asks_itself)
+        if wanted is not None and _contains(_range(node.test), position):
+            answer = _answer(node.test, wanted, position, asks_itself)
             if answer is None or _is_caught(frame):
                 return None
             if isinstance(node, ast.If) and not is_library(frame.f_globals.get("__name__")):
@@ -125,15 +125,15 @@ def _raises(body: list[ast.stmt]) -> bool:
     return isinstance(last, ast.Raise) or (isinstance(last, ast.If) and _raises(last.body) and _raises(last.orelse))
 
 
-def _answer(test: ast.expr, wanted: bool, place: Range, asks_itself: bool) -> bool | None:
-    """Return the truth of the part of `test` at `place` that makes `test` come out as wanted; None if that cannot be
+def _answer(test: ast.expr, wanted: bool, position: Range, asks_itself: bool) -> bool | None:
+    """Return the truth of the part of `test` at `position` that makes `test` come out as wanted; None if that cannot be
     told."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _answer(test.operand, not wanted, place, asks_itself)
+        return _answer(test.operand, not wanted, position, asks_itself)
     if isinstance(test, ast.BoolOp):
-        parts = [part for part in test.values if _contains(_range(part), place)]
-        return _answer(parts[0], wanted, place, asks_itself) if parts else None
-    if place != _range(test):
+        parts = [part for part in test.values if _contains(_range(part), position)]
+        return _answer(parts[0], wanted, position, asks_itself) if parts else None
+    if position != _range(test):
         return None
     if isinstance(test, ast.Compare):
         return wanted if asks_itself and not any(isinstance(op, (ast.In, ast.NotIn)) for op in test.ops) else None
@@ -148,13 +148,13 @@ def _is_caught(frame: FrameType | None) -> bool:
         if frame.f_code.co_filename.startswith(TORCH):
             frame = frame.f_back
             continue
-        tree, place = _parsed(frame.f_code.co_filename), _place(frame, frame.f_lasti)
-        if tree is None or place is None:
+        tree, position = _parsed(frame.f_code.co_filename), _position(frame, frame.f_lasti)
+        if tree is None or position is None:
             return True
-        for node in _around(tree, place):
+        for node in _around(tree, position):
             if (
                 isinstance(node, ast.Try)
-                and any(_contains(_range(s), place) for s in node.body)
+                and any(_contains(_range(s), position) for s in node.body)
                 and any(map(_catches, node.handlers))
             ):
                 return True
@@ -181,12 +181,12 @@ def _asked(frame: FrameType) -> Range | None:
     """Return where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or
     by a call itself."""
     if not _instruction(frame).opname.startswith(ASKS):
-        return _place(frame, frame.f_lasti)
+        return _position(frame, frame.f_lasti)
     before = [i.offset for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti]
-    return _place(frame, before[-1]) if before else None
+    return _position(frame, before[-1]) if before else None
 
 
-def _place(frame: FrameType, offset: int) -> Range | None:
+def _position(frame: FrameType, offset: int) -> Range | None:
     """Return where in the source an instruction of a frame comes from."""
     positions, at = list(frame.f_code.co_positions()), offset // 2
     if not 0 <= at < len(positions) or None in positions[at]:
@@ -203,15 +203,15 @@ def _contains(outer: Range, inner: Range) -> bool:
     return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def _around(tree: ast.AST, place: Range) -> list[ast.stmt]:
-    """Return the statements that a place is in, the innermost first."""
+def _around(tree: ast.AST, position: Range) -> list[ast.stmt]:
+    """Return the statements that a position is in, the innermost first."""
     found, bodies = [], [tree]
     while bodies:
         node = bodies.pop()
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 continue
-            if not hasattr(child, "lineno") or _contains(_range(child), place):
+            if not hasattr(child, "lineno") or _contains(_range(child), position):
                 bodies.append(child)
                 found += [child] if isinstance(child, ast.stmt) else []
     return sorted(found, key=lambda node: _range(node)[0], reverse=True)

@@ -20,7 +20,7 @@ from torch import nn
 from .._torch.seeds import seeding
 from ..errors import CaptureError
 from .moe_in_token_order import SETTINGS
-from .names import Place, Reach, called_by, is_library
+from .names import Reach, Variable, called_by, is_library
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
 from .user_lines import line_now
 
@@ -38,7 +38,8 @@ MODULE_ATTRIBUTES = frozenset(
 
 @dataclass(frozen=True)
 class Read:
-    """An attribute of an object (or `place` of a global) that the forward read, as it was then, and the line that read it."""
+    """An attribute of an object (or `variable` of a global) that the forward read, as it was then, and the line that
+    read it."""
 
     owner: object
     name: str
@@ -48,13 +49,13 @@ class Read:
 
     def now(self) -> object:
         """Return the value that is there now."""
-        if isinstance(self.owner, Place):
+        if isinstance(self.owner, Variable):
             return self.owner.value(MISSING)
         return getattr(self.owner, self.name, MISSING)
 
     def put(self, value: object) -> None:
         """Set the attribute or global to a value, or delete the attribute (MISSING)."""
-        if isinstance(self.owner, Place):
+        if isinstance(self.owner, Variable):
             self.owner.clear() if value is MISSING else self.owner.set(value)
         elif value is MISSING:
             delattr(self.owner, self.name)
@@ -163,7 +164,7 @@ class Watch:
         for write in self.writes.values():
             write.undo()
         for read in self.reads.values():
-            if isinstance(read.owner, (Place, type)) and read.now() is not read.before.value:
+            if isinstance(read.owner, (Variable, type)) and read.now() is not read.before.value:
                 read.put(read.before.value)
             if not read.before.is_now(read.before.value):
                 read.before.restore()
@@ -206,14 +207,14 @@ class Watch:
             self._patch(cls)
 
     def _follow(self, function: object) -> None:
-        for place in self.reach.follow(function):
-            self._note(place, place.key, place.value(MISSING), place.path)
+        for variable in self.reach.follow(function):
+            self._note(variable, variable.key, variable.value(MISSING), variable.path)
 
     def _note(self, owner: object, name: str, value: object, path: str) -> None:
         if id(value) in self._unwatched or (name in _CACHES and isinstance(owner, nn.RNNBase)):
             return
         before = Snapshot(value)
-        key = id(owner.table) if isinstance(owner, Place) else id(owner), name
+        key = id(owner.table) if isinstance(owner, Variable) else id(owner), name
         self.reads[key] = Read(owner, name, before, path, line_now() if self._is_running else None)
         for item in before.objects():
             self._know(item, path)
@@ -266,7 +267,7 @@ class Watch:
                 return self._note(owner, name, None, f"{path}.{name}")  # a buffer that is to be filled
         if value is not MISSING and _own(owner, name) is MISSING and _is_computed(type(owner), name):
             if isinstance(value, types.MethodType) and hasattr(owner, "__dict__"):  # which the object may get itself
-                self._note(Place(vars(owner), name, f"{path}.{name}"), name, MISSING, f"{path}.{name}")
+                self._note(Variable(vars(owner), name, f"{path}.{name}"), name, MISSING, f"{path}.{name}")
                 if not is_library(type(owner).__module__) and isinstance(
                     vars(type(owner)).get(name), types.FunctionType
                 ):

@@ -168,8 +168,8 @@ def local_part(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[s
     for d, (axes, parts) in enumerate(zip(layout.dims, layout.parts)):
         if axes:
             ranges = dim_ranges(tensor.shape[d], axes, parts, mesh, coordinate)
-            pieces = [tensor.narrow(d, a, b - a) for a, b in ranges]
-            tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, d)
+            slices = [tensor.narrow(d, a, b - a) for a, b in ranges]
+            tensor = slices[0] if len(slices) == 1 else torch.cat(slices, d)
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

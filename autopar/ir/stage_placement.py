@@ -29,7 +29,7 @@ LINEAR_UNARY = {
 }  # fmt: skip
 
 
-class Places:
+class StagePlacement:
     """`stage`: of every activation and gradient. `read_at`: the stages that read each value. `parameters`: the stages
     of each parameter's placeholder. `terms`: op -> parameter, see above. `owner`: of gradients, the stage
     that adds them to its parameter's. Raises StageError for names that are no forward ops in order."""
@@ -45,10 +45,12 @@ class Places:
         self._forward(cuts)
         self._reads()
         self.leaves = {n.meta["role"].name: n for n in self.parameters}
-        self.homes: dict[fx.Node, int] = {}
+        self.parameter_stages: dict[fx.Node, int] = {}
         for value, role in self.pairs:
             if role.kind == "gradient":
-                self.homes[value] = self.homes.get(value, 0) | self.parameters[self.leaves[role.name]]
+                self.parameter_stages[value] = (
+                    self.parameter_stages.get(value, 0) | self.parameters[self.leaves[role.name]]
+                )
         self.terms = self._sums()
         self._backward()
         self._sink()
@@ -130,13 +132,13 @@ class Places:
         it is made."""
         owner: dict[fx.Node, int] = {}
         for value, role in self.pairs:
-            homes, stack = self.homes.get(value, 0), [value] if role.kind == "gradient" else []
+            stages, stack = self.parameter_stages.get(value, 0), [value] if role.kind == "gradient" else []
             while stack:
                 node = stack.pop()
                 if node in self.terms:
                     stack.extend(node.all_input_nodes)
                 elif node in self.stage:
-                    owner[node] = (homes & (2 << self.stage[node]) - 1).bit_length() - 1
+                    owner[node] = (stages & (2 << self.stage[node]) - 1).bit_length() - 1
         return owner
 
     def available(self, node: fx.Node) -> int:
@@ -163,7 +165,7 @@ class Places:
         for node in reversed(self.nodes):
             if node.op == "call_function" and node not in self.stage and node not in self.free:
                 floor = max((floors[u] for u in node.users if u in floors), default=0)
-                stages = self.homes.get(node, self.all)
+                stages = self.parameter_stages.get(node, self.all)
                 for argument in node.all_input_nodes:
                     stages &= self.reachable(argument) if argument in self.free else self.all
                 floors[node] = first_of(stages >> floor << floor, floor)
@@ -199,8 +201,8 @@ class Places:
         """Return the latest stage that reads an op's results, if the op could run there, else its own."""
         here, wanted = self.stage[node], -1
         for result in (node, *items):
-            homes = [self.parameters[self.terms[u]] for u in result.users if u in self.terms]
-            for mask in (*homes, *([self.homes[result]] if result in self.homes else ())):
+            masks = [self.parameters[self.terms[u]] for u in result.users if u in self.terms]
+            for mask in (*masks, *([self.parameter_stages[result]] if result in self.parameter_stages else ())):
                 wanted = max(wanted, (mask & (2 << here) - 1).bit_length() - 1)
             wanted = max([wanted, *(self.stage[u] for u in result.users if u in self.stage and u not in items)])
         possible = wanted >= 0 and all(self.available(a) >> wanted & 1 for a in node.all_input_nodes)

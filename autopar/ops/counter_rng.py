@@ -8,7 +8,7 @@ Generator: Squares (Widynski, "Squares: a fast counter-based RNG", arXiv 2004.06
 hash of (seed, offset, stream) by the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It needs 64-bit
 products alone, which every device has as int64 (they wrap around), a fifth of the work of Philox 4x32-10.
 
-`state` is int64 (2,) on the CPU, seed and offset. The element at local place (i, j, ..) has the global index
+`state` is int64 (2,) on the CPU, seed and offset. The element at local index (i, j, ..) has the global index
 start + i * strides[0] + j * strides[1] + ...; globally start is 0 and strides are those of a contiguous tensor. In the
 graph of one micro-batch (passes/pipeline/micro_batch.py) `state` has the number of the micro-batch too, and it starts
 `micro_batch_step` further than the one before.
@@ -90,8 +90,8 @@ def _blocks(
     for top in range(0, len(rows), height):
         for left in range(0, width, block):
             columns = torch.arange(left * step, min(left + block, width) * step, step, device=device)
-            place = slice(top, top + height), slice(left, left + block)
-            yield place, rows[place[0], None] + columns
+            slices = slice(top, top + height), slice(left, left + block)
+            yield slices, rows[slices[0], None] + columns
 
 
 def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
@@ -101,11 +101,11 @@ def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torc
     if step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer))):
         quarters = [*((size, stride // 4) for size, stride in outer), (width // 4, 1)]
         for (rows, columns), counter in _blocks(quarters, start // 4, device):
-            place = rows, slice(4 * columns.start, 4 * columns.stop)
-            yield place, squares64(counter, key).view(torch.int16)
+            slices = rows, slice(4 * columns.start, 4 * columns.stop)
+            yield slices, squares64(counter, key).view(torch.int16)
     else:
-        for place, index in _blocks(dims, start, device):
-            yield place, (squares64(index >> 2, key) >> (index & 3) * 16).to(torch.int16)
+        for slices, index in _blocks(dims, start, device):
+            yield slices, (squares64(index >> 2, key) >> (index & 3) * 16).to(torch.int16)
 
 
 # the ops
@@ -123,9 +123,9 @@ def dropout(
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out, dims = torch.empty(x.shape, dtype=x.dtype, device=x.device), _merged(x.shape, strides)
     source, target = (t.reshape(-1, dims[-1][0]) for t in (x, out))
-    key, start = _place(state, stream, start, micro_batch_step)
-    for place, word in _short_words(dims, start, key, x.device):
-        torch.mul(source[place], word >= dropped - 2**15, out=target[place])
+    key, start = _key_and_start(state, stream, start, micro_batch_step)
+    for slices, word in _short_words(dims, start, key, x.device):
+        torch.mul(source[slices], word >= dropped - 2**15, out=target[slices])
     return out.mul_(2**16 / (2**16 - dropped))
 
 
@@ -137,7 +137,7 @@ def uniform(
     """Draw numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
-        _place(state, stream, start, micro_batch_step), size, strides, dtype, device,
+        _key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device,
         lambda word: (word >> (64 - bits)).bitwise_and_(2**bits - 1).to(torch.float64).mul_(2.0**-bits),
     )  # fmt: skip
 
@@ -154,10 +154,10 @@ def normal(
         radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         return word.bitwise_and_(LOW_32).to(torch.float64).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
 
-    return _filled(_place(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
+    return _filled(_key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
 
 
-def _place(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
+def _key_and_start(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
     """Return the key of an op's numbers, and the global index of its first."""
     seed, offset, *micro_batch = state.tolist()
     return key_of(seed, offset, stream), start + micro_batch_step * sum(micro_batch)
@@ -166,8 +166,8 @@ def _place(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tup
 def _filled(key_and_start, size, strides, dtype, device, number_of) -> Tensor:
     (key, start), out, dims = key_and_start, torch.empty(size, dtype=dtype, device=device), _merged(size, strides)
     target = out.reshape(-1, dims[-1][0])
-    for place, index in _blocks(dims, start, device):
-        target[place] = number_of(squares64(index, key))
+    for slices, index in _blocks(dims, start, device):
+        target[slices] = number_of(squares64(index, key))
     return out
 
 
@@ -192,7 +192,7 @@ STREAM = {
     _autopar.dropout.default: 3,
     _autopar.uniform.default: 2,
     _autopar.normal.default: 2,
-}  # its place in the arguments
+}  # its position in the arguments
 
 
 def of_micro_batch(state: Tensor, number: int) -> Tensor:

@@ -132,12 +132,13 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
             leaves[v.node.name] = s.outputs[0]
         for output, cast in v.casts.items():
             nodes[cast.name] = NodeSharding((s.outputs[output],), (s.outputs[output],), ())
-    tensors = {(v, output): problem.vertices[v].tensor(output) for v, output, _ in e.kept}
-    kept = {(tensors[v, output][0].name, tensors[v, output][1], layout) for v, output, layout in e.kept}
+    tensors = {(v, output): problem.vertices[v].tensor(output) for v, output, _ in e.retained}
+    retained = {(tensors[v, output][0].name, tensors[v, output][1], layout) for v, output, layout in e.retained}
     redistribute = pricer.redistribute
     return Sharding(
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves,
-        _outputs(problem, strategy), frozenset(kept), frozenset(node.name for node in _recomputed_nodes(problem, e)),
+        _outputs(problem, strategy), frozenset(retained),
+        frozenset(node.name for node in _recomputed_nodes(problem, e)),
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
     )  # fmt: skip
 

@@ -190,7 +190,7 @@ class _Explainer:
                 for k in np.argsort(rank[cls], kind="stable").tolist()
                 if k not in taken and math.isfinite(rank[cls][k])
             ]
-            tried = tuple(sorted((self._instead(cls, k) for k in others[: self.alternatives]), key=_by_seconds))
+            candidates = tuple(sorted((self._instead(cls, k) for k in others[: self.alternatives]), key=_by_seconds))
             texts = {k: strategy_text(v.kind, options.strategies[k]) for k in taken}
             chosen = " or ".join(
                 texts[k] + (f" ({n} of them)" if len(taken) > 1 else "") for k, n in sorted(taken.items())
@@ -198,8 +198,8 @@ class _Explainer:
             reader = v if v.kind == "op" else self._first_reader(cls)
             yield Choice(
                 v.kind, _name(v), options.copies, tuple(v.values[0].shape), module_of(v),
-                reader.node.meta.get("source") or "" if reader else "", chosen, self._binding(cls, taken), tried,
-                len(others) - len(tried),
+                reader.node.meta.get("source") or "" if reader else "", chosen, self._binding(cls, taken), candidates,
+                len(others) - len(candidates),
             )  # fmt: skip
 
     def _solver(self, limit_bytes: float) -> Solver:
@@ -243,9 +243,9 @@ class _Explainer:
     def _instead(self, cls: int, k: int) -> Instead:
         text = strategy_text(self.problem.vertices[cls].kind, self.problem.classes[cls].strategies[k])
         self.report(f"{_name(self.problem.vertices[cls])} as {text}")
-        forced, starts = replace(self.restriction, forced=((cls, k),)), [self.chosen | {cls: k}]
+        required, starts = replace(self.restriction, required=((cls, k),)), [self.chosen | {cls: k}]
         try:
-            found = self.solver.solve(forced, self.pins, starts).evaluation
+            found = self.solver.solve(required, self.pins, starts).evaluation
         except MemoryInfeasibleError:
             return Instead(text, False)
         (compute, here, all_), (compute_now, here_now, all_now) = (

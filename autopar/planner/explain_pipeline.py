@@ -126,7 +126,7 @@ class _Pricing:
         one, in order of their number."""
         p, samples = self.chosen, self.planned.plan.samples
         best: dict[int, PipelineCost] = {}
-        for evaluated in sorted(self.staged.tried, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
+        for evaluated in sorted(self.staged.candidates, key=lambda j: (j.peak_bytes > self.limit, j.step_seconds)):
             if (evaluated.pipeline.schedule, evaluated.pipeline.stages_per_rank) == (p.schedule, p.stages_per_rank):
                 best.setdefault(evaluated.pipeline.micro_batches, evaluated)
         best.pop(p.micro_batches, None)

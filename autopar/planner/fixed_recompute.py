@@ -57,6 +57,6 @@ def fastest(
 def at_level(solver: Solver, outcome: Outcome, level: str) -> Outcome:
     """Return the same decisions with every block at a level."""
     evaluation = (
-        outcome.evaluation if level == NONE else solver.settled(solver.blocks.at_level(outcome.evaluation, level))
+        outcome.evaluation if level == NONE else solver.with_peak(solver.blocks.at_level(outcome.evaluation, level))
     )
     return replace(outcome, evaluation=evaluation, fits=evaluation.bytes_ <= solver.limit_bytes)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from ..errors import AutoparError, InputError, MemoryInfeasibleError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
-from ..plans.plan import MeshTried
+from ..plans.plan import MeshCandidate
 from . import accumulation as passes
 from . import plan
 from .problem.recipes import Restriction
@@ -56,7 +56,7 @@ def refines(mesh: Mesh, coarse: Mesh) -> bool:
 
 
 @dataclass
-class _Try:
+class _SearchedMesh:
     """A mesh with its problem. `bound` and `planned` are filled as the search goes on."""
 
     mesh: Mesh
@@ -72,13 +72,13 @@ class _Try:
 
 
 class _MeshSearch:
-    """The tries of one search, and the best plan so far."""
+    """The candidates of one search, and the best plan so far."""
 
     def __init__(self, captured: Captured, options: plan.PlanOptions, model: str, report: Callable[[str], None]):
         self.captured, self.model, self.report = captured, model, report
         self.options = replace(options, baselines=False)
         self.rough = replace(options.search, gap=max(options.search.gap, ROUGH_GAP))
-        self.tries: list[_Try] = []
+        self.candidates: list[_SearchedMesh] = []
         self.refusals: list[AutoparError] = []
 
     @property
@@ -89,14 +89,14 @@ class _MeshSearch:
         return min(missing, key=lambda e: e.missing_bytes, default=self.refusals[-1] if self.refusals else None)
 
     @property
-    def best(self) -> _Try | None:
+    def best(self) -> _SearchedMesh | None:
         """Return the try with the fastest plan, None if there is no plan yet."""
-        return min((t for t in self.tries if t.planned), key=lambda t: t.seconds, default=None)
+        return min((t for t in self.candidates if t.planned), key=lambda t: t.seconds, default=None)
 
     def visit(self, meshes: list[Mesh], most: int) -> None:
         """Bound all meshes, then search the `most` promising ones."""
         bounded = [t for mesh in meshes for t in self._bounded(mesh)]
-        self.tries += bounded
+        self.candidates += bounded
         for i, one in enumerate(sorted(bounded, key=lambda t: t.bound)):
             if self.best and one.bound >= self.best.seconds:
                 one.note = "its bound is above the best plan"
@@ -107,7 +107,7 @@ class _MeshSearch:
             if one is not self.best:
                 one.solvers = []
 
-    def _bounded(self, mesh: Mesh) -> Iterator[_Try]:
+    def _bounded(self, mesh: Mesh) -> Iterator[_SearchedMesh]:
         try:
             self.options.check(mesh)
         except AutoparError as error:
@@ -116,9 +116,9 @@ class _MeshSearch:
         self.report(f"bounding {mesh}")
         solvers = plan.solvers_of(self.captured, mesh, self.options)
         restriction = Restriction.of(self.options.strategy, mesh, self.options.forbid)
-        yield _Try(mesh, solvers, min(_quick_bound(s, restriction, dict(self.options.pin)) for s in solvers))
+        yield _SearchedMesh(mesh, solvers, min(_quick_bound(s, restriction, dict(self.options.pin)) for s in solvers))
 
-    def _search(self, one: _Try) -> None:
+    def _search(self, one: _SearchedMesh) -> None:
         def tell(text: str) -> None:
             self.report(f"{one.mesh}: {text}")
 
@@ -134,12 +134,12 @@ class _MeshSearch:
         if before and before is not self.best:
             before.solvers = []
 
-    def _planned(self, one: _Try, search: Search, tell: Callable[[str], None]) -> plan.Planned:
+    def _planned(self, one: _SearchedMesh, search: Search, tell: Callable[[str], None]) -> plan.Planned:
         one.solvers = [replaced(solver, search) for solver in one.solvers]
         starts = one.planned.chosen.found if one.planned else ()
         return plan.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers, starts)
 
-    def settle(self, one: _Try) -> None:
+    def search_in_full(self, one: _SearchedMesh) -> None:
         """Search a mesh in full."""
         if self.options.search.gap < self.rough.gap:
             self.report(f"{one.mesh}: in full")
@@ -152,10 +152,10 @@ def search(
     captured: Captured, devices: int, options: plan.PlanOptions, model: str = "model",
     report: Callable[[str], None] = lambda t: None,
 ) -> plan.Planned:  # fmt: skip
-    """Return the best plan over all meshes that are tried, which its `meshes` list. Raise InputError for a batch that
+    """Return the best plan over all candidate meshes, which its `meshes` list. Raise InputError for a batch that
     no mesh divides; if there is no plan for any, what planning raises, of the mesh that misses least memory;
-    BeyondCutoff, with the meshes that were `tried`, if none takes less than the search's cutoff, as far as meshes of
-    two axes tell."""
+    BeyondCutoff, with its `candidates`, the meshes that were searched, if none takes less than the search's cutoff, as
+    far as meshes of two axes tell."""
     node, batch = options.hardware.links[0].devices or devices, _batch(captured)
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
@@ -163,14 +163,14 @@ def search(
     tour = _MeshSearch(captured, options, model, report)
     tour.visit(coarse, MOST_COARSE)
     best = tour.best
-    if best is None and any(t.note == BEYOND for t in tour.tries):
+    if best is None and any(t.note == BEYOND for t in tour.candidates):
         raise _beyond(tour, options.micro_batches)
     finer = [m for m in fine if best is None or refines(m, best.mesh)]
     tour.visit(sorted(finer, key=lambda m: m.sizes[1])[:MOST_BOUNDED], MOST_FINE)
     best = tour.best
     if best is None:
         raise tour.refusal or _beyond(tour, options.micro_batches)
-    tour.settle(best)
+    tour.search_in_full(best)
     planned = best.planned
     if options.baselines:
         others = passes.baselines(best.solvers, options.styles)
@@ -181,13 +181,13 @@ def search(
 
 
 def _beyond(tour: _MeshSearch, micro_batches: int) -> BeyondCutoff:
-    error = BeyondCutoff(min(one.bound for one in tour.tries))
-    error.tried = _reported_meshes(tour, micro_batches)
+    error = BeyondCutoff(min(one.bound for one in tour.candidates))
+    error.candidates = _reported_meshes(tour, micro_batches)
     return error
 
 
-def _reported_meshes(tour: _MeshSearch, micro_batches: int) -> tuple[MeshTried, ...]:
-    return tuple(_reported(one, micro_batches) for one in sorted(tour.tries, key=_order))
+def _reported_meshes(tour: _MeshSearch, micro_batches: int) -> tuple[MeshCandidate, ...]:
+    return tuple(_reported(one, micro_batches) for one in sorted(tour.candidates, key=_order))
 
 
 def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
@@ -199,17 +199,17 @@ def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str])
     return max(0.0, dual.bound() - solver.free.byte_seconds * solver.limit_bytes)
 
 
-def _order(one: _Try) -> tuple:
+def _order(one: _SearchedMesh) -> tuple:
     return one.seconds, one.bound, str(one.mesh)
 
 
-def _reported(one: _Try, micro_batches: int) -> MeshTried:
+def _reported(one: _SearchedMesh, micro_batches: int) -> MeshCandidate:
     """Return how a mesh fared, in seconds of a step."""
     bound = one.bound * micro_batches
     if one.planned is None:
-        return MeshTried(str(one.mesh), bound, None, None, None, one.note)
+        return MeshCandidate(str(one.mesh), bound, None, None, None, one.note)
     e = one.planned.evaluation
-    return MeshTried(str(one.mesh), bound, e.seconds * micro_batches, e.bytes_, one.planned.chosen.gap)
+    return MeshCandidate(str(one.mesh), bound, e.seconds * micro_batches, e.bytes_, one.planned.chosen.gap)
 
 
 def _batch(captured: Captured) -> int:

@@ -22,7 +22,7 @@ from ..hardware.profile import Hardware
 from ..ir.graph import describe
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..plans.plan import MeshTried, Plan
+from ..plans.plan import MeshCandidate, Plan
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
 from . import fixed_recompute
@@ -110,7 +110,7 @@ class Planned:
     others: Mapping[str, Outcome | AutoparError]  # expert strategies, by name
     warnings: tuple[str, ...]
     seconds: float  # that planning took
-    meshes: tuple[MeshTried, ...] = ()  # if the mesh was searched for too
+    meshes: tuple[MeshCandidate, ...] = ()  # if the mesh was searched for too
     written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one compute not the same again
     micro: MicroBatched | None = None
     staged: Staged | None = None

@@ -114,9 +114,9 @@ def with_fixes(
         for kind, steps in changes(error, request):
             for change in steps:
                 report(f"no plan fits, trying {change.argument}")
-                tried = _tried(change)
-                found |= {kind: tried} if tried else {}
-                if tried and tried.fits:
+                led_to = _evaluated(change)
+                found |= {kind: led_to} if led_to else {}
+                if led_to and led_to.fits:
                     break
         if any(fix.fits for fix in found.values()):
             break
@@ -128,7 +128,7 @@ def with_fixes(
     )  # fmt: skip
 
 
-def _tried(change: _Change) -> Fix | None:
+def _evaluated(change: _Change) -> Fix | None:
     """Plan a change and return what it leads to, None if it cannot be planned for another reason than memory."""
     try:
         planned = _planned(change)

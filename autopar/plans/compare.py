@@ -114,6 +114,6 @@ def _collectives(plans: Sequence[Plan]) -> Rows:
 
 def _aligned(values: dict[str, list[float]], show: Callable[[list[float]], list[str]], width: int) -> Rows:
     """Return rows of numbers with one number of decimals for all; those that are nothing everywhere are left out."""
-    kept = {label: row for label, row in values.items() if any(row)}
-    cells = show([v for row in kept.values() for v in row])
-    return [(label, cells[i * width : (i + 1) * width]) for i, label in enumerate(kept)]
+    shown = {label: row for label, row in values.items() if any(row)}
+    cells = show([v for row in shown.values() for v in row])
+    return [(label, cells[i * width : (i + 1) * width]) for i, label in enumerate(shown)]

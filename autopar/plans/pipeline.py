@@ -83,8 +83,8 @@ class Pipeline:
         """Return the mesh of one stage."""
         return inside(mesh, self.axis)
 
-    def place_of(self, coordinate: Mapping[str, int]) -> int:
-        """Return the place along the axis of a device at a coordinate of the whole mesh."""
+    def pp_rank_of(self, coordinate: Mapping[str, int]) -> int:
+        """Return the rank along the axis of a device at a coordinate of the whole mesh."""
         return coordinate[self.axis] if self.ranks > 1 else 0
 
     @property
@@ -100,7 +100,7 @@ class Pipeline:
         return tuple(size / sizes[0] for size in sizes)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a place along the axis."""
+        """Return the stages of a rank along the axis."""
         return self.orders.stages_of(rank)
 
     @property

@@ -67,7 +67,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class MeshTried:
+class MeshCandidate:
     """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not
     searched on."""
 
@@ -136,7 +136,7 @@ class Plan:
     reduces_once: bool = False  # gradients of all micro-batches together, not of each
     overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
     samples: int = 0
-    meshes: tuple[MeshTried, ...] = ()  # best first; empty if the mesh was given
+    meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
     offloaded: Offloaded = Offloaded()
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
@@ -198,7 +198,7 @@ class Plan:
                 "warnings": tuple(fields["warnings"]),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "pipeline": pipeline,
-                "meshes": tuple(MeshTried(**m) for m in fields["meshes"]),
+                "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "sharding": _sharding_from_json(fields["sharding"], pipeline.mesh_of_stage(mesh)),
             }
         except (ValueError, IndexError, AutoparError) as error:

@@ -119,11 +119,11 @@ def in_tree_order(regions: Sequence[Region]) -> list[Region]:
         for depth in range(1, len(names) + 1):
             first.setdefault(tuple(names[:depth]), position)
 
-    def place(region: Region) -> tuple[bool, list[int]]:
+    def order(region: Region) -> tuple[bool, list[int]]:
         names = region.name.split(".")
         return region.name.startswith("("), [first[tuple(names[:depth])] for depth in range(1, len(names) + 1)]
 
-    return sorted(regions, key=place)
+    return sorted(regions, key=order)
 
 
 def _collectives(plan: Plan) -> list[str]:

@@ -59,7 +59,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
         except Exception as caught:
             error = caught
             box[1] = _portable(caught)
-    with watch.meeting("the plan of rank 0"):
+    with watch.collective("the plan of rank 0"):
         dist.broadcast_object_list(box, src=0)
     if error is not None:
         raise error
@@ -67,12 +67,12 @@ def from_rank_zero(make: Callable[[], T]) -> T:
     return box[0]
 
 
-def meet(module: str, number: int, call: str, fix: str = SAME_CALL) -> None:
+def rendezvous(module: str, number: int, call: str, fix: str = SAME_CALL) -> None:
     """Wait until all ranks come here with the same `call`, or raise InputError on all of them.
 
     A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
     step. So ranks wait for each other at the store, as long as a collective does or until one of the others is in a
-    later call of the module, and then raise DesyncError. `number` is that of the module's meeting."""
+    later call of the module, and then raise DesyncError. `number` is that of the module's rendezvous."""
     store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
     key, patience = f"autopar/{module}/{number}", process_groups.timeout_seconds()
     store.set(f"{key}/{rank}", call)
@@ -169,7 +169,7 @@ def _digest(entries: list) -> str:
 
 def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | None = None) -> None:
     """Raise InputError on every rank if ranks pass different global batches, or different tensors for one `part` of the
-    batch: the place of this rank's part, as (axis, number) pairs."""
+    batch: the coordinate of this rank's part, as (axis, number) pairs."""
     everyone = _gather((part, [_checksum(t) for t in tensors]))
     first: dict[tuple | None, int] = {}
     for rank, (where, others) in enumerate(everyone):
@@ -184,9 +184,9 @@ def check_batches(names: list[str], tensors: list[torch.Tensor], part: tuple | N
 def _both(part: tuple | None) -> str:
     if part is None:
         return "but inputs='global' wants the same global batch on every rank"
-    place = " and ".join(f"{axis} {number}" for axis, number in part)
+    coordinate = " and ".join(f"{axis} {number}" for axis, number in part)
     return (
-        f"but inputs='local' wants one part of the batch for all ranks at {place}"
+        f"but inputs='local' wants one part of the batch for all ranks at {coordinate}"
         if part
         else "and no axis carries the batch"
     )
@@ -214,7 +214,7 @@ def union(names: Sequence[str]) -> list[str]:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
-    with watch.meeting("what ranks agree on before the first step"):
+    with watch.collective("what ranks agree on before the first step"):
         dist.all_gather_object(everyone, value)
     return everyone
 

@@ -19,17 +19,17 @@ from . import process_groups, watch
 @dataclass(frozen=True)
 class StageMesh:
     """`mesh`, and `device_mesh` of those of its devices that run what this rank runs. `coordinate`: of this rank in it.
-    `place`: of this rank along the pipeline's axis, 0 without one. `ranks`: by place, the world's ranks that are the
-    mesh's devices, in order. `group`: the process group of those at this place, None for all of the world; `line`: of
-    the ranks at this coordinate of all places, None without a pipeline."""
+    `pp_rank`: of this rank along the pipeline's axis, 0 without one. `ranks`: by pipeline rank, the world's ranks that
+    are the mesh's devices, in order. `group`: the process group of those with this pipeline rank, None for all of the
+    world; `pp_group`: of the ranks at this coordinate along the pipeline, None without one."""
 
     mesh: Mesh
     device_mesh: object
     coordinate: dict[str, int]
-    place: int
+    pp_rank: int
     ranks: tuple[tuple[int, ...], ...]
     group: object = None
-    line: object = None
+    pp_group: object = None
 
     @staticmethod
     def alone(mesh: Mesh, device_mesh) -> StageMesh:
@@ -43,39 +43,41 @@ class StageMesh:
             return StageMesh.alone(plan.mesh, device_mesh)
         rank, axis, mesh = dist.get_rank(), plan.pipeline.axis, plan.pipeline.mesh_of_stage(plan.mesh)
         coordinate = plan.mesh.coordinate(rank)
-        places = [plan.mesh.coordinate(r)[axis] for r in range(plan.mesh.devices)]
-        ranks = tuple(tuple(r for r, p in enumerate(places) if p == place) for place in range(plan.pipeline.ranks))
+        pp_ranks = [plan.mesh.coordinate(r)[axis] for r in range(plan.mesh.devices)]
+        ranks = tuple(
+            tuple(r for r, p in enumerate(pp_ranks) if p == pp_rank) for pp_rank in range(plan.pipeline.ranks)
+        )
         if mesh.names == (ALONE,):
             groups = process_groups.bind([axis], plan.mesh, device_mesh, rank)
             names = (*device_mesh.mesh_dim_names, ALONE)
             one = DeviceMesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), mesh_dim_names=names)
-            line = _torch.group_of(groups[axis])
-            return StageMesh(mesh, one[ALONE], {ALONE: 0}, coordinate[axis], ranks, None, line)
+            pp_group = _torch.group_of(groups[axis])
+            return StageMesh(mesh, one[ALONE], {ALONE: 0}, coordinate[axis], ranks, None, pp_group)
         together = ",".join(mesh.names)
         groups = process_groups.bind([axis, together], plan.mesh, device_mesh, rank)
-        group, line = _torch.group_of(groups[together]), _torch.group_of(groups[axis])
+        group, pp_group = _torch.group_of(groups[together]), _torch.group_of(groups[axis])
         here = {n: coordinate[n] for n in mesh.names}
-        return StageMesh(mesh, device_mesh[mesh.names], here, coordinate[axis], ranks, group, line)
+        return StageMesh(mesh, device_mesh[mesh.names], here, coordinate[axis], ranks, group, pp_group)
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.device_mesh.device_type)
 
-    def from_all_places(self, value: object, what: str) -> list:
-        """Return what the ranks along the pipeline give, in order of their places. All of them call it together."""
-        if self.line is None:
+    def from_all_pp_ranks(self, value: object, what: str) -> list:
+        """Return what the ranks along the pipeline give, in order. All of them call it together."""
+        if self.pp_group is None:
             return [value]
         everyone: list = [None] * len(self.ranks)
-        with watch.meeting(what):
-            dist.all_gather_object(everyone, value, group=self.line)
+        with watch.collective(what):
+            dist.all_gather_object(everyone, value, group=self.pp_group)
         return everyone
 
-    def tensors_from_all_places(self, mine: Tensor, what: str) -> Tensor:
-        """Return the tensors of one shape that the ranks along the pipeline give, stacked in order of their places. All
-        of them call it together."""
-        if self.line is None:
+    def tensors_from_all_pp_ranks(self, mine: Tensor, what: str) -> Tensor:
+        """Return the tensors of one shape that the ranks along the pipeline give, stacked in order. All of them
+        call it together."""
+        if self.pp_group is None:
             return mine[None]
         everyone = [torch.empty_like(mine) for _ in self.ranks]
-        with watch.meeting(what):
-            dist.all_gather(everyone, mine.contiguous(), group=self.line)
+        with watch.collective(what):
+            dist.all_gather(everyone, mine.contiguous(), group=self.pp_group)
         return torch.stack(everyone)

@@ -2,7 +2,7 @@
 
 A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
 that a wait took too long: the rank asks all others where they are (autopar/processes/peers.py). Who is gone, who stands
-still and who is at an earlier place of the same program follows from their answers. The first to find out tells all
+still and who is at an earlier point of the same program follows from their answers. The first to find out tells all
 others, as does a rank that ends with an exception, so that every survivor names the same first cause, also one that
 only sees its neighbour give up.
 """
@@ -36,9 +36,9 @@ END = 1 << 30  # position after the last collective of a graph
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is: in the call number `call` of a graph (or of an agreement of all ranks) and at `position` in it,
-    2k after k collectives, 2k + 1 in the next one. All ranks run through the same places in the same order."""
+class Progress:
+    """How far a rank is: in the call number `call` of a graph (or of an agreement of all ranks) and at `position` in
+    it, 2k after k collectives, 2k + 1 in the next one. All ranks run through the same collectives in the same order."""
 
     call: int
     position: int
@@ -65,12 +65,12 @@ class Watch:
         self.entered: Counter[str] = Counter()  # calls of compiled modules
         self.began = 0.0
         self.running: Guarded | str | None = None
-        self.failed_at: Place | None = None
+        self.failed_at: Progress | None = None
         self.cause: Cause | None = None
         self.peers = Peers(self._answer)
         self.hook, sys.excepthook = sys.excepthook, self._excepthook
 
-    # the three places where ranks meet
+    # the three points where ranks meet
 
     def begin_step(self) -> None:
         """Count a step; forward graphs call this. The first step may take as long as it likes, the others are held to
@@ -82,20 +82,20 @@ class Watch:
             process_groups.limit_waits(time.monotonic() - self.began)
 
     @contextlib.contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns."""
         self.calls += 1
         self.running = what
         try:
             yield
         except RuntimeError as error:
-            raise self.verdict(error, Place(self.calls, 1, self.step, what)) from error
+            raise self.verdict(error, Progress(self.calls, 1, self.step, what)) from error
         finally:
             self.running = None
 
     # what happened
 
-    def verdict(self, error: RuntimeError, here: Place, node: fx.Node | None = None) -> AutoparError:
+    def verdict(self, error: RuntimeError, here: Progress, node: fx.Node | None = None) -> AutoparError:
         """Return the error to raise instead of what the backend says of a collective at `here`; every rank is told the
         cause."""
         self.failed_at = here
@@ -115,7 +115,7 @@ class Watch:
         fix = f"see the output of rank {rank}; start again from a checkpoint" if cause.ranks else "see the error above"
         return RankFailure(f"{cause.what}, while rank {self.peers.rank} was at {where}", rank=rank, fix=fix, **fields)
 
-    def _find_cause(self, here: Place, timed_out: bool) -> Cause:
+    def _find_cause(self, here: Progress, timed_out: bool) -> Cause:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.cause is None:
             answers = self.peers.ask({})
@@ -142,7 +142,7 @@ class Watch:
         """Answer another rank, on the listening thread."""
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
-        return asdict(self._place()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
+        return asdict(self._progress()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
         """Tell the others why this rank ends, before its connections break."""
@@ -157,25 +157,25 @@ class Watch:
             Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
         )
 
-    def _place(self) -> Place:
+    def _progress(self) -> Progress:
         """Return where this rank's own thread is, seen from the listening thread."""
         running, frame = self.running, sys._current_frames().get(self.thread)
         if running is not None and self.failed_at is not None:
             return self.failed_at
         if isinstance(running, str):
-            return Place(self.calls, 1, self.step, running)
+            return Progress(self.calls, 1, self.step, running)
         outside = ""
         while frame is not None:
             if running is not None and running.code in (None, frame.f_code):
                 position, what = running.at(frame.f_lineno)[:2]
-                return Place(self.calls, position, self.step, what)
+                return Progress(self.calls, position, self.step, what)
             path = frame.f_code.co_filename
             if not outside and not path.startswith(_INTERNAL):
                 outside = f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         if running is not None:
-            return Place(self.calls, 0, self.step, f"the {running.phase} graph")
-        return Place(self.calls, END, self.step, outside or "outside of the model")
+            return Progress(self.calls, 0, self.step, f"the {running.phase} graph")
+        return Progress(self.calls, END, self.step, outside or "outside of the model")
 
 
 class Guarded:
@@ -197,7 +197,7 @@ class Guarded:
             position, what, node = self.at(_line_in(self.code, error))
             if node is None and (self.code is not None or isinstance(error, torch.OutOfMemoryError)):
                 raise
-            raise watch.verdict(error, Place(watch.calls, position, watch.step, what), node) from error
+            raise watch.verdict(error, Progress(watch.calls, position, watch.step, what), node) from error
         finally:
             watch.running = None
 
@@ -237,9 +237,9 @@ def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
     return run if _current is None else Guarded(_current, module, phase, run)
 
 
-def meeting(what: str):
+def collective(what: str):
     """Return a context for a collective outside of the graphs, with the same errors. All ranks enter it."""
-    return contextlib.nullcontext() if _current is None else _current.meeting(what)
+    return contextlib.nullcontext() if _current is None else _current.collective(what)
 
 
 def enter(module: str) -> None:
@@ -261,7 +261,7 @@ def fail(error: BaseException) -> None:
         _current.fail(error)
 
 
-def _late(answers: dict[int, dict | str], here: Place) -> dict[int, str]:
+def _late(answers: dict[int, dict | str], here: Progress) -> dict[int, str]:
     """Return the ranks that keep the one at `here` waiting and where they are; not those that wait for others
     themselves."""
     behind = {

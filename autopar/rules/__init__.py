@@ -7,7 +7,7 @@
     layers.py    attention, norms, convolution
     views.py     merging, splitting, permuting and stretching dims
     indexing.py  split, slice, cat, gather, index and their backwards
-    settle.py    what every rule must obey for the sizes and dtypes of its node
+    normalize.py what every rule must obey for the sizes and dtypes of its node
     localize.py  global constants in arguments -> one device's: `local_call`
     parts.py     which factors may be sharded inside equal parts (fused weights): `propagate_parts`, `factor_parts`, `cut_inside`
     reading.py   how rules read a node

@@ -1,7 +1,7 @@
 """Rules of ops that take, put or join elements at given places: split, slice, cat, gather, index and their backwards.
 
-A dim that such an op cuts or joins is not shardable, except in equal pieces: a fused weight of k pieces may be sharded
-inside each piece, `Inner(f, k)`, and every piece then comes out sharded plainly, as `f`. Joining is the inverse.
+A dim that such an op cuts or joins is not shardable, except in equal chunks: a fused weight of k chunks may be sharded
+inside each chunk, `Inner(f, k)`, and every chunk then comes out sharded plainly, as `f`. Joining is the inverse.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ def _with(names: tuple[Dim, ...], dim: int, entry: Dim) -> tuple[Dim, ...]:
     return names[:dim] + (entry,) + names[dim + 1 :]
 
 
-def _pieces(name: str, whole: int, piece: int, aligned: bool) -> tuple[Dim, Dim, dict[str, int]]:
-    """Return (whole dim, piece, even) for a piece of a dim: the same if it is all of it, inner if it is one of equal
+def _chunked(name: str, whole: int, chunk: int, aligned: bool) -> tuple[Dim, Dim, dict[str, int]]:
+    """Return (whole dim, chunk, even) for a chunk of a dim: the same if it is all of it, inner if it is one of equal
     parts."""
-    if piece == whole:
+    if chunk == whole:
         return name, name, {}
-    if aligned and piece and whole % piece == 0:
-        return Inner(name, whole // piece), name, {name: piece}
+    if aligned and chunk and whole % chunk == 0:
+        return Inner(name, whole // chunk), name, {name: chunk}
     return None, None, {}
 
 
 def split(node: fx.Node) -> Rule:
-    """Return the rule of split and split_with_sizes: the cut dim may be sharded inside equal pieces."""
+    """Return the rule of split and split_with_sizes: the cut dim may be sharded inside equal chunks."""
     (shape,), outputs = input_shapes(node), output_shapes(node)
     names, (dim,) = named(len(shape)), dims_of(bound(node)["dim"], len(shape))
     equal = all(output[dim] == outputs[0][dim] for output in outputs)
-    whole, piece, even = _pieces(names[dim], shape[dim], outputs[0][dim], equal)
-    return Rule((_with(names, dim, whole),), (_with(names, dim, piece),) * len(outputs), sets(([0],)), even=even)
+    whole, chunk, even = _chunked(names[dim], shape[dim], outputs[0][dim], equal)
+    return Rule((_with(names, dim, whole),), (_with(names, dim, chunk),) * len(outputs), sets(([0],)), even=even)
 
 
 def cat(node: fx.Node) -> Rule | None:
-    """Return the rule of cat: the joined dim may be sharded inside equal pieces. None for empty tensors of one dim."""
+    """Return the rule of cat: the joined dim may be sharded inside equal chunks. None for empty tensors of one dim."""
     inputs, (shape,) = input_shapes(node), output_shapes(node)
     if any(len(s) != len(shape) for s in inputs):  # cat accepts empty tensors of one dim
         return None
     names, (dim,) = named(len(shape)), dims_of(bound(node)["dim"], len(shape))
     equal = all(s[dim] == inputs[0][dim] for s in inputs)
-    whole, piece, even = _pieces(names[dim], shape[dim], inputs[0][dim], equal)
+    whole, chunk, even = _chunked(names[dim], shape[dim], inputs[0][dim], equal)
     linear = sets((range(len(inputs)),))
-    return Rule((_with(names, dim, piece),) * len(inputs), (_with(names, dim, whole),), linear, even=even)
+    return Rule((_with(names, dim, chunk),) * len(inputs), (_with(names, dim, whole),), linear, even=even)
 
 
 def stack(node: fx.Node) -> Rule:
@@ -67,29 +67,29 @@ def unbind(node: fx.Node) -> Rule:
 
 
 def slice_(node: fx.Node) -> Rule:
-    """Return the rule of a slice: the cut dim may be sharded if the piece is one of equal parts."""
+    """Return the rule of a slice: the cut dim may be sharded if the chunk is one of equal parts."""
     (shape,), (result,) = input_shapes(node), output_shapes(node)
-    names, dim, whole, piece, even = _sliced(node, shape, result)
-    return Rule((_with(names, dim, whole),), (_with(names, dim, piece),), sets(([0],)), even=even)
+    names, dim, whole, chunk, even = _sliced(node, shape, result)
+    return Rule((_with(names, dim, whole),), (_with(names, dim, chunk),), sets(([0],)), even=even)
 
 
 def slice_backward(node: fx.Node) -> Rule:
-    """Return the rule of a slice's backward, which puts the gradient of the piece back."""
+    """Return the rule of a slice's backward, which puts the gradient of the chunk back."""
     (grad,), (shape,) = input_shapes(node), output_shapes(node)
-    names, dim, whole, piece, even = _sliced(node, shape, grad)
-    return Rule((_with(names, dim, piece),), (_with(names, dim, whole),), sets(([0],)), even=even)
+    names, dim, whole, chunk, even = _sliced(node, shape, grad)
+    return Rule((_with(names, dim, chunk),), (_with(names, dim, whole),), sets(([0],)), even=even)
 
 
 Sliced = tuple[tuple[str, ...], int, Dim, Dim, dict[str, int]]
 
 
-def _sliced(node: fx.Node, shape: tuple[int, ...], piece: tuple[int, ...]) -> Sliced:
-    """Return (names, dim, whole dim, piece, even) of a slice of `shape`; only one of equal parts is shardable."""
+def _sliced(node: fx.Node, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Sliced:
+    """Return (names, dim, whole dim, chunk, even) of a slice of `shape`; only one of equal parts is shardable."""
     arguments, names = bound(node), named(len(shape))
     (dim,) = dims_of(arguments["dim"], len(shape))
-    start, length = slice_start(arguments["start"], shape[dim]), piece[dim]
+    start, length = slice_start(arguments["start"], shape[dim]), chunk[dim]
     aligned = arguments["step"] == 1 and length > 0 and start % length == 0
-    whole, part, even = _pieces(names[dim], shape[dim], length, aligned)
+    whole, part, even = _chunked(names[dim], shape[dim], length, aligned)
     return names, dim, whole, part, even
 
 
@@ -100,9 +100,9 @@ def slice_start(start: int | None, size: int) -> int:
 
 
 def slice_scatter(node: fx.Node) -> Rule:
-    """Return the rule of slice_scatter, which puts a piece in the place of a slice."""
-    shape, piece = input_shapes(node)
-    names, dim, whole, part, even = _sliced(node, shape, piece)
+    """Return the rule of slice_scatter, which puts a chunk in the place of a slice."""
+    shape, chunk = input_shapes(node)
+    names, dim, whole, part, even = _sliced(node, shape, chunk)
     outer = _with(names, dim, whole)
     return Rule((outer, _with(names, dim, part)), (outer,), sets(([0, 1],)), even=even)
 

@@ -138,7 +138,7 @@ def convolution_backward(node: fx.Node) -> Rule:
         weight = f"{i} o" if transposed else f"o {i}"
         text = f"n o, n {i}, {weight} -> n {i}, {weight}, o"
     made = rule(text)
-    outputs = tuple(dims for dims, kept in zip(made.outputs, wanted) if kept)
+    outputs = tuple(dims for dims, is_wanted in zip(made.outputs, wanted) if is_wanted)
     return _spatial(node, Rule(made.inputs, outputs), sets(([0],)), groups)
 
 

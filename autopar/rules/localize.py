@@ -135,16 +135,16 @@ def _slice_backward(call: OpCall) -> dict[str, Any]:
 
 
 def _slice_scatter(call: OpCall) -> dict[str, Any]:
-    whole, piece = input_shapes(call.node)
-    return _slice_of(call, whole, piece, call.input(1))
+    whole, chunk = input_shapes(call.node)
+    return _slice_of(call, whole, chunk, call.input(1))
 
 
-def _slice_of(call: OpCall, whole: tuple[int, ...], piece: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
-    """Return start and end of the local slice: a sharded piece is the i-th of equal parts, here as well as globally."""
+def _slice_of(call: OpCall, whole: tuple[int, ...], chunk: tuple[int, ...], local: tuple[int, ...]) -> dict[str, Any]:
+    """Return start and end of the local slice: a sharded chunk is the i-th of equal parts, here as well as globally."""
     (dim,) = dims_of(call.arguments["dim"], len(whole))
-    if local[dim] == piece[dim]:
+    if local[dim] == chunk[dim]:
         return {}
-    start = slice_start(call.arguments["start"], whole[dim]) // piece[dim] * local[dim]
+    start = slice_start(call.arguments["start"], whole[dim]) // chunk[dim] * local[dim]
     return {"start": start, "end": start + local[dim]}
 
 

@@ -39,7 +39,7 @@ def propagate_parts(graph: fx.Graph, largest: int = LARGEST) -> dict[Tensor, tup
                 counts = {e.parts for e in entries_of(dim) if isinstance(e, Inner)}
                 seeds[tensor, d] |= {k for k in counts if k <= largest and size > k}
     found = _spread(ops, seeds)
-    found = _spread(ops, {place: counts for place, counts in found.items() if place[0][0].op == "placeholder"})
+    found = _spread(ops, {at: counts for at, counts in found.items() if at[0][0].op == "placeholder"})
     return {
         (node, i): tuple(frozenset(found[(node, i), d]) for d in range(value.dim()))
         for node in graph.nodes
@@ -63,7 +63,7 @@ class _Op:
     """A node seen through its rule.
 
     tensors: (tensor, dims, shape) of all arguments and outputs.
-    places: the dims that carry each factor plainly.
+    plain_dims: the dims that carry each factor plainly.
     sizes: of the factors that may be sharded inside parts: not those that are inner parts already, nor those of which a
         device needs one range.
     """
@@ -72,7 +72,7 @@ class _Op:
         inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs, input_shapes(node))
         outputs = zip([(node, i) for i in output_indices(node)], rule.outputs, output_shapes(node))
         self.tensors = [*inputs, *outputs]
-        self.places: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
+        self.plain_dims: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
         self.sizes: dict[str, int] = {}
         inner = set(rule.contiguous)
         for tensor, dims, shape in self.tensors:
@@ -81,24 +81,24 @@ class _Op:
                     if isinstance(entry, Inner):
                         inner.add(entry.factor)
                     else:
-                        self.places[entry].append((tensor, d))
+                        self.plain_dims[entry].append((tensor, d))
                         self.sizes[entry] = rule.even.get(entry, size)
         for name in inner & set(self.sizes):
             del self.sizes[name]
 
     def allowed(self, candidates: Callable[[Tensor, int], Iterable[int]]) -> dict[str, tuple[int, ...]]:
-        """Return the counts of parts of each factor: the candidates of its places that divide it."""
+        """Return the counts of parts of each factor: the candidates of its dims that divide it."""
         result = {}
         for factor, size in self.sizes.items():
-            counts = {k for tensor, d in self.places[factor] for k in candidates(tensor, d)}
+            counts = {k for tensor, d in self.plain_dims[factor] for k in candidates(tensor, d)}
             if fitting := sorted(k for k in counts if size % k == 0 and size > k):
                 result[factor] = tuple(fitting)
         return result
 
 
 def _spread(ops: list[_Op], seeds: Found) -> Found:
-    """Return all places that the seeds reach through plain factors."""
-    found: Found = defaultdict(set, {place: set(counts) for place, counts in seeds.items()})
+    """Return all dims that the seeds reach through plain factors."""
+    found: Found = defaultdict(set, {at: set(counts) for at, counts in seeds.items()})
     users: dict[Tensor, list[_Op]] = defaultdict(list)
     for op in ops:
         for tensor, _, _ in op.tensors:
@@ -107,7 +107,7 @@ def _spread(ops: list[_Op], seeds: Found) -> Found:
     while waiting:
         op = waiting.popleft()
         for factor, counts in op.allowed(lambda tensor, d: found[tensor, d]).items():
-            for tensor, d in op.places[factor]:
+            for tensor, d in op.plain_dims[factor]:
                 if not found[tensor, d].issuperset(counts):
                     found[tensor, d].update(counts)
                     waiting.extend(user for user in users[tensor] if user is not op)

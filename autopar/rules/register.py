@@ -13,9 +13,9 @@ from .. import _torch
 from ..errors import RuleError, check_new
 from ..ir.graph import describe, tensor_arguments, values_of
 from .families import Builder, einsum
+from .normalize import contradiction, normalize
 from .reading import is_zero
 from .rule import Rule, rule
-from .settle import contradiction, settle
 
 TABLE: dict[str, Builder] = {}
 _KNOWN: dict[tuple[object, ...], Rule | None] = {}  # repeated blocks ask for the same rules again and again
@@ -64,7 +64,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     if key not in _KNOWN:
         builder = TABLE.get(str(node.target))
         made = builder(node) if builder else None
-        _KNOWN[key] = settle(node, made) if made else None
+        _KNOWN[key] = normalize(node, made) if made else None
     return _KNOWN[key]
 
 

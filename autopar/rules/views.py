@@ -117,8 +117,8 @@ def squeeze(node: fx.Node) -> Rule:
     would go, so it is not sharded."""
     (shape,) = input_shapes(node)
     listed = dims_of(bound(node).get("dim"), len(shape))
-    kept = tuple(None if i in listed else name for i, name in enumerate(named(len(shape))))
-    return Rule((kept,), (tuple(n for i, n in enumerate(kept) if not (i in listed and shape[i] == 1)),), LINEAR)
+    dims = tuple(None if i in listed else name for i, name in enumerate(named(len(shape))))
+    return Rule((dims,), (tuple(n for i, n in enumerate(dims) if not (i in listed and shape[i] == 1)),), LINEAR)
 
 
 def _renamed(node: fx.Node, order: Sequence[int | None]) -> Rule:

@@ -34,7 +34,7 @@ class Adapters:
 
     def __init__(self, module: nn.Module, config: LoRA, switch: Callable[[bool], None]):
         self.module, self.config, self.switch = module, config, switch
-        self.active, self.kept, self.merged, self.disabled_by = FIRST, {FIRST: None}, False, 0
+        self.active, self.loaded, self.merged, self.disabled_by = FIRST, {FIRST: None}, False, 0
         self.trained = tuple(
             file_names(module)
         )  # what an adapter is, in all stages, also if some of it is frozen later
@@ -44,7 +44,7 @@ class Adapters:
     @property
     def names(self) -> list[str]:
         """Return the names of all loaded adapters, the active one among them."""
-        return list(self.kept)
+        return list(self.loaded)
 
     def _local(self, name: str) -> Tensor:
         return local(self.module.get_parameter(name))
@@ -62,21 +62,21 @@ class Adapters:
         if name is None or name == self.active:
             self._write(parts)
         else:
-            self.kept[name] = parts
+            self.loaded[name] = parts
 
     def activate(self, name: str) -> None:
         """Make the adapter called `name` the active one. Raises AdaptError if it is not there, or while an adapter is
         merged."""
         self.refuse_merged("change it")
-        if name not in self.kept:
+        if name not in self.loaded:
             raise AdaptError(
-                f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.kept)}, or load_adapter first"
+                f"there is no adapter {name!r}", fix=f"one of {nearest(name, self.loaded)}, or load_adapter first"
             )
         if name != self.active:
-            replaced = ({*self.trained} - {*self.module.elsewhere}) | {*self.kept[name]}
-            self.kept[self.active] = {n: self._local(n).clone() for n in replaced}
-            self._write(self.kept[name])
-            self.kept[name], self.active = None, name
+            replaced = ({*self.trained} - {*self.module.elsewhere}) | {*self.loaded[name]}
+            self.loaded[self.active] = {n: self._local(n).clone() for n in replaced}
+            self._write(self.loaded[name])
+            self.loaded[name], self.active = None, name
 
     def _write(self, parts: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -145,9 +145,9 @@ class Adapters:
         """Add an adapter to its weight (`sign` 1) or take it out again (-1), on the stages that have the weight; the
         adapter itself may be on a later stage."""
         name = f"{path}.{site.parameter}"
-        places = self.module.places_of(name)
-        a, b = (whole(self.module, f"{path}.{n}", places) for n in site.names)
-        magnitude = whole(self.module, f"{path}.{MAGNITUDE}", places) if site.use_dora and sign > 0 else None
+        pp_ranks = self.module.pp_ranks_of(name)
+        a, b = (whole(self.module, f"{path}.{n}", pp_ranks) for n in site.names)
+        magnitude = whole(self.module, f"{path}.{MAGNITUDE}", pp_ranks) if site.use_dora and sign > 0 else None
         if name in self.module.elsewhere:
             return
         weight, shape = self._local(name), tuple(self.module.get_parameter(name).shape)

@@ -33,9 +33,9 @@ class Call:
     def check_apart(self, written: Sequence[int]) -> None:
         """Raise InputError if the model writes to one of the tensors `written` and reads the same memory as another
         input: a trace has each of them in memory of its own."""
-        places = [_torch.storage_key(t.to_local() if hasattr(t, "to_local") else t) for t in self.tensors]
+        storages = [_torch.storage_key(t.to_local() if hasattr(t, "to_local") else t) for t in self.tensors]
         for i in written:
-            if places.count(places[i]) > 1:
+            if storages.count(storages[i]) > 1:
                 name = self.inputs.signature.tensor_names[i]
                 raise InputError(
                     f"the model writes to {name}, which shares its memory with another input",

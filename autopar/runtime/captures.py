@@ -5,7 +5,7 @@ calls with or without gradients: without, its graph has no backward and its plan
 compute with the same parameters, in the layouts of the first plan, and with the same buffers.
 
 A form that was not met before is compiled by all ranks together, and so is the first call of each checked on all of
-them. A rank that meets a new form alone cannot know it: agree.meet says how it finds out.
+them. A rank that meets a new form alone cannot know it: agree.rendezvous says how it finds out.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Captures:
         self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
         self.parameters = dict(module.named_parameters())
         self.elsewhere = [(name, p.requires_grad) for name, p in module.elsewhere.items()]
-        self.place, self.meetings = f"module {next(_module_numbers)}", 0
+        self.name, self.rendezvous_count = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.completed: WeakKeyDictionary[Step, Step] = (
             WeakKeyDictionary()
@@ -225,27 +225,29 @@ class Captures:
             capture, tensors = self._first_call(None if tensors is None else capture, args, kwargs, gradients)
         self.last = capture
         if capture.step.draws and self.module.random.is_seeded:
-            self._meet("torch seeded anew", fix="call torch.manual_seed on every rank, or seed a torch.Generator() of "
-                                                "what one rank alone draws")  # fmt: skip
+            self._rendezvous(
+                "torch seeded anew",
+                fix="call torch.manual_seed on every rank, or seed a torch.Generator() of what one rank alone draws",
+            )
             self.module.random.restart()
-        watch.enter(self.place)
+        watch.enter(self.name)
         return capture.step, Call(capture.inputs, tensors, capture.returns)
 
-    def _meet(self, call: str, **words: str) -> None:
-        """Wait for all ranks, with words for the error if they do not come (see agree.meet)."""
-        agree.meet(self.place, self.meetings, call, **words)
-        self.meetings += 1
+    def _rendezvous(self, call: str, **words: str) -> None:
+        """Wait for all ranks, with words for the error if they do not come (see agree.rendezvous)."""
+        agree.rendezvous(self.name, self.rendezvous_count, call, **words)
+        self.rendezvous_count += 1
 
     def _first_call(self, capture: Capture | None, args: tuple, kwargs: dict, gradients: bool):
         """Agree with all ranks on a call that they make together, compile it if there is no `capture`, and return its
         capture and the call's tensors."""
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
         thawed = [n for n, now, before in zip(self.parameters, self._trainable(), self.last.trainable) if now != before]
-        if self.stage.line is not None and thawed:
+        if self.stage.pp_group is not None and thawed:
             first = f"set requires_grad of {thawed[0]} before autopar.compile"
-            self._meet(call, fix=f"{first}: ranks of other stages do not see that it changed")
+            self._rendezvous(call, fix=f"{first}: ranks of other stages do not see that it changed")
         else:
-            self._meet(call)
+            self._rendezvous(call)
         if capture is None:
             capture = self._compile(call, args, kwargs, gradients)
         tensors = capture.inputs.match(args, kwargs)
@@ -287,7 +289,7 @@ class Captures:
             return self.completed[step]
         capture = next(c for c in self.table if c.step is step)
         call = f"{capture.call}; gradients of all outputs"
-        self._meet(call)
+        self._rendezvous(call)
         start = time.perf_counter()
         with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
             traced = self.compiler.retrace(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
@@ -373,7 +375,7 @@ class Captures:
         """Return whether each parameter trains, by name. All ranks call this together: under a pipeline each knows of
         those of its stages."""
         mine = dict(zip(self.parameters, trainable))
-        if self.stage.line is None:
+        if self.stage.pp_group is None:
             return mine
         everyone = agree.from_all(lambda: mine)
         return {name: any(theirs.get(name) for theirs in everyone) for theirs in everyone for name in theirs}

@@ -21,7 +21,7 @@ from .parameters import taken_over
 from .random_state import RandomState
 
 AS_THEY_ARE = (
-    "capture_limit", "plan", "layouts", "stage_mesh", "adapter_names", "quantized_names", "elsewhere", "_places",
+    "capture_limit", "plan", "layouts", "stage_mesh", "adapter_names", "quantized_names", "elsewhere", "_pp_ranks",
     "_observers_are_frozen",
 )  # fmt: skip
 
@@ -93,5 +93,5 @@ def _returns(returns: Returns, memo: Mapping[int, object]) -> Returns:
 def _adapters(old: Adapters, module) -> Adapters:
     made = Adapters(module, old.config, module._captures.modes.set_adapters)
     made.active, made.merged, made.disabled_by = old.active, old.merged, old.disabled_by
-    made.kept, made._lengths = copy.deepcopy(old.kept), copy.deepcopy(old._lengths)
+    made.loaded, made._lengths = copy.deepcopy(old.loaded), copy.deepcopy(old._lengths)
     return made

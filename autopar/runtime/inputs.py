@@ -97,7 +97,7 @@ class Inputs:
         ):
             return local.to(like.device)
         whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
-        with watch.meeting(f"the parts of {name}"):
+        with watch.collective(f"the parts of {name}"):
             if isinstance(like, DTensor):
                 return whole.redistribute(
                     self.device_mesh, [Replicate() if p.is_partial() else p for p in like.placements]
@@ -176,5 +176,5 @@ class WholeInputs(Inputs):
             shape = self.signature.shape_of(name)
             tensor = as_dtensor(tensor.to(self.device), shape, self.fixed[name], self.mesh, self.device_mesh)
         self._check_mesh(name, tensor)
-        with watch.meeting(f"the parts of {name}"):
+        with watch.collective(f"the parts of {name}"):
             return tensor.full_tensor()

@@ -45,7 +45,7 @@ STATE_HOOKS = (
 )
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts",
-    "_forms", "_places", "_captures", "_observers_are_frozen", "_adapters",
+    "_forms", "_pp_ranks", "_captures", "_observers_are_frozen", "_adapters",
 )  # fmt: skip
 
 
@@ -82,10 +82,10 @@ class ParallelModule(OfSource):
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
         program = captures.lower_together(traced, self.plan)
         self.stage_mesh = stage = StageMesh.of(self.plan, device_mesh)
-        missing = [program.elsewhere(place) for place in range(len(stage.ranks))]
-        self.elsewhere, self._places = _others(source, traced.captured.ties, missing, stage.place)
+        missing = [program.elsewhere(pp_rank) for pp_rank in range(len(stage.ranks))]
+        self.elsewhere, self._pp_ranks = _others(source, traced.captured.ties, missing, stage.pp_rank)
         self._forms = compiler.forms
-        given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, missing[stage.place]
+        given = traced.captured, self.plan, stage, weights, self.adapter_names, replaced, missing[stage.pp_rank]
         self.layouts = agree.everywhere(lambda: take_over(source, self._forms, *given))
         name_absent(source, self.elsewhere, self._where)
         self.__dict__.update({name: vars(source)[name] for name in SHARED})
@@ -246,29 +246,29 @@ class ParallelModule(OfSource):
         """Clip gradients by their norm over the whole model, all its stages, and return the norm as a plain tensor,
         equal on all ranks, which call this together. A parameter that several stages share counts once."""
         stage = self.stage_mesh
-        with watch.meeting("the norm of the gradients"):
-            if stage.line is None:
+        with watch.collective("the norm of the gradients"):
+            if stage.pp_group is None:
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
                 return norm.full_tensor() if isinstance(norm, DTensor) else norm
             gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-            counted = [g for n, g in gradients.items() if self.places_of(n)[0] == stage.place]
+            counted = [g for n, g in gradients.items() if self.pp_ranks_of(n)[0] == stage.pp_rank]
             mine = torch.nn.utils.get_total_norm(counted, norm_type)
             mine = (mine.full_tensor() if isinstance(mine, DTensor) else mine).to(stage.device, torch.float64)
-        norm = torch.linalg.vector_norm(stage.tensors_from_all_places(mine, "the norm of all stages"), norm_type)
+        norm = torch.linalg.vector_norm(stage.tensors_from_all_pp_ranks(mine, "the norm of all stages"), norm_type)
         norm = norm.to(next((g.dtype for g in gradients.values()), torch.float32))
         if gradients:
             local = [_torch.local_of(g) for g in gradients.values()]
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def places_of(self, name: str) -> tuple[int, ...]:
+    def pp_ranks_of(self, name: str) -> tuple[int, ...]:
         """Return where along the pipeline a parameter or buffer is."""
-        return self._places.get(
-            name, (0,) if self.stage_mesh.line is None else tuple(range(len(self.stage_mesh.ranks)))
+        return self._pp_ranks.get(
+            name, (0,) if self.stage_mesh.pp_group is None else tuple(range(len(self.stage_mesh.ranks)))
         )
 
     def _where(self, name: str) -> str:
-        ranks = ", ".join(str(rank) for place in self.places_of(name) for rank in self.stage_mesh.ranks[place])
+        ranks = ", ".join(str(rank) for pp_rank in self.pp_ranks_of(name) for rank in self.stage_mesh.ranks[pp_rank])
         return f"{name} is on rank {ranks}, in another stage of the pipeline than those of rank {dist.get_rank()}"
 
     def _apply(self, fn, recurse: bool = True):
@@ -303,15 +303,15 @@ class ParallelModule(OfSource):
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], missing: Sequence[Set[str]], here: int):
-    """Return (parameters and saved buffers that the place `here` along the pipeline does not get, on the meta device;
-    of all that some place does not get, the places that have it). `missing`: by place, what it does not get."""
+    """Return (parameters and saved buffers that the pipeline rank `here` does not get, on the meta device; of all that
+    some pipeline rank does not get, the ranks that have it). `missing`: by pipeline rank, what it does not get."""
     elsewhere: dict[str, Tensor] = {}
     found: dict[str, tuple[int, ...]] = {}
     made: dict[int, Tensor] = {}
     for name, tensor in (*source.named_parameters(remove_duplicate=False), *persistent_buffers(source)):
         first = ties.get(name, name)
         if any(first in names for names in missing):
-            found[name] = tuple(place for place, names in enumerate(missing) if first not in names)
+            found[name] = tuple(pp_rank for pp_rank, names in enumerate(missing) if first not in names)
         if first in missing[here]:
             if id(tensor) not in made:
                 empty = torch.empty_like(tensor, device="meta")

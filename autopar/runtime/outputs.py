@@ -26,7 +26,7 @@ from ..frontend.export import Captured
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_shape
 from ..ir.mesh import Mesh
-from ..passes.pipeline.samples import Place, outputs_with_samples
+from ..passes.pipeline.samples import SampleDim, outputs_with_samples
 from ..planner.batch import samples_of
 from ..processes import watch
 from ..processes.dtensors import redistributed, spec_of
@@ -102,7 +102,7 @@ def plain(value: object) -> object:
     with _torch.without_torch_function():
         known = value.__dict__.get("_plain")
         if known is None or (torch.is_grad_enabled() and value.requires_grad and not known.requires_grad):
-            with watch.meeting("the parts of an output"):
+            with watch.collective("the parts of an output"):
                 if isinstance(value, LocalTensor):
                     known = _OwnPart.apply(value, value._own)
                 else:
@@ -149,10 +149,10 @@ class Own:
     example: Tensor
 
     @classmethod
-    def of(cls, place: Place, like: Tensor, axes: tuple[str, ...], mesh: Mesh, device_mesh) -> Own:
-        """Return the part of a global output that has its samples at `place`, of which each rank along `axes` passes
-        some."""
-        cut = [(axes, place[1]) if dim == place[0] else ((), 1) for dim in range(like.dim())]
+    def of(cls, sample_dim: SampleDim, like: Tensor, axes: tuple[str, ...], mesh: Mesh, device_mesh) -> Own:
+        """Return the part of a global output that has its samples at `sample_dim`, of which each rank along `axes`
+        passes some."""
+        cut = [(axes, sample_dim[1]) if dim == sample_dim[0] else ((), 1) for dim in range(like.dim())]
         layout = Layout(tuple(a for a, _ in cut), (), tuple(n for _, n in cut))
         shape = local_shape(like.shape, layout, mesh, dict(zip(mesh.names, device_mesh.get_coordinate())))
         spec = spec_of(layout, like.shape, like.dtype, mesh, device_mesh)
@@ -190,19 +190,19 @@ class OutputForms:
     def __init__(self, kind: Kind, captured: Captured, axes: tuple[str, ...], mesh: Mesh, device_mesh):
         self.kind, self.axes, self.mesh, self.device_mesh = kind, axes, mesh, device_mesh
         output = output_node(captured.graph)
-        places = [None] * len(output.meta["roles"])
+        sample_dims = [None] * len(output.meta["roles"])
         if kind == "local" and axes:
-            places = outputs_with_samples(captured.graph, samples_of(captured.signature))
-        found = [(r.name, n, place) for n, r, place in zip(output.args[0], output.meta["roles"], places)
+            sample_dims = outputs_with_samples(captured.graph, samples_of(captured.signature))
+        found = [(r.name, n, sample_dim) for n, r, sample_dim in zip(output.args[0], output.meta["roles"], sample_dims)
                  if r.kind == "output"]  # fmt: skip
         self.values: dict[str, Tensor] = {name: node.meta["val"] for name, node, _ in found}  # of global shapes
-        self.places = {name: place for name, _, place in found}
+        self.sample_dims = {name: sample_dim for name, _, sample_dim in found}
 
     def form(self, name: str, layout: Layout) -> OutputForm:
         """Return the form of an output of which the rank computes the part that a global layout gives it."""
-        like, place = self.values[name], self.places[name]
+        like, sample_dim = self.values[name], self.sample_dims[name]
         if not like.dim():
             return OutputForm(self.kind, None, None)
         spec = spec_of(layout, like.shape, like.dtype, self.mesh, self.device_mesh)
-        own = Own.of(place, like, self.axes, self.mesh, self.device_mesh) if place is not None else None
+        own = Own.of(sample_dim, like, self.axes, self.mesh, self.device_mesh) if sample_dim is not None else None
         return OutputForm(self.kind, spec, own)

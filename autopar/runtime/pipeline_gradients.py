@@ -40,10 +40,10 @@ class StageGradients:
         deferred = {i: s.program.deferred for i, s in stages.items()}
         self.waiting: dict[int, dict[str, Layout]] = {i: d.layouts for i, d in deferred.items() if d is not None}
         made = [name for s in stages.values() for name in _trained(s.program)]
-        everyone = stage.from_all_places((made, names), "which stages share parameters")
+        everyone = stage.from_all_pp_ranks((made, names), "which stages share parameters")
         times = Counter(name for theirs, _ in everyone for name in theirs)
-        places = {n: [p for p, (_, held) in enumerate(everyone) if n in held] for n in sorted(times)}
-        self.tied = {name: ranks for name, ranks in places.items() if len(ranks) > 1}
+        pp_ranks = {n: [p for p, (_, held) in enumerate(everyone) if n in held] for n in sorted(times)}
+        self.tied = {name: ranks for name, ranks in pp_ranks.items() if len(ranks) > 1}
         self.shared = frozenset(self.tied) | {name for name, count in times.items() if count > 1}
         self.unreduced = {
             name: spec_of(layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh,
@@ -103,19 +103,19 @@ class StageGradients:
     def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
         """Return a sum in its parameter's layout, reduced without a graph."""
         stage, shape = self.stage, self.specs[name].shape
-        with watch.meeting(f"the gradient of {name}, which stages share"):
+        with watch.collective(f"the gradient of {name}, which stages share"):
             whole = as_dtensor(mine, shape, layout, stage.mesh, stage.device_mesh).full_tensor()
         parameter = self.accumulation.layouts[name]
         return local_part(whole, parameter, stage.mesh, stage.coordinate)
 
     def _shared(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up what several ranks along the pipeline have a part of, or need without having one."""
-        for name, places in self.tied.items():
-            if self.stage.place in places:
+        for name, pp_ranks in self.tied.items():
+            if self.stage.pp_rank in pp_ranks:
                 if name not in total:
                     total[name] = self._nothing(name)
-                with watch.meeting(f"the gradient of {name}, which stages share"):
-                    total[name] = self._exchange(total[name].contiguous(), places)
+                with watch.collective(f"the gradient of {name}, which stages share"):
+                    total[name] = self._exchange(total[name].contiguous(), pp_ranks)
         return total
 
     def _nothing(self, name: str) -> Tensor:
@@ -124,17 +124,17 @@ class StageGradients:
         shape = local_shape(spec.shape, self.accumulation.layouts[name], stage.mesh, stage.coordinate)
         return torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=stage.device_mesh.device_type)
 
-    def _exchange(self, mine: Tensor, places: list[int]) -> Tensor:
+    def _exchange(self, mine: Tensor, pp_ranks: list[int]) -> Tensor:
         """Return the sum over some ranks along the axis, in their order on all of them, so that the sums are equal."""
-        others = [p for p in places if p != self.stage.place]
+        others = [p for p in pp_ranks if p != self.stage.pp_rank]
         received = {p: torch.empty_like(mine) for p in others}
-        work = [dist.isend(mine, group=self.stage.line, group_dst=p) for p in others]
-        work += [dist.irecv(received[p], group=self.stage.line, group_src=p) for p in others]
+        work = [dist.isend(mine, group=self.stage.pp_group, group_dst=p) for p in others]
+        work += [dist.irecv(received[p], group=self.stage.pp_group, group_src=p) for p in others]
         for w in work:
             w.wait()
-        parts = received | {self.stage.place: mine}
-        total = parts[places[0]].clone()
-        for p in places[1:]:
+        parts = received | {self.stage.pp_rank: mine}
+        total = parts[pp_ranks[0]].clone()
+        for p in pp_ranks[1:]:
             total += parts[p]
         return total
 

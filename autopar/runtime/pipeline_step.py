@@ -3,7 +3,7 @@ one differentiable function.
 
 The call runs the whole schedule and keeps the gradients; `loss.backward()` scales and reduces them and hands them to
 autograd. So the training loop is that of any module. The loss is known on every rank; another output is where its stage
-is, and None elsewhere, or is sent from there to all places along the pipeline.
+is, and None elsewhere, or is sent from there to all ranks along the pipeline.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class PipelineStep:
         self._load(program)
         made = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
                 if r.kind == "output"}  # fmt: skip
-        places = list(enumerate(stage.from_all_places(made, "where outputs are")))
+        everyone = list(enumerate(stage.from_all_pp_ranks(made, "where outputs are")))
         named = sorted({*self.forms} if everywhere else {str(captured.returns.loss)} & {*self.forms}, key=int)
-        named = named if len(places) > 1 else []  # one stage has them all
-        self.sources = {name: next(place for place, there in places if name in there) for name in named}
+        named = named if len(everyone) > 1 else []  # one stage has them all
+        self.sources = {name: next(pp_rank for pp_rank, there in everyone if name in there) for name in named}
 
     def _load(self, program: PipelineProgram) -> None:
         """Load the program's graphs and check that its stages fit together; all ranks call this together."""
@@ -100,12 +100,12 @@ class PipelineStep:
         }
         self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}
         mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
-        everyone = self.stage.from_all_places(mine, "what stages hand to each other")
+        everyone = self.stage.from_all_pp_ranks(mine, "what stages hand to each other")
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
         for of_size in zip(*(borders[i] for i in sorted(borders)), strict=True):
             agree.everywhere(partial(check_pipeline, pipeline.orders, dict(enumerate(of_size))))
-        line, ranks = dict.fromkeys("FB", self.stage.line), self.schedule.rank_of_stage
-        self.links = StageLinks(self.stages, self.stage.place, ranks, line, self.device, self.schedule)
+        pp_groups, ranks = dict.fromkeys("FB", self.stage.pp_group), self.schedule.rank_of_stage
+        self.links = StageLinks(self.stages, self.stage.pp_rank, ranks, pp_groups, self.device, self.schedule)
         self.times: list[tuple[Action, float, float]] = []  # of the last call, in seconds of time.perf_counter
         self.gradients = StageGradients(self.stages, self.names, self.specs, self.stage, self.accumulation)
         if self.compile_options is not None:
@@ -175,7 +175,7 @@ class PipelineStep:
         Collective."""
         offset = time.time() - time.perf_counter()
         mine = [(action, start + offset, end + offset) for action, start, end in self.times]
-        everyone = self.stage.from_all_places(mine, "when the pipeline's actions ran")
+        everyone = self.stage.from_all_pp_ranks(mine, "when the pipeline's actions ran")
         orders = tuple(tuple(a for a, _, _ in times) for times in everyone)
         starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
         return Played(replace(self.schedule, orders=orders), starts, ends)
@@ -196,10 +196,10 @@ class PipelineStep:
         """Run the schedule and return (outputs by position, what the stages leave of gradients)."""
         call = _Call(self, inputs)
         with torch.no_grad():
-            with watch.meeting("the pipeline's schedule"):
+            with watch.collective("the pipeline's schedule"):
                 for stage in self.stages.values():
                     stage.begin(call.leaf, call.output)
-                self.times = [*walk(self.schedule.orders[self.stage.place], self.stages, self.links)]
+                self.times = [*walk(self.schedule.orders[self.stage.pp_rank], self.stages, self.links)]
             sums = {i: stage.end()[0] for i, stage in self.stages.items()}
             call.write_buffers()
             outputs = self._outputs(call.outputs)
@@ -209,11 +209,11 @@ class PipelineStep:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
-            pieces = [self._before_joining(name, i, values[i]) for i in sorted(values)]
-            outputs[int(name)] = join(pieces, self.micro.joins[name])
-        for name, place in self.sources.items():
+            chunks = [self._before_joining(name, i, values[i]) for i in sorted(values)]
+            outputs[int(name)] = join(chunks, self.micro.joins[name])
+        for name, pp_rank in self.sources.items():
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
-            outputs[int(name)] = self._from(place, outputs[int(name)], name, what)
+            outputs[int(name)] = self._from(pp_rank, outputs[int(name)], name, what)
         return [None if o is None else self.forms[str(at)].of(o) for at, o in enumerate(outputs)]
 
     def _before_joining(self, name: str, i: int, part: Tensor) -> Tensor:
@@ -227,14 +227,14 @@ class PipelineStep:
         whole = as_dtensor(part, shape, layout, self.stage.mesh, self.stage.device_mesh)
         return redistributed(whole, joined, self.stage.mesh, self.stage.device_mesh)
 
-    def _from(self, place: int, mine: Tensor | None, name: str, what: str) -> Tensor:
-        """Return this rank's part of an output that a place along the pipeline has."""
-        if self.stage.place == place:
+    def _from(self, pp_rank: int, mine: Tensor | None, name: str, what: str) -> Tensor:
+        """Return this rank's part of an output that a rank along the pipeline has."""
+        if self.stage.pp_rank == pp_rank:
             tensor = mine.contiguous()
         else:
             tensor = torch.empty_like(self.empty[name], device=self.device)
-        with watch.meeting(what):
-            dist.broadcast(tensor, group=self.stage.line, group_src=place)
+        with watch.collective(what):
+            dist.broadcast(tensor, group=self.stage.pp_group, group_src=pp_rank)
         return tensor
 
 

@@ -137,7 +137,7 @@ def _broadcast(tensor: Tensor, device: torch.device) -> None:
     for start in range(0, len(flat), BROADCAST_BYTES):
         part = flat[start : start + BROADCAST_BYTES]
         moved = part.to(device)
-        with watch.meeting("the values of rank 0"):
+        with watch.collective("the values of rank 0"):
             dist.broadcast(moved, src=0)
         if moved is not part and dist.get_rank():
             part.copy_(moved)

@@ -92,9 +92,9 @@ class StageExecutor:
             self.stash[i] = self.saved.pop(i)
             return {}
         is_smaller, arguments = self.is_smaller(i), self._backward_arguments(i, arrived)
-        kept = [[a[k] for k in p.sizes[is_smaller].split.kept] for p, a in zip(self.programs, arguments)]
+        read = [[a[k] for k in p.sizes[is_smaller].split.weight_inputs] for p, a in zip(self.programs, arguments)]
         sent, made = self._add_up(GraphKey("I", is_smaller), arguments)
-        self.stash[i] = [k + m for k, m in zip(kept, made)]
+        self.stash[i] = [k + m for k, m in zip(read, made)]
         return sent
 
     def weight_part(self, i: int, arrived: Values) -> Values:

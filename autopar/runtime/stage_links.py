@@ -37,7 +37,7 @@ class StageLinks(Links):
         message = awaited(action, self.count)
         if message is None or self.rank_of_stage[message.stage - STEP[message.kind]] == self.rank:
             return super().receive(action)
-        with watch.meeting(f"{'an activation' if message.kind == 'F' else 'a gradient'} for stage {message.stage}"):
+        with watch.collective(f"{'an activation' if message.kind == 'F' else 'a gradient'} for stage {message.stage}"):
             if message not in self.receiving:
                 self._begin(message)
             values, works = self.receiving.pop(message)
@@ -66,7 +66,7 @@ class StageLinks(Links):
 
     def _let_go(self, message: Action) -> None:
         _, works = self.sending.pop(message)
-        with watch.meeting(f"a message to stage {message.stage}"):
+        with watch.collective(f"a message to stage {message.stage}"):
             for work in works:
                 work.wait()
 

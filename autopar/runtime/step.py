@@ -26,10 +26,10 @@ from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
-from .kept import Kept, read_by_backward, read_by_outputs, written_by
 from .loaded import LoadedGraph
 from .outputs import OutputForms
 from .parameters import table_of
+from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 
 
 class Step:
@@ -181,7 +181,7 @@ class Step:
         for at, i in self.written_inputs:
             call.write(i, results[at])
 
-    def keep(self, leaves: list[torch.Tensor], parameters, call: Call) -> Kept:
+    def save_call(self, leaves: list[torch.Tensor], parameters, call: Call) -> SavedCall:
         """Return what the backward needs to know of the leaves, before the forward writes to any."""
         owners = list(leaves)
         for at, parameter in zip(self.parameters_at, parameters):
@@ -193,17 +193,17 @@ class Step:
         values = list(leaves) if self.without_tangent else None
         for at in self.overwritten:
             values[at] = leaves[at].clone()
-        return Kept(self.roles, owners, self.watched, values)
+        return SavedCall(self.roles, owners, self.watched, values)
 
     def recompute_gradients(
-        self, kept: Kept, tangents, nodes: Mapping[str, object]
+        self, saved_call: SavedCall, tangents, nodes: Mapping[str, object]
     ) -> dict[tuple[str, str], torch.Tensor | None]:
         """Return gradients by kind and name of the leaf, from a forward that runs a second time. `nodes` by parameter.
         Raises CaptureError for an output through which torch traced no gradient."""
         lost = [self.returns.names[at] for at in self.without_tangent if tangents[at] is not None]
         if lost:
             raise CaptureError(f"torch traced no gradient through {', '.join(lost)}", fix="return a clone of it")
-        _, saved = self.forward(kept.values_for(self.roles), None)
+        _, saved = self.forward(saved_call.values_for(self.roles), None)
         found = self.backward(saved, tangents, self.known, [nodes[name] for name in self.names])
         return dict(zip(self.backward.owners, found))
 
@@ -215,7 +215,7 @@ class _Bridge(torch.autograd.Function):
     def forward(ctx, step: Step, call: Call, inputs: list[torch.Tensor], *leaves):
         parameters = leaves[len(step.differentiated) :]
         values = step.leaves(inputs, parameters)
-        ctx.kept = step.keep(values, parameters, call)
+        ctx.saved_call = step.save_call(values, parameters, call)
         outputs, saved = step.forward(values, call)
         ctx.step = step
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
@@ -228,22 +228,22 @@ class _Bridge(torch.autograd.Function):
     @located
     def backward(ctx, *tangents):
         refuse_second_derivatives()
-        step, kept = ctx.step, ctx.kept
+        step, saved_call = ctx.step, ctx.saved_call
         with changes_explained():
             tensors = iter(ctx.saved_tensors)
-        if kept is None:  # nothing was saved, which torch would miss
+        if saved_call is None:  # nothing was saved, which torch would miss
             raise InputError("a second backward through one call", fix="pass retain_graph=True to the first one")
         is_second = any(tangents[at] is not None for at in step.without_tangent)
-        kept.check(step.sources | step.checked if is_second else step.checked)
+        saved_call.check(step.sources | step.checked if is_second else step.checked)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
         del tensors
         _torch.release_saved(ctx)
         if not _torch.keeps_graph():
-            ctx.kept = None
+            ctx.saved_call = None
         nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
         if not is_second:
-            del kept
+            del saved_call
             return None, None, None, *step.backward(saved, tangents, step.known, nodes)
         saved.clear()
-        found = step.complete().recompute_gradients(kept, tangents, dict(zip(step.names, nodes)))
+        found = step.complete().recompute_gradients(saved_call, tangents, dict(zip(step.names, nodes)))
         return None, None, None, *[found.get(owner) for owner in step.backward.owners]

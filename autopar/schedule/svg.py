@@ -70,14 +70,14 @@ def page(played: Played | Mapping[str, Played], title: str) -> str:
 
 def _rows(run: Played, top: float, scale: float) -> Iterator[str]:
     schedule = run.schedule
-    place = {stage: n for rank in range(schedule.ranks) for n, stage in enumerate(schedule.stages_of(rank))}
+    index_on_rank = {stage: n for rank in range(schedule.ranks) for n, stage in enumerate(schedule.stages_of(rank))}
     for rank in range(schedule.ranks):
         y = top + rank * (ROW + GAP)
         yield (f'<text x="4" y="{y + 16}">rank {rank}</text>'
                f'<rect class="idle" x="{LEFT}" y="{y}" width="{run.seconds * scale:.2f}" height="{ROW}"/>')  # fmt: skip
     for rank, action, start, end in run:
         x, y, wide = LEFT + (start - run.first) * scale, top + rank * (ROW + GAP), (end - start) * scale
-        odd = " odd" if place[action.stage] % 2 else ""
+        odd = " odd" if index_on_rank[action.stage] % 2 else ""
         yield (f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" '
                f'rx="2">'
                f"<title>{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}, "

@@ -49,8 +49,8 @@ class SimulatedAsynchronous:
 
     def _stage(self, programs: Sequence[StageProgram], optimizer) -> AsynchronousStage:
         programs, ranks = [program.alone for program in programs], []
-        for place, program in enumerate(programs):
-            fixed, parameters, coordinate = {}, {}, self.mesh.coordinate(place)
+        for rank, program in enumerate(programs):
+            fixed, parameters, coordinate = {}, {}, self.mesh.coordinate(rank)
             for node in program.forward.graph.nodes:
                 role = node.meta["role"] if node.op == "placeholder" else None
                 if role is not None and role.kind in ("parameter", "buffer"):

@@ -164,17 +164,17 @@ def _exchange(members: Sequence[CollectiveCall]) -> tuple[list[torch.Tensor], li
         expected = [sender.args[1][receiver] for sender in members]
         if list(request.args[0]) != expected:
             raise VerifyError(f"{request.node.name} expects {list(request.args[0])} rows and is sent {expected}")
-    pieces = [m.tensor.split(list(m.args[1])) for m in members]
-    results = [torch.cat([sent[i] for sent in pieces]) for i in range(len(members))]
-    return results, [sum(bytes_of(p) for j, p in enumerate(sent) if j != i) for i, sent in enumerate(pieces)]
+    chunks = [m.tensor.split(list(m.args[1])) for m in members]
+    results = [torch.cat([sent[i] for sent in chunks]) for i in range(len(members))]
+    return results, [sum(bytes_of(p) for j, p in enumerate(sent) if j != i) for i, sent in enumerate(chunks)]
 
 
 def _disagreement(message: str, waiting: Mapping[int, CollectiveCall], ranks: Sequence[int]) -> VerifyError:
     """Return an error that lists where each rank stands; ranks at the same collective share a line."""
-    places: dict[str, list[int]] = {}
+    ranks_at: dict[str, list[int]] = {}
     for rank in ranks:
-        places.setdefault(str(waiting[rank]), []).append(rank)
-    where = "; ".join(f"rank {', '.join(map(str, at))} at {place}" for place, at in places.items())
+        ranks_at.setdefault(str(waiting[rank]), []).append(rank)
+    where = "; ".join(f"rank {', '.join(map(str, at))} at {call}" for call, at in ranks_at.items())
     node = waiting[ranks[0]].node
     return VerifyError(f"{message}: {where}", node=node.name, source=node.meta.get("source") or None)
 
@@ -192,11 +192,11 @@ def simulate_step(
 
     inputs[rank]: the forward's placeholders; tangents[rank]: gradients of its outputs, in the order of the graphs."""
     results = simulator.run([p.forward for p in parts], inputs)
-    kept = [len(r) - len(p.saved) for r, p in zip(results, parts)]
-    outputs = [r[:k] for r, k in zip(results, kept)]
+    counts = [len(r) - len(p.saved) for r, p in zip(results, parts)]
+    outputs = [r[:k] for r, k in zip(results, counts)]
     if any(p.backward is None for p in parts):
         return outputs, [()] * len(parts)
-    backward_inputs = [(*r[k:], *t) for r, k, t in zip(results, kept, tangents, strict=True)]
+    backward_inputs = [(*r[k:], *t) for r, k, t in zip(results, counts, tangents, strict=True)]
     return outputs, simulator.run([p.backward for p in parts], backward_inputs)
 
 

@@ -26,8 +26,8 @@ from .oracle import (
     norm,
     one_device_step,
     relative_error,
-    widened_capture,
-    widened_value,
+    upcast_capture,
+    upcast_value,
     worst,
     written_parameters,
 )
@@ -177,8 +177,8 @@ def _with_rounding(
 ) -> VerifyReport:
     """Return the report with what one device loses by rounding, and the step in the wider type."""
     narrow, precision = NARROW[result.precision], WIDE[result.precision]
-    wide, values = widened_capture(captured, narrow), {n: widened_value(v, narrow) for n, v in values.items()}
-    buffers = {n: widened_value(b, narrow) for n, b in buffers.items()}
+    wide, values = upcast_capture(captured, narrow), {n: upcast_value(v, narrow) for n, v in values.items()}
+    buffers = {n: upcast_value(b, narrow) for n, b in buffers.items()}
     try:
         exact = one_device_step(wide, values)
         exact = exact._replace(buffers=buffers | exact.buffers)
@@ -200,7 +200,7 @@ def _capture_errors(
     if has_random(captured):
         return {}
     try:
-        wide = copy.deepcopy(model).to(widened_value(torch.empty(0, dtype=narrow), narrow).dtype)
+        wide = copy.deepcopy(model).to(upcast_value(torch.empty(0, dtype=narrow), narrow).dtype)
         eager = eager_step(captured, wide, values, loss_fn, "fp32")
         loss, gradients, _ = _errors(captured, eager, exact, "fp32")
     except (RuntimeError, AutoparError, TypeError):

@@ -1,7 +1,7 @@
 """The unsharded model: what a sharded step is compared with, and how far apart the two are.
 
 `eager_step` runs the model itself in plain eager torch; `one_device_step` runs its joint graph, which draws the same
-random numbers as the ranks (torch's own generator draws others). `widened_capture` is a capture in the next wider type:
+random numbers as the ranks (torch's own generator draws others). `upcast_capture` is a capture in the next wider type:
 what is still different there between a sharded and an unsharded step is a mistake, and what the narrower type is off by
 on one device is rounding.
 """
@@ -139,7 +139,7 @@ def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
-def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
+def upcast_capture(captured: Captured, narrow: torch.dtype) -> Captured:
     """Copy a capture with the type WIDER[narrow] wherever its graph had `narrow`."""
 
     def type_of(value: object):
@@ -154,9 +154,9 @@ def widened_capture(captured: Captured, narrow: torch.dtype) -> Captured:
         node.args, node.kwargs = tree_map(type_of, (node.args, node.kwargs))
         if _makes(node, narrow):  # in torch's default type
             node.kwargs = {**node.kwargs, "dtype": WIDER[narrow]}
-        node.meta["val"] = tree_map(partial(widened_value, narrow=narrow), node.meta["val"])
+        node.meta["val"] = tree_map(partial(upcast_value, narrow=narrow), node.meta["val"])
         if node.op == "get_attr":
-            setattr(module, node.target, widened_value(getattr(module, node.target), narrow))
+            setattr(module, node.target, upcast_value(getattr(module, node.target), narrow))
     module.recompile()
     return replace(captured, graph_module=module)
 
@@ -170,7 +170,7 @@ def _makes(node: fx.Node, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype is dtype and any(a.name == "dtype" for a in schema.arguments)
 
 
-def widened_value(value: object, narrow: torch.dtype):
+def upcast_value(value: object, narrow: torch.dtype):
     """Return a tensor of the type `narrow` in WIDER[narrow], and anything else as it is."""
     return value.to(WIDER[narrow]) if isinstance(value, Tensor) and value.dtype is narrow else value
 

@@ -194,7 +194,7 @@ def _state_of(value):
 def _dropout_of(model: nn.Module) -> dict | None:
     """Return where the random numbers stand; under a pipeline those of the stages that draw."""
     random = getattr(model, "random", None)
-    offsets = model.stage_mesh.from_all_places(
+    offsets = model.stage_mesh.from_all_pp_ranks(
         None if random is None else int(random.offset), "where random numbers stand"
     )
     return None if random is None else {"seed": int(random.seed), "offset": max(offsets)}

@@ -20,30 +20,30 @@ from .tensor_file import Form, Ranges
 @dataclass(frozen=True)
 class Held:
     """A tensor of which every rank of a stage holds the part that `layout` says; `part()` gives it, the stage's ranks
-    ask for it together. `places`: of the stages that hold it, along the pipeline; `part` is None on the ranks of
+    ask for it together. `pp_ranks`: those along the pipeline that hold it; `part` is None on the ranks of
     others."""
 
     form: Form
     layout: Layout
     part: Callable[[], Tensor] | None
-    places: tuple[int, ...] = (0,)
+    pp_ranks: tuple[int, ...] = (0,)
 
     def ranks_for(self, owner: int, stage: StageMesh) -> tuple[int, ...]:
         """Return the ranks that give their parts to `owner`: those of its own stage, if they hold the tensor."""
-        return next((stage.ranks[p] for p in self.places if owner in stage.ranks[p]), stage.ranks[self.places[0]])
+        return next((stage.ranks[p] for p in self.pp_ranks if owner in stage.ranks[p]), stage.ranks[self.pp_ranks[0]])
 
 
 def of_all_stages(held: dict[str, Held], stage: StageMesh) -> dict[str, Held]:
     """Return what the stages hold together, in the same order on every rank."""
-    if stage.line is None:
+    if stage.pp_group is None:
         return held
     found: dict[str, Held] = {}
-    everyone = stage.from_all_places({name: (h.form, h.layout) for name, h in held.items()}, "what the stages hold")
-    for place, theirs in enumerate(everyone):
+    everyone = stage.from_all_pp_ranks({name: (h.form, h.layout) for name, h in held.items()}, "what the stages hold")
+    for pp_rank, theirs in enumerate(everyone):
         for name, (form, layout) in theirs.items():
             part = held[name].part if name in held else None
             earlier = found.get(name, Held(form, layout, part, ()))
-            found[name] = replace(earlier, places=(*earlier.places, place))
+            found[name] = replace(earlier, pp_ranks=(*earlier.pp_ranks, pp_rank))
     return found
 
 
@@ -57,7 +57,7 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
         return part if rank == owner else None
     like = part if part is not None else torch.empty(0, dtype=held.form.dtype, device=stage.device)
     whole = like.new_empty(shape) if rank == owner and len(parts) > 1 else None
-    with watch.meeting("a tensor gathered from its parts"):
+    with watch.collective("a tensor gathered from its parts"):
         for coordinate, holders in parts:
             sender = owner if owner in holders else holders[0]
             if rank == owner:
@@ -67,7 +67,7 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
                     dist.recv(received, sender)
                 if whole is None:
                     return received
-                _place(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
+                _copy_into(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
             elif rank == sender:
                 dist.send(part.contiguous(), owner)
     return whole
@@ -75,12 +75,12 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
 
 def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage: StageMesh) -> Tensor:
     """Return the whole tensor on every rank of a stage, which call this together."""
-    ranks = stage.ranks[stage.place]
+    ranks = stage.ranks[stage.pp_rank]
     parts = _holders(layout, stage.mesh, ranks)
     if len(parts) == 1:
         return part
     rank, whole = dist.get_rank(), part.new_empty(tuple(shape))
-    with watch.meeting("a tensor gathered from its parts"):
+    with watch.collective("a tensor gathered from its parts"):
         for coordinate, holders in parts:
             sent = (
                 part.contiguous()
@@ -88,7 +88,7 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
                 else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
             )
             dist.broadcast(sent, holders[0], group=stage.group)
-            _place(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
+            _copy_into(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
     return whole
 
 
@@ -103,14 +103,14 @@ def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[tuple[dic
     return list(found.values())
 
 
-def _place(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
+def _copy_into(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
     """Write a part where it belongs."""
     if not ranges:
         whole.copy_(part)
         return
     dim, at = len(ranges) - 1, 0
     for start, stop in ranges[dim]:
-        _place(whole.narrow(dim, start, stop - start), part.narrow(dim, at, stop - start), ranges[:dim])
+        _copy_into(whole.narrow(dim, start, stop - start), part.narrow(dim, at, stop - start), ranges[:dim])
         at += stop - start
 
 

@@ -72,20 +72,20 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return getattr(model.get_submodule(owner), leaf)
 
 
-def whole(model: nn.Module, name: str, places: Collection[int] | None = None) -> Tensor | None:
-    """Return a parameter or buffer of a ParallelModule, gathered on every rank of some places along its pipeline (None:
-    of all), perhaps more, and None on the others. All ranks call this."""
-    stage, held = model.stage_mesh, model.places_of(name)
+def whole(model: nn.Module, name: str, pp_ranks: Collection[int] | None = None) -> Tensor | None:
+    """Return a parameter or buffer of a ParallelModule, gathered on every rank of some pipeline ranks (None: of all),
+    perhaps more, and None on the others. All ranks call this."""
+    stage, held = model.stage_mesh, model.pp_ranks_of(name)
     gathered = None
-    if stage.place in held:
+    if stage.pp_rank in held:
         tensor = _tensor(model, name)
         gathered = gather_everywhere(local(tensor), tensor.shape, layout_of(model, name), stage)
-    if {*(range(len(stage.ranks)) if places is None else places)} <= {*held}:
+    if {*(range(len(stage.ranks)) if pp_ranks is None else pp_ranks)} <= {*held}:
         return gathered
     if gathered is None:
         gathered = torch.empty(model.elsewhere[name].shape, dtype=model.elsewhere[name].dtype, device=stage.device)
-    with watch.meeting("a tensor that another stage holds"):
-        dist.broadcast(gathered.contiguous(), group=stage.line, group_src=held[0])
+    with watch.collective("a tensor that another stage holds"):
+        dist.broadcast(gathered.contiguous(), group=stage.pp_group, group_src=held[0])
     return gathered
 
 

@@ -52,7 +52,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 def of_all_stages(described: dict, stage: StageMesh) -> dict:
     """Return what the optimizers of all stages say together, of a parameter that several have what the first says. All
     ranks call this. Raises CheckpointError if they are not of one kind with the same groups."""
-    everyone = stage.from_all_places(described, "what the stages' optimizers hold")
+    everyone = stage.from_all_pp_ranks(described, "what the stages' optimizers hold")
     if len({(other["class"], len(other["groups"])) for other in everyone}) > 1:
         kinds = ", ".join(f"{other['class']} with {len(other['groups'])} groups" for other in everyone)
         raise CheckpointError(

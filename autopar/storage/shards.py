@@ -50,7 +50,7 @@ def write_shards(
     rank, forms = dist.get_rank(), {name: h.form for name, h in held.items()}
     if strange := [name for name in forms if forms[name].dtype not in NAMES]:
         raise CheckpointError(f"{strange[0]} is {forms[strange[0]].dtype}, which safetensors cannot store")
-    holders = {name: sorted(r for p in h.places for r in stage.ranks[p]) for name, h in held.items()}
+    holders = {name: sorted(r for p in h.pp_ranks for r in stage.ranks[p]) for name, h in held.items()}
     owners = owners_of(forms, holders) if writer_rank is None else dict.fromkeys(forms, writer_rank)
     writers = sorted({*owners.values()} or {writer_rank or 0})
     files = dict(zip(writers, file_names(stem, len(writers))))

@@ -59,9 +59,11 @@ def laid_out(name: str, value: Tensor, parameter: DTensor, layout: Layout, stage
         return value
     if not isinstance(value, DTensor):
         return _part(value.detach(), layout, stage)
-    if tuple(ranks := value.device_mesh.mesh.flatten().tolist()) != stage.ranks[stage.place]:
-        raise InputError(f"{name} is a DTensor of ranks {ranks}, and here ranks {[*stage.ranks[stage.place]]} have it",
-                         fix="load tensors that are whole, full_tensor(), or those of this rank's state_dict()")  # fmt: skip
+    if tuple(ranks := value.device_mesh.mesh.flatten().tolist()) != stage.ranks[stage.pp_rank]:
+        raise InputError(
+            f"{name} is a DTensor of ranks {ranks}, and here ranks {[*stage.ranks[stage.pp_rank]]} have it",
+            fix="load tensors that are whole, full_tensor(), or those of this rank's state_dict()",
+        )
     if tuple(value.placements) == placements_of(layout, stage.mesh):
         return value
     if any(isinstance(p, Partial) or _torch.is_strided_shard(p) for p in value.placements):

@@ -177,8 +177,8 @@ class TensorFileWriter:
 def cut(tensor: Tensor, ranges: Ranges, first_dim: int = 0) -> Tensor:
     """Return the elements that lie in `ranges` of the dims from `first_dim` on."""
     for dim, wanted in enumerate(ranges, first_dim):
-        pieces = [tensor.narrow(dim, a, b - a) for a, b in wanted]
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        slices = [tensor.narrow(dim, a, b - a) for a, b in wanted]
+        tensor = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
     return tensor
 
 

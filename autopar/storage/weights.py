@@ -87,7 +87,7 @@ class Weights:
 
     def __init__(self, model: nn.Module, folder: str | Path, error: type[WeightsError] = WeightsError):
         self._folder = WeightsFolder(folder)
-        self._kept: tuple[object, dict[str, Tensor]] = (None, {})
+        self._cached: tuple[object, dict[str, Tensor]] = (None, {})
         shapes = shapes_of(model)
         names = huggingface.names_in(model, self._folder.forms, shapes)
         self._stored = {name: Stored(file_name) for name, file_name in names.alone.items()}
@@ -112,14 +112,14 @@ class Weights:
         ranges = local_ranges(self.form(name).shape, layout, mesh, coordinate)
         if stored.group is None:
             return self._folder.read(stored.name, ranges).to(dtype)
-        if self._kept[0] is not stored.group or name not in self._kept[1]:
-            self._kept = None, {}  # before there is another
-            self._kept = stored.group, stored.group.convert(self._folder.read)
-        return cut(self._kept[1].pop(name), ranges).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if self._cached[0] is not stored.group or name not in self._cached[1]:
+            self._cached = None, {}  # before there is another
+            self._cached = stored.group, stored.group.convert(self._folder.read)
+        return cut(self._cached[1].pop(name), ranges).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         """Close the files, and drop what the last conversion left."""
-        self._kept = None, {}
+        self._cached = None, {}
         self._folder.close()
 
 

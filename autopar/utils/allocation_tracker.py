@@ -48,15 +48,15 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it calls ops on its local tensors, which come by here in turn
-        self._meet(tree_flatten((args, kwargs))[0], PASSING, "")
+        self._track(tree_flatten((args, kwargs))[0], PASSING, "")
         results = func(*args, **kwargs or {})
-        self._meet(tree_flatten(results)[0], BUCKETS if "c10d" in func.namespace else PASSING, str(func))
+        self._track(tree_flatten(results)[0], BUCKETS if "c10d" in func.namespace else PASSING, str(func))
         return results
 
     def hold(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Give these tensors a kind, for all their life."""
         tensors = list(tensors)
-        self._meet(tensors, kind, "")
+        self._track(tensors, kind, "")
         for tensor in tensors:
             self._alive[storage_key(_local(tensor))].kind = kind
 
@@ -77,7 +77,7 @@ class Allocations(TorchDispatchMode):
             if storage.kind == old:
                 storage.kind = kind
 
-    def _meet(self, values: Iterable, kind: str, maker: str) -> None:
+    def _track(self, values: Iterable, kind: str, maker: str) -> None:
         for value in values:
             if not isinstance(value, torch.Tensor):
                 continue

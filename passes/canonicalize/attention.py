@@ -150,9 +150,9 @@ def _constant_value(
             needed.add(node)
             stack += node.all_input_nodes
             memory.update(storage_key(v) for v in values_of(node))
-            stack += [n for n, place in writes if n not in needed and place in memory]
+            stack += [n for n, key in writes if n not in needed and key in memory]
     buffers = {storage_key(n.meta["val"]) for n in needed if n.op == "get_attr"}
-    if any(place in buffers for _, place in writes):
+    if any(key in buffers for _, key in writes):
         return None
     values: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:

@@ -15,7 +15,7 @@ from torch import fx
 
 from ...ir.graph import is_tensor, mark_phases, operand, output_node, renumbered, tensor_of
 from ...ops import autopar
-from .normalize_strides import unstride
+from .normalize_strides import normalize_strides
 from .rewrite import CHECKS
 
 aten = torch.ops.aten
@@ -27,9 +27,9 @@ _SAME_IF_EQUAL = _VIEWS | {
 
 
 def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Clean a joint graph in place and return its module. Raises UnsupportedOpError (see unstride)."""
+    """Clean a joint graph in place and return its module. Raises UnsupportedOpError (see normalize_strides)."""
     graph = graph_module.graph
-    unstride(graph)
+    normalize_strides(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
             continue

@@ -47,7 +47,7 @@ def explicit_casts(graph_module: fx.GraphModule, around: State = (), device: str
             else:
                 now = outer.pop()
             if not outer and not around:
-                casts.kept.clear()
+                casts.cached.clear()
         elif now is not None and node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             casts.rewrite(node, now, gradients)
     for node in [n for n in reversed(graph.nodes) if autocast_switch(n) is not None]:
@@ -62,7 +62,7 @@ class _Casts:
     graph_module: fx.GraphModule
     device: str
     known: dict[tuple, Way] = field(default_factory=dict)
-    kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
+    cached: dict[tuple[fx.Node, torch.dtype], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self):
         self.trained = {n for n, p in self.graph_module.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -88,7 +88,7 @@ class _Casts:
         if way.dtype is not None:
             node.kwargs = {**node.kwargs, "dtype": way.dtype}
 
-    def _cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype, may_keep: bool) -> fx.Node:
+    def _cast(self, node: fx.Node, argument: fx.Node, dtype: torch.dtype, may_cache: bool) -> fx.Node:
         """Return the cast of an argument, in front of `node`; of a view, a view of the cast: rewrites look for views in
         front of ops."""
         origin = argument
@@ -97,16 +97,16 @@ class _Casts:
         is_weight = (
             origin.op == "get_attr" and origin.target in self.trained and argument.meta["val"].dtype == torch.float32
         )
-        if is_weight and (origin, dtype) in self.kept:
-            return self.kept[origin, dtype]
+        if is_weight and (origin, dtype) in self.cached:
+            return self.cached[origin, dtype]
         if argument.target in VIEWS:
             source = self._cast(node, operand(argument), dtype, False)
             new = node.graph.call_function(argument.target, (source, *argument.args[1:]))
         else:
             new = node.graph.call_function(aten.to.dtype, (argument, dtype))
         new.meta = {**node.meta, "val": argument.meta["val"].to(dtype)}
-        if is_weight and may_keep:
-            self.kept[origin, dtype] = new
+        if is_weight and may_cache:
+            self.cached[origin, dtype] = new
         return new
 
 

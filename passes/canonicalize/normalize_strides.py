@@ -16,7 +16,7 @@ from ...errors import UnsupportedOpError
 from ...ir.graph import describe
 
 
-def unstride(graph: fx.Graph) -> None:
+def normalize_strides(graph: fx.Graph) -> None:
     """Take strides out of the graph in place. Raises UnsupportedOpError listing every op that reads a tensor by strides
     in another order."""
     left = []

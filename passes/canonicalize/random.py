@@ -131,8 +131,8 @@ def _alpha_dropout(draws: Draws, p, train, shape=None, **_) -> fx.Proxy:
     if p == 1:
         return aten.mul.Tensor(draws.input, 0.0)
     a = ((1 - p) * (1 + p * ALPHA**2)) ** -0.5
-    kept = aten.where.ScalarOther(draws.happens(1 - p, shape), draws.input, ALPHA)
-    return aten.add.Tensor(aten.mul.Tensor(kept, a), -a * p * ALPHA)
+    masked = aten.where.ScalarOther(draws.happens(1 - p, shape), draws.input, ALPHA)
+    return aten.add.Tensor(aten.mul.Tensor(masked, a), -a * p * ALPHA)
 
 
 def _feature_alpha_dropout(draws: Draws, p, train, **_) -> fx.Proxy:

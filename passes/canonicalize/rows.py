@@ -1,9 +1,8 @@
 """Ops that name every sample of the batch, or every dim -> ops that say the same of a sample alone.
 
-`x[arange(B), place]` numbers the rows of x, as the masks of transformers and heads that read one token of each sample
-do: the row itself is meant, which `x[:, place]` and `gather` say. `squeeze()` drops the dims of size 1: those alone are
-meant, whatever is left of the others on a device.
-"""
+`x[arange(B), positions]` numbers the rows of x, as the masks of transformers and heads that read one token of each
+sample do: the row itself is meant, which `x[:, positions]` and `gather` say. `squeeze()` drops the dims of size 1:
+those alone are meant, whatever is left of the others on a device."""
 
 from __future__ import annotations
 
@@ -20,25 +19,29 @@ VIEWS = (aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.e
 
 
 def index(graph_module, node: fx.Node) -> fx.Node | None:
-    """Replace x[rows, place] (x: (B, N, ...)) with rows = arange(B) along the first dim of the result."""
+    """Replace x[rows, positions] (x: (B, N, ...)) with rows = arange(B) along the first dim of the result."""
     x, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
     if len(indices) != 2 or None in indices or not _counts(indices[0], x.meta["val"].shape[0]):
         return None
-    place, shape = indices[1], node.meta["val"].shape
-    if place.meta["val"].dtype not in (torch.int32, torch.int64):
+    positions, shape = indices[1], node.meta["val"].shape
+    if positions.meta["val"].dtype not in (torch.int32, torch.int64):
         return None
-    own = tuple(place.meta["val"].shape)
+    own = tuple(positions.meta["val"].shape)
     ndim = indices[0].meta["val"].dim()
-    if len(own) < ndim or own[0] == 1:  # the same places in every row
-        alike = place if len(own) < ndim else call(node, aten.squeeze.dims, place, [0])
+    if len(own) < ndim or own[0] == 1:  # the same positions in every row
+        alike = positions if len(own) < ndim else call(node, aten.squeeze.dims, positions, [0])
         return call(node, aten.index.Tensor, x, [None, alike]) if len(own) in (ndim - 1, ndim) else None
     if ndim != 1 or own != shape[:1]:
         return None
     size, *rest = x.meta["val"].shape[1:]
-    place = call(
-        node, aten.where.self, call(node, aten.lt.Scalar, place, 0), call(node, aten.add.Tensor, place, size), place
+    positions = call(
+        node,
+        aten.where.self,
+        call(node, aten.lt.Scalar, positions, 0),
+        call(node, aten.add.Tensor, positions, size),
+        positions,
     )
-    wide = call(node, aten.view.default, place, [own[0], 1] + [1] * len(rest))
+    wide = call(node, aten.view.default, positions, [own[0], 1] + [1] * len(rest))
     wide = call(node, aten.expand.default, wide, [own[0], 1, *rest])
     return call(node, aten.squeeze.dims, call(node, aten.gather.default, x, 1, wide), [1])
 

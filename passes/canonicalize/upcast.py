@@ -1,4 +1,4 @@
-"""Gradients of mixed precision are widened where they are made, so that whatever adds them up adds wide values.
+"""Gradients of mixed precision are upcast where they are made, so that whatever adds them up adds wide values.
 
 Differentiation casts a gradient back to its parameter's type at the very end, behind the sums over uses of the
 parameter and the views on the way. All of these are linear: the cast moves in front of them. What is left directly in

@@ -111,13 +111,13 @@ def _is_wait_of_bucket(node: fx.Node, *kinds: str) -> bool:
     return node.target is c10d.wait_tensor.default and operand(node).meta.get("bucket") in kinds
 
 
-def _made_after(place: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return these values and what they are computed from, as far as it stands behind `place`, in order."""
-    order = {node: i for i, node in enumerate(place.graph.nodes)}
+def _made_after(anchor: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return these values and what they are computed from, as far as it stands behind `anchor`, in order."""
+    order = {node: i for i, node in enumerate(anchor.graph.nodes)}
     found, left = set(), list(values)
     while left:
         node = left.pop()
-        if order[node] > order[place] and node not in found:
+        if order[node] > order[anchor] and node not in found:
             found.add(node)
             left += node.all_input_nodes
     return sorted(found, key=order.__getitem__)
@@ -143,16 +143,16 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
     """Put one collective in the place of several: at the first for gathers, at the last for reductions. Return its
     node."""
     builder = Builder(graph)
-    place = starts[0] if kind == "gather" else starts[-1]
+    anchor = starts[0] if kind == "gather" else starts[-1]
     if kind == "gather":
-        for node in _made_after(place, [operand(s) for s in starts]):
-            place.prepend(node)
+        for node in _made_after(anchor, [operand(s) for s in starts]):
+            anchor.prepend(node)
     waits = [next(iter(start.users)) for start in starts]
     devices = (
         1 if starts[0].target in (c10d.all_reduce.default, c10d.all_gather_into_tensor.default) else _devices(starts[0])
     )
-    with graph.inserting_before(place):
-        builder.meta = {k: place.meta[k] for k in ("phase", "module", "source") if k in place.meta}
+    with graph.inserting_before(anchor):
+        builder.meta = {k: anchor.meta[k] for k in ("phase", "module", "source") if k in anchor.meta}
         rows = [builder.call(aten.reshape.default, s.args[0], [devices, -1]) for s in starts]
         widths = [r.meta["val"].shape[1] for r in rows]
         packed = contiguous(builder, builder.call(aten.cat.default, rows, 1))
@@ -172,17 +172,17 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         columns = builder.call(aten.reshape.default, wait, [height, sum(widths)])
         edge = 0
         for old, width in zip(waits, widths):
-            piece = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
+            unpacked = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
             name = f"{old.meta['tensor']}_of_bucket"  # the same, whatever else the graph packs: saved values go by their names
-            piece = contiguous(
-                builder, builder.call(aten.reshape.default, piece, list(old.meta["val"].shape), name=name), name
+            unpacked = contiguous(
+                builder, builder.call(aten.reshape.default, unpacked, list(old.meta["val"].shape), name=name), name
             )
-            piece.meta = {**old.meta, "val": piece.meta["val"]}
-            old.replace_all_uses_with(piece)
+            unpacked.meta = {**old.meta, "val": unpacked.meta["val"]}
+            old.replace_all_uses_with(unpacked)
             edge += width
-            cursor = place.prev
+            cursor = anchor.prev
             if kind == "reduce":  # what the result goes through on its way out now comes after the bucket
-                for node in _way_out(piece):
+                for node in _way_out(unpacked):
                     cursor.append(node)
                     cursor = node
     for start, old in zip(starts, waits):

@@ -51,11 +51,11 @@ def _gather_ahead(graph: fx.Graph, phase: str) -> None:
             gathers.append((node, way))
     for (before, _), (start, way) in pairwise(gathers):
         order = {node: i for i, node in enumerate(graph.nodes)}
-        place = wait_of(before)
+        anchor = wait_of(before)
         for node in sorted((*way, start), key=order.__getitem__):
-            if order[node] > order[place]:
-                place.append(node)
-                place = node
+            if order[node] > order[anchor]:
+                anchor.append(node)
+                anchor = node
 
 
 def _from_parameters(start: fx.Node) -> set[fx.Node] | None:
@@ -83,9 +83,9 @@ def _reduce_behind(graph: fx.Graph) -> None:
     ]
     order = {node: i for i, node in enumerate(graph.nodes)}
     for i, (start, tail) in enumerate(found):
-        place = _packed(found[i + 1][0]) if i + 1 < len(found) else output_node(graph)
-        for node in sorted(tail, key=order.__getitem__) if order[place] > order[start] else ():
-            place.prepend(node)
+        anchor = _packed(found[i + 1][0]) if i + 1 < len(found) else output_node(graph)
+        for node in sorted(tail, key=order.__getitem__) if order[anchor] > order[start] else ():
+            anchor.prepend(node)
 
 
 def _leading_out(start: fx.Node) -> set[fx.Node] | None:

@@ -36,7 +36,7 @@ from ...ir.mesh import Mesh
 from ...plans.sharding import NodeSharding
 from ...rules import Rule, rule_of, strategy_of
 from ...rules.reading import input_shapes, output_indices, output_shapes
-from .samples import MADE, Factor, Place, Tensor, factor_at, place_in, tensors_of
+from .samples import MADE, Factor, SampleDim, Tensor, factor_at, sample_dim_in, tensors_of
 
 aten = torch.ops.aten
 AXIS = "micro_batch"
@@ -61,8 +61,8 @@ class BatchAxis:
 
 
 def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
-    """Return the sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many places, or
-    over one for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a
+    """Return the sharding of a joint graph for `micro_batches` parts of a batch of `samples`: over as many positions,
+    or over one for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a
     graph that cannot be computed part by part, with the op that needs other samples."""
     if micro_batches > samples:
         raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
@@ -73,11 +73,11 @@ def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
 
 
 class _Samples:
-    """Where the samples are: `place` has (dim, parts) of every tensor that has any, `factor` that of every op."""
+    """Where the samples are: `sample_dim` has (dim, parts) of every tensor that has any, `factor` that of every op."""
 
     def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
         self.rules = rules
-        self.place: dict[Tensor, Place] = {}
+        self.sample_dim: dict[Tensor, SampleDim] = {}
         self.factor: dict[fx.Node, Factor] = {}
         self.users: dict[Tensor, list[fx.Node]] = {}
         for node in rules:
@@ -92,8 +92,8 @@ class _Samples:
         while self.waiting:
             self._spread(self.waiting.popleft())
 
-    def _put(self, tensor: Tensor, place: Place) -> None:
-        self.place[tensor] = place
+    def _put(self, tensor: Tensor, sample_dim: SampleDim) -> None:
+        self.sample_dim[tensor] = sample_dim
         producer = tensor[0]
         self.waiting.extend(self.users.get(tensor, ()))
         if producer in self.rules:
@@ -113,11 +113,11 @@ class _Samples:
             )
 
     def _spread(self, node: fx.Node) -> None:
-        """Carry the place of the samples from the tensors of an op where it is known to its others."""
+        """Carry the dim of the samples from the tensors of an op where it is known to its others."""
         if (rule := self.rules[node]) is None:
             raise _mixes(node)
         tensors = tensors_of(node, rule)
-        factors = {factor_at(node, rule, dims, self.place[t]) for t, dims in tensors if t in self.place}
+        factors = {factor_at(node, rule, dims, self.sample_dim[t]) for t, dims in tensors if t in self.sample_dim}
         if not factors:
             return
         if len(factors) != 1 or None in factors:
@@ -125,11 +125,11 @@ class _Samples:
         (factor,) = factors
         self.factor[node] = factor
         for tensor, dims in tensors:
-            place = place_in(dims, factor)
-            if self.place.get(tensor, place) != place:
+            sample_dim = sample_dim_in(dims, factor)
+            if self.sample_dim.get(tensor, sample_dim) != sample_dim:
                 raise _mixes(node)
-            if place is not None and tensor not in self.place:
-                self._put(tensor, place)
+            if sample_dim is not None and tensor not in self.sample_dim:
+                self._put(tensor, sample_dim)
 
 
 def partial_of(value: fx.Node) -> Layout:
@@ -146,7 +146,7 @@ def _mixes(node: fx.Node) -> MicroBatchError:
 
 
 class _Layouts:
-    """Layouts in the order of the graph, from the places of the samples: what is summed over them is Partial until
+    """Layouts in the order of the graph, from the dims of the samples: what is summed over them is Partial until
     something reads it that is not linear."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, rules: dict[fx.Node, Rule | None], samples: _Samples):
@@ -195,8 +195,8 @@ class _Layouts:
     def _sharded(self, node: fx.Node, index: int, ndim: int) -> Layout:
         dims: list[tuple[str, ...]] = [()] * ndim
         parts = [1] * ndim
-        if (node, index) in self.samples.place:
-            dim, count = self.samples.place[node, index]
+        if (node, index) in self.samples.sample_dim:
+            dim, count = self.samples.sample_dim[node, index]
             dims[dim], parts[dim] = (AXIS,), count
         return Layout(tuple(dims), (), tuple(parts))
 

@@ -59,7 +59,7 @@ class MicroBatched:
         """Return whether a micro-batch runs the graph of one sample less."""
         return self.smaller is not None and self.sizes[number] < self.sizes[0]
 
-    def place(self, number: int) -> int:
+    def start(self, number: int) -> int:
         """Return where a micro-batch begins, in micro-batches before it or, if they are not equal, in samples: its
         random state has it."""
         return number if self.smaller is None else sum(self.sizes[:number])
@@ -75,7 +75,7 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
         return MicroBatched(
             captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
         )
-    axis, counts = batch_axis(graph, micro_batches, samples), places_of(samples, micro_batches)
+    axis, counts = batch_axis(graph, micro_batches, samples), spans_of(samples, micro_batches)
     has_random = any(stream_of(node) is not None for node in graph.nodes)
     # equal blocks are alike
     found = [_cut(captured, axis, micro_batches, count, captured.compact is None or has_random) for count in counts]
@@ -117,15 +117,15 @@ def _samples(captured: Captured) -> int:
     return next((shape[0] for shape in captured.signature.shapes if shape), 1)
 
 
-def places_of(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Return over how many places along the batch's axis micro-batches span, the larger ones first; all over one if
+def spans_of(samples: int, micro_batches: int) -> tuple[int, ...]:
+    """Return over how many positions along the batch's axis micro-batches span, the larger ones first; all over one if
     they are equal."""
     sizes = sizes_of(samples, micro_batches)
     return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
 
 
 def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool) -> Captured:
-    """Return the graph of a micro-batch that spans `count` places."""
+    """Return the graph of a micro-batch that spans `count` positions."""
     local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
     compact = old and _compact(old, _few(old, micro_batches, _samples(captured), count), local)
     return replace(captured, graph_module=local, compact=compact)
@@ -139,15 +139,15 @@ def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.Graph
 def _local(
     joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True
 ) -> fx.GraphModule:
-    """Return the joint graph of one of the micro-batches that span `count` places along the axis. `checks`: whether all
-    are alike has to be seen."""
+    """Return the joint graph of one of the micro-batches that span `count` positions along the axis. `checks`: whether
+    all are alike has to be seen."""
     joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
     sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
     far = axis.mesh.devices - count  # where the last one begins
     local = localize(joint, sharding, 0, coordinate={AXIS: range(count)})
     if checks:
         last = localize(joint, sharding, 0, coordinate={AXIS: range(far, far + count)})
-        _draw_by_place(local, last, far)
+        _draw_by_position(local, last, far)
         _check_alike(local, last)
     _forget_axis(local)
     return local
@@ -162,7 +162,7 @@ def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) ->
     if old is None or micro_batches == 1:
         micro = micro_batch(captured, micro_batches)
         return micro.smaller if smaller else micro.captured
-    count = places_of(samples, micro_batches)[-1 if smaller else 0]
+    count = spans_of(samples, micro_batches)[-1 if smaller else 0]
     small = _few(old, micro_batches, samples, count)
     keys = {node.name: key for node, key in old.origins.items()}
     origins = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
@@ -250,9 +250,9 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
     return graph_module(joint, graph, "Totals"), tuple(inputs)
 
 
-def _draw_by_place(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
-    """Give random ops the step from one place along the axis to the next, in the graphs of the first place and of the
-    one `far` from it; they read the place of a micro-batch from the random state."""
+def _draw_by_position(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
+    """Give random ops the step from one position along the axis to the next, in the graphs of the first position and
+    of the one `far` from it; they read the position of a micro-batch from the random state."""
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
         if a.op == "placeholder" and a.meta["role"].kind == "random":
             a.meta["val"] = a.meta["val"].new_empty(3)

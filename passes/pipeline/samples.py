@@ -20,26 +20,26 @@ MADE = (
 )  # whatever is in their input
 
 Tensor = tuple[fx.Node, int]
-Place = tuple[int, int]  # the dim, and the number of equal parts of it that each have samples of their own
+SampleDim = tuple[int, int]  # the dim, and the number of equal parts of it that each have samples of their own
 Factor = tuple[str, int]  # its name, and such parts of it
 
 
-def outputs_with_samples(graph: fx.Graph, samples: int) -> list[Place | None]:
-    """Return the place of the samples in each output of a joint graph: None for what is no tensor, has none, or is
+def outputs_with_samples(graph: fx.Graph, samples: int) -> list[SampleDim | None]:
+    """Return the dim of the samples in each output of a joint graph: None for what is no tensor, has none, or is
     computed from several samples at once (a mean, a contrast of all pairs). The samples of inputs are their dim 0."""
-    places: dict[Tensor, Place] = {}
+    sample_dims: dict[Tensor, SampleDim] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and node.meta["role"].kind == "input":
             if value.dim() and value.shape[0] == samples:
-                places[node, 0] = (0, 1)
+                sample_dims[node, 0] = (0, 1)
         elif is_op(node) and node.meta["phase"] == "forward" and (rule := rule_of(node)) is not None:
             tensors = tensors_of(node, rule)
-            factors = {factor_at(node, rule, dims, places[t]) for t, dims in tensors if t in places}
+            factors = {factor_at(node, rule, dims, sample_dims[t]) for t, dims in tensors if t in sample_dims}
             if len(factors) == 1 and (factor := factors.pop()) is not None:
-                found = ((t, place_in(dims, factor)) for t, dims in tensors if t[0] is node)
-                places.update((t, place) for t, place in found if place is not None)
-    return [places.get(tensor_of(value)) if is_tensor(value) else None for value, _ in outputs_of(graph)]
+                found = ((t, sample_dim_in(dims, factor)) for t, dims in tensors if t[0] is node)
+                sample_dims.update((t, sample_dim) for t, sample_dim in found if sample_dim is not None)
+    return [sample_dims.get(tensor_of(value)) if is_tensor(value) else None for value, _ in outputs_of(graph)]
 
 
 def tensors_of(node: fx.Node, rule: Rule) -> list[tuple[Tensor, tuple]]:
@@ -50,10 +50,10 @@ def tensors_of(node: fx.Node, rule: Rule) -> list[tuple[Tensor, tuple]]:
     return [*inputs, *zip([(node, i) for i in output_indices(node)], rule.outputs)]
 
 
-def factor_at(node: fx.Node, rule: Rule, dims: tuple, place: Place) -> Factor | None:
+def factor_at(node: fx.Node, rule: Rule, dims: tuple, sample_dim: SampleDim) -> Factor | None:
     """Return the factor that the samples are in, or are inside equal parts of (heads and samples in one dim); None if
     they cannot be."""
-    dim, parts = place
+    dim, parts = sample_dim
     for entry in entries_of(dims[dim]):
         if _parts(entry) == parts:
             return name_of(entry), 1
@@ -61,7 +61,7 @@ def factor_at(node: fx.Node, rule: Rule, dims: tuple, place: Place) -> Factor | 
     return (whole, parts) if whole in cut_inside(node, rule, parts) else None
 
 
-def place_in(dims: tuple, factor: Factor) -> Place | None:
+def sample_dim_in(dims: tuple, factor: Factor) -> SampleDim | None:
     """Return where a tensor has the samples, given its dims and the factor that they are in; None if it has none."""
     name, inside = factor
     found = ((d, inside * _parts(e)) for d, dim in enumerate(dims) for e in entries_of(dim) if name_of(e) == name)

@@ -18,12 +18,12 @@ from ..distribute.partition import extract
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """input: (inputs of the backward) -> (its returned gradients, then `stash`). weight: (the inputs `kept` of the
-    backward, then `stash`) -> gradients of the parameters. Roles are on the `output` nodes."""
+    """input: (inputs of the backward) -> (its returned gradients, then `stash`). weight: (the backward's inputs at
+    `weight_inputs`, then `stash`) -> gradients of the parameters. Roles are on the `output` nodes."""
 
     input: fx.GraphModule
     weight: fx.GraphModule
-    kept: tuple[int, ...]  # positions
+    weight_inputs: tuple[int, ...]  # positions
     stash: tuple[str, ...]  # names
 
 
@@ -36,11 +36,13 @@ def split_backward(backward: fx.GraphModule) -> SplitBackward:
     inputs = [n for n in backward.graph.nodes if n.op == "placeholder"]
     needed = _ancestors([v for v, _ in gradients], stop=chain)
     read = {a for n in needed if n not in chain for a in n.all_input_nodes} | {v for v, _ in gradients}
-    kept = [i for i, n in enumerate(inputs) if n in read]
+    weight_inputs = [i for i, n in enumerate(inputs) if n in read]
     stash = [n for n in backward.graph.nodes if n in chain and n in read and n.op == "call_function"]
     first = extract(backward, inputs, [v for v, _ in returned] + stash, [r for _, r in returned] + [None] * len(stash))
-    second = extract(backward, [inputs[i] for i in kept] + stash, [v for v, _ in gradients], [r for _, r in gradients])
-    return SplitBackward(first, second, tuple(kept), tuple(n.name for n in stash))
+    second = extract(
+        backward, [inputs[i] for i in weight_inputs] + stash, [v for v, _ in gradients], [r for _, r in gradients]
+    )
+    return SplitBackward(first, second, tuple(weight_inputs), tuple(n.name for n in stash))
 
 
 def _ancestors(nodes: list, stop: Collection[fx.Node] = ()) -> set[fx.Node]:

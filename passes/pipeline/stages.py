@@ -17,7 +17,7 @@ from torch import fx
 from ..._torch import graph_module
 from ...ir.graph import OutputRole, Role, is_tensor, tensor_of
 from ...ir.layout import Layout
-from ...ir.stage_placement import Places, first_of
+from ...ir.stage_placement import StagePlacement, first_of
 from ...plans.sharding import Sharding
 
 aten = torch.ops.aten
@@ -75,32 +75,32 @@ class Stage:
 def cut(joint: fx.GraphModule, cuts: Sequence[str]) -> list[Stage]:
     """Cut a joint graph into stages: one begins at each of the forward ops `cuts`, one before the first of them. Raises
     StageError for names that are no forward ops of the graph, in its order."""
-    places = Places(joint.graph, cuts)
-    return [_Builder(joint, places, index).stage() for index in range(len(cuts) + 1)]
+    placement = StagePlacement(joint.graph, cuts)
+    return [_Builder(joint, placement, index).stage() for index in range(len(cuts) + 1)]
 
 
 class _Builder:
     """Builds the graph of one stage."""
 
-    def __init__(self, joint: fx.GraphModule, places: Places, index: int):
-        self.joint, self.places, self.index = joint, places, index
+    def __init__(self, joint: fx.GraphModule, placement: StagePlacement, index: int):
+        self.joint, self.placement, self.index = joint, placement, index
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
 
     def stage(self) -> Stage:
         """Build the stage: its joint graph and the names of what it receives, sends and returns."""
-        places, s = self.places, self.index
-        last = {n: mask.bit_length() - 1 for n, mask in places.read_at.items()}
-        first = {n: first_of(mask, s) for n, mask in places.read_at.items()}
-        values = [n for n in places.graph.nodes if n in places.stage and is_tensor(n)]
-        received = [n for n in values if places.stage[n] < s <= last.get(n, 0)]
-        sent = [n for n in values if places.stage[n] <= s < last.get(n, 0)]
-        arriving = [n for n in values if places.stage[n] > s >= first.get(n, s + 1)]
-        returned = [n for n in values if places.stage[n] >= s > first.get(n, s)]
+        placement, s = self.placement, self.index
+        last = {n: mask.bit_length() - 1 for n, mask in placement.read_at.items()}
+        first = {n: first_of(mask, s) for n, mask in placement.read_at.items()}
+        values = [n for n in placement.graph.nodes if n in placement.stage and is_tensor(n)]
+        received = [n for n in values if placement.stage[n] < s <= last.get(n, 0)]
+        sent = [n for n in values if placement.stage[n] <= s < last.get(n, 0)]
+        arriving = [n for n in values if placement.stage[n] > s >= first.get(n, s + 1)]
+        returned = [n for n in values if placement.stage[n] >= s > first.get(n, s)]
         outputs = self._outputs()
         needed = [v for v, _ in outputs] + sent + returned
         own = self._own(needed, {*received, *arriving})
-        leaves = [n for n in places.graph.nodes if n in own and n.op == "placeholder"]
+        leaves = [n for n in placement.graph.nodes if n in own and n.op == "placeholder"]
         for node in [n for n in leaves if n.meta["role"].kind != "tangent"]:
             self.new[node] = self.graph.node_copy(node)
         for node in received:
@@ -109,8 +109,8 @@ class _Builder:
             self._placeholder(node, Role("arriving", node.name), "backward")
         for node in [n for n in leaves if n.meta["role"].kind == "tangent"]:
             self.new[node] = self.graph.node_copy(node)
-        for node in places.graph.nodes:
-            if node in own and node not in self.new and node.op != "output" and node not in places.terms:
+        for node in placement.graph.nodes:
+            if node in own and node not in self.new and node.op != "output" and node not in placement.terms:
                 self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
         pairs = [(self.new[v], r) for v, r in outputs if r.kind in ("output", "mutation")]
         pairs += [(self.new[n], OutputRole("activation", n.name)) for n in sent]
@@ -123,7 +123,7 @@ class _Builder:
         names = tuple(n.meta["role"].name for n in leaves if n.meta["role"].kind == "parameter")
         passing = [tuple(n.name for n in v) for v in (received, sent, arriving, returned)]
         tensors = {n.name: _tensor(n) for n in (*received, *sent, *arriving, *returned)}
-        position = {role: i for i, (_, role) in enumerate(places.pairs)}
+        position = {role: i for i, (_, role) in enumerate(placement.pairs)}
         return Stage(s, module, names, *passing, tensors, tuple(position.get(r, r.name) for _, r in pairs))
 
     def _placeholder(self, node: fx.Node, role: Role, phase: str) -> None:
@@ -133,23 +133,23 @@ class _Builder:
     def _outputs(self) -> list[tuple[fx.Node, OutputRole]]:
         """Return the outputs of the whole graph that this stage gives."""
         found = []
-        for value, role in self.places.pairs:
+        for value, role in self.placement.pairs:
             if role.kind == "gradient":
                 if self._has_term(value):
                     found.append((value, role))
-            elif self.places.stage.get(value, self.places.count - 1) == self.index:
+            elif self.placement.stage.get(value, self.placement.count - 1) == self.index:
                 found.append((value, role))
         return found
 
     def _has_term(self, value: fx.Node) -> bool:
-        if value in self.places.terms:
+        if value in self.placement.terms:
             return any(self._has_term(a) for a in value.all_input_nodes)
-        return self.places.owner.get(value) == self.index
+        return self.placement.owner.get(value) == self.index
 
     def _term(self, value: fx.Node) -> fx.Node:
         """Return this stage's part of a gradient that is summed over several: the same sum without what other stages
         add."""
-        if value not in self.places.terms or value in self.new:
+        if value not in self.placement.terms or value in self.new:
             return self.new[value]
         mine = [a for a in value.all_input_nodes if self._has_term(a)]
         for argument in mine:
@@ -168,7 +168,7 @@ class _Builder:
             if node in own or node in given:
                 continue
             own.add(node)
-            stack.extend(a for a in node.all_input_nodes if node not in self.places.terms or self._has_term(a))
+            stack.extend(a for a in node.all_input_nodes if node not in self.placement.terms or self._has_term(a))
         return own
 
 

@@ -59,7 +59,7 @@ def test_graphs(name, golden):
                 lower(captured, plan, rank)
                 continue
             at = plan.mesh.coordinate(rank)
-            for i in plan.pipeline.stages_of(plan.pipeline.place_of(at)):
+            for i in plan.pipeline.stages_of(plan.pipeline.pp_rank_of(at)):
                 lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, at))
     golden("\n".join(texts))
 

@@ -37,8 +37,8 @@ from autopar.simulate.oracle import (
     norm,
     one_device_step,
     relative_error,
-    widened_capture,
-    widened_value,
+    upcast_capture,
+    upcast_value,
 )
 
 from ..families import FAMILIES
@@ -61,8 +61,8 @@ class Case:
         captured = api.trace(model, inputs, **tracing)
         values = global_values(captured, model, inputs)
         if wide:
-            captured = widened_capture(captured, narrow)
-            values = {name: widened_value(value, narrow) for name, value in values.items()}
+            captured = upcast_capture(captured, narrow)
+            values = {name: upcast_value(value, narrow) for name, value in values.items()}
         samples = next(shape[0] for shape in captured.signature.shapes if shape)
         return cls(captured, values, one_device_step(captured, values), samples)
 

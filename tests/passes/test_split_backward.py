@@ -48,7 +48,7 @@ def test_the_two_give_what_the_backward_gives(name, stages, seed):
         split = split_backward(parts.backward)
         first = split.input(*inputs)
         count = len(first) - len(split.stash)
-        second = split.weight(*(inputs[i] for i in split.kept), *first[count:])
+        second = split.weight(*(inputs[i] for i in split.weight_inputs), *first[count:])
         mine = [*zip(roles_of(split.input)[:count], first), *zip(roles_of(split.weight), second)]
         assert [r.kind for r, _ in mine] == ["returned"] * count + ["gradient"] * len(second), (name, seed, stage.index)
         assert {(r.kind, r.name) for r, _ in mine} == set(wanted) and len(mine) == len(wanted)

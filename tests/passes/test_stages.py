@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir.graph import is_op, output_node
-from autopar.ir.stage_placement import Places
+from autopar.ir.stage_placement import StagePlacement
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.passes.pipeline.stages import cut
 from tests.helpers import staged
@@ -79,8 +79,8 @@ def test_nothing_is_sent_that_nobody_reads(joint):
 
 def test_parameters_are_on_the_stages_that_read_them(joint):
     for seed, cuts in cuts_of(joint):
-        stages, places = cut(joint.graph_module, cuts), Places(joint.graph, cuts)
-        for leaf, mask in places.parameters.items():
+        stages, placement = cut(joint.graph_module, cuts), StagePlacement(joint.graph, cuts)
+        for leaf, mask in placement.parameters.items():
             name = leaf.meta["role"].name
             there = sum(1 << s.index for s in stages if name in s.parameters)
             assert there == mask, f"seed {seed}: {name}"
@@ -95,13 +95,13 @@ def test_parameters_are_on_the_stages_that_read_them(joint):
 def test_every_op_is_in_one_stage(joint):
     """But for what every stage computes that reads it, and for sums of gradients over stages."""
     for seed, cuts in cuts_of(joint):
-        places = Places(joint.graph, cuts)
+        placement = StagePlacement(joint.graph, cuts)
         count = Counter(n.name for stage in cut(joint.graph_module, cuts) for n in stage.joint.graph.nodes if is_op(n))
         for node in joint.graph.nodes:
-            if is_op(node) and node not in places.free and node not in places.terms and node.users:
+            if is_op(node) and node not in placement.free and node not in placement.terms and node.users:
                 assert count[node.name] == 1, f"seed {seed}: {node} runs {count[node.name]} times"
-        forward = {n.name for n in places.nodes if n in places.stage and n.meta["phase"] == "forward"}
-        assert forward <= {*count, *(n.name for n in places.nodes if not is_op(n))}
+        forward = {n.name for n in placement.nodes if n in placement.stage and n.meta["phase"] == "forward"}
+        assert forward <= {*count, *(n.name for n in placement.nodes if not is_op(n))}
 
 
 def test_outputs_are_given_once(joint):

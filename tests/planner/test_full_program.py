@@ -75,14 +75,14 @@ def test_the_command_line_has_it_too(capsys):
 
 def test_the_statement_names_what_is_there():
     """Every function and file that the statement of the program names (autopar/planner/problem/__init__.py)."""
-    homes = {"Program": "solver.ilp:Program", "full_program": "solver.full_program", "recipes": "problem.recipes",
+    modules = {"Program": "solver.ilp:Program", "full_program": "solver.full_program", "recipes": "problem.recipes",
              "vertices": "problem.vertices"}  # fmt: skip
-    named = re.findall(rf"\b({'|'.join(homes)})\.(?!py)(\w+)", problem.__doc__)
+    named = re.findall(rf"\b({'|'.join(modules)})\.(?!py)(\w+)", problem.__doc__)
     assert len(named) >= 10
-    for home, name in named:
-        module, _, inside = homes[home].partition(":")
+    for owner, name in named:
+        module, _, inside = modules[owner].partition(":")
         module = importlib.import_module(f"autopar.planner.{module}")
-        assert hasattr(getattr(module, inside) if inside else module, name), f"{home}.{name}"
+        assert hasattr(getattr(module, inside) if inside else module, name), f"{owner}.{name}"
     folder = Path(problem.__file__).parent
     for file in re.findall(r"[\w/]+\.py", problem.__doc__):
         assert (folder / file).exists() or (folder.parent / file).exists(), file

@@ -80,7 +80,7 @@ def test_copies_are_kept_as_far_as_they_fit():
         limit = none.bytes_ + share * (every.bytes_ - none.bytes_) + 1
         kept = keep_copies(instance.problem, none, limit, instance.pricer)
         assert kept.bytes_ <= limit and kept.seconds <= before
-        assert len(kept.transfers) + len(kept.kept - none.kept) == len(none.transfers)
+        assert len(kept.transfers) + len(kept.retained - none.retained) == len(none.transfers)
         before = kept.seconds
     assert kept.seconds == pytest.approx(every.seconds) and kept.bytes_ == pytest.approx(every.bytes_)
 

@@ -104,7 +104,7 @@ def test_the_fastest_schedule_is_taken_and_the_others_are_told():
     plan = found.plan
     searched = [name for name, _ in kinds_of("auto", None)]
     assert plan.pipeline.schedule in searched
-    assert plan.step_seconds == min(t.step_seconds for t in found.staged.tried)
+    assert plan.step_seconds == min(t.step_seconds for t in found.staged.candidates)
     assert len(plan.alternatives) == len(searched) - 1
     assert all(a.step_seconds >= plan.step_seconds and "8 micro-batches" in a.name for a in plan.alternatives)
 
@@ -140,7 +140,7 @@ def test_more_micro_batches_wait_less():
 
 def test_the_number_of_micro_batches_fills_the_data_axes():
     found = planned(GPT, "pp=2,dp=4")
-    assert {t.pipeline.micro_batches for t in found.staged.tried} == {2}  # 8 samples on 4 replicas
+    assert {t.pipeline.micro_batches for t in found.staged.candidates} == {2}  # 8 samples on 4 replicas
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])

@@ -11,7 +11,7 @@ from autopar.api import entry as api
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
-from autopar.ir.stage_placement import Places
+from autopar.ir.stage_placement import StagePlacement
 from autopar.models import registry
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.pipeline import segments as segments_module
@@ -122,7 +122,9 @@ def test_skips_pass_every_cut_between_their_ends():
     starts = chain_of(found).starts
     assert len(starts) >= 4
     parts = Parts(*found.whole, found.pricer, starts[2:3]).found
-    passing = [n for n in found.problem.graph.nodes if Places(found.problem.graph, starts[2:3]).read_at.get(n, 0) >= 2]
+    passing = [
+        n for n in found.problem.graph.nodes if StagePlacement(found.problem.graph, starts[2:3]).read_at.get(n, 0) >= 2
+    ]
     assert len(parts[0].sent) >= 3 and len(passing) >= 3
 
 

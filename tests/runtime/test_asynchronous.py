@@ -262,7 +262,7 @@ def _train(rank: int, mesh: str, name: str, **options) -> tuple[autopar.Asynchro
     pipeline = autopar.AsynchronousPipeline(
         model, device_mesh(mesh), inputs, name, optimizer=OPTIMIZERS["adamw"], **options
     )
-    found, stage = {}, pipeline.place
+    found, stage = {}, pipeline.pp_rank
     mine = {n: p for n, p in pipeline.module.named_parameters()}
 
     def on_update(version: int) -> None:

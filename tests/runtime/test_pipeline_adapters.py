@@ -100,7 +100,7 @@ def _cut_at_an_adapter(rank: int, folder: str) -> None:
         base, mesh, batch, **options, plan=with_owners(found._captures.table[0].traced.captured, plan)
     )
     site = "model.layers.1.self_attn.q_proj"
-    assert 0 in model.places_of(f"{site}.weight") and model.places_of(f"{site}.lora_B.weight") == (1,)
+    assert 0 in model.pp_ranks_of(f"{site}.weight") and model.pp_ranks_of(f"{site}.lora_B.weight") == (1,)
     train(model, batch, 3)
     _merged(rank, model, reference, batch, loss_of(model, batch), folder)
 

@@ -39,8 +39,8 @@ def _assert_gradients(parallel, reference, what: str) -> None:
 
 def _inputs_and_outputs(rank: int) -> dict[str, str]:
     """Messages of calls that must fail, by what is wrong with them."""
-    mesh, errors, batch, place = device_mesh(MESH), {}, _batch(1), rank % 2
-    mine = {k: v[2 * place : 2 * place + 2] for k, v in batch.items()}
+    mesh, errors, batch, replica = device_mesh(MESH), {}, _batch(1), rank % 2
+    mine = {k: v[2 * replica : 2 * replica + 2] for k, v in batch.items()}
 
     def refused(what: str, call) -> None:
         with pytest.raises(InputError) as caught:
@@ -75,7 +75,7 @@ def _inputs_and_outputs(rank: int) -> dict[str, str]:
         assert_close(parallel(input_ids=cut, labels=odd).loss, expected.loss, "DTensors")
         away = distribute_tensor(batch["input_ids"], mesh["dp"], [Shard(0)])
         refused("another mesh", lambda: parallel(input_ids=away, labels=odd))
-        refused("uneven parts", lambda: parallel(**{k: v[[0, 1, 1][: 1 + 2 * place]] for k, v in mine.items()}))
+        refused("uneven parts", lambda: parallel(**{k: v[[0, 1, 1][: 1 + 2 * replica]] for k, v in mine.items()}))
     return errors
 
 
@@ -92,8 +92,8 @@ def test_parts_of_the_batch_and_outputs_everywhere(monkeypatch):
 
 
 def _accumulate(rank: int) -> bool:
-    """Tied embeddings are on both places; with one micro-batch gradients are reduced as they are made until no_sync; a
-    batch of two samples cannot be cut over dp, so that its gradients are not Partial."""
+    """Tied embeddings are on both pipeline ranks; with one micro-batch gradients are reduced as they are made until
+    no_sync; a batch of two samples cannot be cut over dp, so that its gradients are not Partial."""
     first, short, *others = _batch(0), {k: v[:2] for k, v in _batch(1).items()}, _batch(2), _batch(3)
     for micro_batches, strategy, batches in ((2, "fsdp", [first, short, *others]), (1, "ddp", [first, *others])):
         model, _ = tiny.gpt2(n_layer=1)
@@ -217,7 +217,7 @@ def _looked_up(rank: int) -> None:
     for made in (parallel, copy.deepcopy(parallel)):
         for name, _ in [*reference.named_parameters(), *reference.named_buffers()]:
             path, _, leaf = name.rpartition(".")
-            layer, is_mine = made.get_submodule(path), rank in made.places_of(name)
+            layer, is_mine = made.get_submodule(path), rank in made.pp_ranks_of(name)
             assert hasattr(layer, leaf) == is_mine
             if not is_mine:
                 with pytest.raises(AbsentError, match=f"{name} is on rank {1 - rank}, .* than those of rank {rank}"):

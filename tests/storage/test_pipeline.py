@@ -79,7 +79,7 @@ def _between_meshes(rank: int, root: str, wanted: list[float]) -> dict:
             losses = steps(model, optimizer, batch)
             reads.senders.clear()
             autopar.save_checkpoint(f"{root}/{text}", model, optimizer, step=1, data={"rank": rank})
-            assert reads.senders <= {*model.stage_mesh.ranks[model.stage_mesh.place]}, (
+            assert reads.senders <= {*model.stage_mesh.ranks[model.stage_mesh.pp_rank]}, (
                 "a part from a rank of another stage"
             )
             assert close(losses + steps(model, optimizer, batch), wanted), text
@@ -197,7 +197,7 @@ def _random(rank: int, root: str) -> None:
     batch = dict(x=x, target=y)
     model = autopar.compile(Dropping(), device_mesh("pp=2"), batch, micro_batches=2)
     optimizer = optimizer_of(model)
-    assert ("scale" in model.elsewhere, *model.places_of("scale")) == (rank == 0, 1)
+    assert ("scale" in model.elsewhere, *model.pp_ranks_of("scale")) == (rank == 0, 1)
     steps(model, optimizer, batch, 3)
     if rank == 1:
         model.scale.mul_(1.5)

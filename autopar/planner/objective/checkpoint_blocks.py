@@ -127,7 +127,7 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
     """Return the evaluation with each of these steps taken in as many copies as its count says."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
     alive: dict[str, float] = defaultdict(float)
-    saved, kept, seconds, transfers = dict(evaluation.saved), set(evaluation.kept), 0.0, evaluation.transfers
+    saved, retained, seconds, transfers = dict(evaluation.saved), set(evaluation.retained), 0.0, evaluation.transfers
     for step, count in counts:
         taken[step.block][step.level] = (step, count)
         alive[step.block] += step.freed_bytes
@@ -135,13 +135,14 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
         share = count / step.copies
         for key, bytes_ in step.freed:
             saved[key] -= bytes_ * share
-            kept -= {key} if count == step.copies else set()
+            retained -= {key} if count == step.copies else set()
         for key, bytes_ in step.needed:
             saved[key] = saved.get(key, 0.0) + bytes_ * share
-            kept.add(key)
+            retained.add(key)
         if evaluation.gathers_once and count == step.copies:
             transfers = held(transfers, {key for key, _ in step.needed})
     return replace(
         evaluation, transfers=transfers, saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5},
-        kept=kept, recomputed=dict(taken), recompute_seconds=seconds, transient_bytes=max(alive.values(), default=0.0),
+        retained=retained, recomputed=dict(taken), recompute_seconds=seconds,
+        transient_bytes=max(alive.values(), default=0.0),
     )  # fmt: skip

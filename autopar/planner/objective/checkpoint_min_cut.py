@@ -75,9 +75,9 @@ class Moves:
         self.alone: dict[str, list[Transfer]] = defaultdict(list)
         for t in e.transfers:
             if t.phase == "forward":
-                homes = {blocks.block[c] for c in t.consumers}
-                if len(homes) == 1:
-                    self.alone[homes.pop()].append(t)
+                consumer_blocks = {blocks.block[c] for c in t.consumers}
+                if len(consumer_blocks) == 1:
+                    self.alone[consumer_blocks.pop()].append(t)
                 if kinds[t.producer] != "parameter":
                     self.readers.update(t.consumers)
 
@@ -141,7 +141,7 @@ class Rematerialization:
         is_there = (
             is_leaf
             if layout == source
-            else key in self.moves.in_backward or key in self.e.kept and key not in self.e.saved
+            else key in self.moves.in_backward or key in self.e.retained and key not in self.e.saved
         )
         if is_there or maker is None and key in self.e.saved:
             return

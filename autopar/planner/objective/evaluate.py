@@ -1,6 +1,6 @@
 """What a plan costs, recomputed on the unfolded graph: every tensor, every redistribution, every byte that stays.
 
-This is the judge of the solver: the objective of a solution must equal the cost found here. A tensor is redistributed
+The solver is checked against it: the objective of a solution must equal the cost found here. A tensor is redistributed
 once for all consumers of a phase that want the same layout, and served in the cheapest of its modes
 (autopar/planner/objective/modes.py).
 """
@@ -63,7 +63,7 @@ class Evaluation:
         tuple[int, int, Layout], float
     ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
-    kept: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies of the forward that the backward reuses
+    retained: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies for the backward
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how the blocks that a compact graph leaves out decide, see Problem.copies
     recomputed: dict[str, dict] = field(
@@ -248,7 +248,7 @@ def evaluate(
     for (producer, output), uses in problem.uses_of.items():
         served = _serve(problem, choice, pricer, prices, keep_parameters, uses, copies[producer])
         result.transfers.extend(served.transfers)
-        result.kept.update(served.kept)
+        result.retained.update(served.retained)
         result.saved.update(served.saved)
         if pricer.reduces_once:
             made = problem.choices(producer).strategies[choice[producer]].outputs[output]
@@ -274,7 +274,7 @@ class _Served:
     """What one tensor moves, which copies are kept, and the bytes of what of it waits for the backward."""
 
     transfers: tuple[Transfer, ...]
-    kept: tuple[tuple[int, int, Layout], ...]
+    retained: tuple[tuple[int, int, Layout], ...]
     saved: tuple[tuple[tuple[int, int, Layout], float], ...]
 
 
@@ -326,11 +326,11 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
             pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden, made,
         )  # fmt: skip
 
-    kept = [target for target in targets if ways[target] != MAKE]
-    remade = [target for target in readers["backward"] if ways[target] == MAKE]
-    waiting = [*kept, *([source] if has_base and (reads_base or remade) else [])]
+    retained = [target for target in targets if ways[target] != MAKE]
+    redone = [target for target in readers["backward"] if ways[target] == MAKE]
+    waiting = [*retained, *([source] if has_base and (reads_base or redone) else [])]
     return _Served(
-        (*(transfer(t, "forward") for t in readers["forward"]), *(transfer(t, "backward") for t in remade)),
-        tuple((producer, output, t) for t in kept),
+        (*(transfer(t, "forward") for t in readers["forward"]), *(transfer(t, "backward") for t in redone)),
+        tuple((producer, output, t) for t in retained),
         tuple(map(saved, waiting)) if saves else (),
     )

@@ -56,15 +56,17 @@ def _levels(evaluation: Evaluation) -> set[str]:
 
 def _without_recomputation(evaluation: Evaluation) -> Evaluation:
     """Return the plan as it was before anything was computed again in all copies of its blocks."""
-    saved, kept = dict(evaluation.saved), set(evaluation.kept)
+    saved, retained = dict(evaluation.saved), set(evaluation.retained)
     for step in (step for levels in evaluation.recomputed.values() for step, _ in levels.values()):
         for key, bytes_ in step.freed:
             saved[key] = saved.get(key, 0.0) + bytes_
         for key, bytes_ in step.needed:
             saved[key] -= bytes_
-            kept.discard(key)
+            retained.discard(key)
     saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
-    return replace(evaluation, saved=saved, kept=kept, recomputed={}, recompute_seconds=0.0, transient_bytes=0.0)
+    return replace(
+        evaluation, saved=saved, retained=retained, recomputed={}, recompute_seconds=0.0, transient_bytes=0.0
+    )
 
 
 class _Writer:
@@ -97,36 +99,36 @@ class _Writer:
     def write(self) -> tuple[Problem, Evaluation]:
         """Write the plan out, and return it with the problem of the whole graph."""
         e, recomputed = self.evaluation, dict(self._recomputed())
-        saved, kept = self._before_recomputation()
+        saved, retained = self._before_recomputation()
         for levels in recomputed.values():
             for step, _ in levels.values():  # a later step may drop what an earlier one needs
                 for key, _ in step.freed:
                     saved.pop(key, None)
-                    kept.discard(key)
+                    retained.discard(key)
                 saved |= dict(step.needed)
-                kept |= {key for key, _ in step.needed}
+                retained |= {key for key, _ in step.needed}
         choice = {t: k for v, k in e.choice.items() for t in self.unrolled[v]}
         transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
         saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
         return self.problem, replace(
-            e, transfers=transfers, saved=saved, kept=kept, choice=choice, first=0, recomputed=recomputed
+            e, transfers=transfers, saved=saved, retained=retained, choice=choice, first=0, recomputed=recomputed
         )
 
     def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
         """Return what all copies save and keep alike, before some of them drop a part of it."""
-        saved, kept = Counter(self.evaluation.saved), set(self.evaluation.kept)
+        saved, retained = Counter(self.evaluation.saved), set(self.evaluation.retained)
         for levels in self.evaluation.recomputed.values():
             for step, count in levels.values():
                 for held, sign in ((step.freed, 1), (step.needed, -1)):
                     for key, bytes_ in held:
                         saved[key] += sign * bytes_ * count / step.copies
-                kept -= {key for key, _ in step.needed}
+                retained -= {key for key, _ in step.needed}
         whole = {
             (t, output, layout): bytes_ / len(self.unrolled[v])
             for (v, output, layout), bytes_ in saved.items()
             for t in self.unrolled[v]
         }
-        return whole, {(t, output, layout) for v, output, layout in kept for t in self.unrolled[v]}
+        return whole, {(t, output, layout) for v, output, layout in retained for t in self.unrolled[v]}
 
     def _transfers(self, transfer, choice: dict[int, int]) -> Iterator:
         for copy in self.unrolled[transfer.producer]:

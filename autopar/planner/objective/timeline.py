@@ -203,8 +203,8 @@ class _Busy:
                 break
             if alone > 0:
                 now, left = self.starts[i], left - alone
-            beside = (self.ends[i] - now) / slowdown
-            if beside >= left:
+            overlapped = (self.ends[i] - now) / slowdown
+            if overlapped >= left:
                 return now + left * slowdown - start
-            now, left = self.ends[i], left - beside
+            now, left = self.ends[i], left - overlapped
         return now + left - start

@@ -30,7 +30,7 @@ def cut_stages(segments: Sequence[Segment], stages: int, micro_batches: int, lim
                shared: Sequence[Shared] = ()) -> StageCut:  # fmt: skip
     """Return the cut with the shortest step in which every stage fits `limit_bytes`.
 
-    Raise StrategyError where there are fewer places to cut than stages need, or for segments of one kind with different
+    Raise StrategyError where there are fewer boundaries than stages need, or for segments of one kind with different
     levels, and MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where
     nothing fits.
     """
@@ -60,7 +60,7 @@ def cut_stages(segments: Sequence[Segment], stages: int, micro_batches: int, lim
 
 
 def check(segments: Sequence[Segment], stages: int, micro_batches: int, timing: Timing) -> None:
-    """Raise StrategyError for too few micro-batches, places to cut or stages, and for segments without a level or of
+    """Raise StrategyError for too few micro-batches, boundaries or stages, and for segments without a level or of
     one kind with different ones."""
     if stages < 1 or micro_batches < max(1, timing.bubble_factor):
         raise StrategyError(
@@ -85,8 +85,8 @@ class Spans:
         self, segments: Sequence[Segment], stages: int, shared: Sequence[Shared], levels: Levels, reach: float
     ):
         self.segments, self.levels, count = segments, levels, len(segments)
-        places = np.array([0, *(i for i in range(1, count) if segments[i - 1].may_cut_after), count])
-        ends, firsts = np.meshgrid(places[1:], places[:-1], indexing="ij")
+        boundaries = np.array([0, *(i for i in range(1, count) if segments[i - 1].may_cut_after), count])
+        ends, firsts = np.meshgrid(boundaries[1:], boundaries[:-1], indexing="ij")
         inside = (firsts < ends) & (ends - firsts <= count - stages + 1)
         self.first, self.end = firsts[inside], ends[inside]
 

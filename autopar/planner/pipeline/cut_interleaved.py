@@ -72,8 +72,8 @@ class Loops:
         )
         self.spans = Spans(segments, ranks * timing.looped, shared, self.levels, math.inf)
         self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
-        self.places = sorted({0, *self.spans.end.tolist()})
-        self.number = {place: i for i, place in enumerate(self.places)}
+        self.boundaries = sorted({0, *self.spans.end.tolist()})
+        self.number = {end: i for i, end in enumerate(self.boundaries)}
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def starts(self) -> list[list[int]]:
@@ -97,24 +97,24 @@ class Loops:
         while last < len(moves):
             for low, high, way in moves:
                 last += 1
-                tried = self.moved(path, low, high, way)
-                if not tried:
+                candidate = self.moved(path, low, high, way)
+                if not candidate:
                     continue
                 changed = {stage % self.ranks for stage in range(low - 1, high + 1)}
-                new = [self.cost(rank, tried) if rank in changed else costs[rank] for rank in range(self.ranks)]
-                total = self.total(new, tried)
+                new = [self.cost(rank, candidate) if rank in changed else costs[rank] for rank in range(self.ranks)]
+                total = self.total(new, candidate)
                 if total[0] < best[0] or total[0] == best[0] and total[1] < best[1] * (1 - SAME):
-                    best, path, costs, last = total, tried, new, 0
+                    best, path, costs, last = total, candidate, new, 0
         return *best, path
 
     def moves(self, stages: int) -> list[tuple[int, int, int]]:
-        """Return all moves, (first cut, last cut, places): the cuts from one to another go one place to the left or to
-        the right."""
+        """Return all moves, (first cut, last cut, step): the cuts from one to another go one boundary to the left or
+        to the right."""
         return [(low, high, way) for low in range(1, stages) for high in range(low, stages) for way in (-1, 1)]
 
     def moved(self, path: list[int], low: int, high: int, way: int) -> list[int]:
         """Return the path after a move, [] if a stage would be left empty."""
-        ends = [self.places[self.number[end] + way] for end in self.spans.end[path[low - 1 : high]].tolist()]
+        ends = [self.boundaries[self.number[end] + way] for end in self.spans.end[path[low - 1 : high]].tolist()]
         ends = [int(self.spans.first[path[low - 1]]), *ends, int(self.spans.end[path[high]])]
         if ends[0] == ends[1] or ends[-2] == ends[-1]:
             return []

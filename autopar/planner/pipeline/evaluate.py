@@ -75,7 +75,7 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
           live: LiveBytes | None = None) -> PipelineCost:  # fmt: skip
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
-    known. Raise StageError as Places does."""
+    known. Raise StageError as StagePlacement does."""
     found = Parts(problem, e, pricer, pipeline.cuts, True, live)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage

@@ -20,7 +20,7 @@ from ...frontend.export import Captured
 from ...ir.graph import is_op
 from ...ir.mesh import Mesh
 from ...plans.pipeline import AXIS
-from ...plans.plan import MeshTried
+from ...plans.plan import MeshCandidate
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS
 from .. import mesh_search
@@ -36,7 +36,7 @@ from .search import Candidate, Estimate, PipelineSearch
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried
 MOST_SEARCHED = 4  # combinations
-MOST_JUDGED = 6  # estimates, until none that is left is faster than the best that fits
+MOST_EVALUATED = 6  # estimates, until none that is left is faster than the best that fits
 DOUBT = 1.05  # times the seconds of the best plan: what is guessed to take longer is not searched
 
 Report = Callable[[str], None]
@@ -86,12 +86,12 @@ class Point:
         """Return what a plan of a micro-batch of one sample costs, as it is and with all computed again."""
         e, full = planned.evaluation, planned.solver.blocks.at_level(planned.evaluation, FULL)
         kinds = [v.kind for v in planned.problem.vertices]
-        kept = sum(
+        retained = sum(
             bytes_ for (v, _, _), bytes_ in e.saved.items() if kinds[v] == "parameter"
         )  # once for all micro-batches
-        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + kept
+        state = e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes + retained
         left = 1 - e.compute["backward"] / max(e.seconds, 1e-30)
-        return Point(e.seconds, e.saved_bytes - kept, full.seconds, full.saved_bytes - kept, state, left)
+        return Point(e.seconds, e.saved_bytes - retained, full.seconds, full.saved_bytes - retained, state, left)
 
     def guess(self, one: Combination, kinds: Sequence[tuple[str, int]], room_bytes: float, segments: int) -> float:
         """Guess the seconds of a step with the best of some schedules, infinite if it cannot fit. Of so many equal
@@ -131,7 +131,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
             flat = _flat(captured, devices, replace(options, search=cutoff), name, report)
             reported = flat.meshes
         except BeyondCutoff as error:
-            reported = error.tried
+            reported = error.candidates
         except AutoparError as error:
             refusal = error
     staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
@@ -140,13 +140,13 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     ):  # what was estimated does not fit when it is evaluated
         flat = _flat(captured, devices, options, name, report)
         reported = flat.meshes
-    tried = tuple(sorted((*reported, *tour.reported()), key=_order))
+    candidates = tuple(sorted((*reported, *tour.reported()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
-        return replace(staged, staged=replace(staged.stages, plan=replace(staged.plan, meshes=tried)))
+        return replace(staged, staged=replace(staged.stages, plan=replace(staged.plan, meshes=candidates)))
     if flat is None:
         raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
                                     fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
-    return replace(flat, meshes=tried)
+    return replace(flat, meshes=candidates)
 
 
 def _flat(captured: Captured, devices: int, options: PlanOptions, name: str, report: Report) -> Planned:
@@ -185,24 +185,24 @@ class _MeshSearch:
 
     def planned(self) -> Planned | None:
         """Evaluate the best of what was searched and return the fastest that fits; None if nothing fits."""
-        tried: list[Candidate] = []
-        for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_JUDGED]:
-            fastest = min((t.evaluated.step_seconds for t in tried if t.fits), default=math.inf)
+        candidates: list[Candidate] = []
+        for one in sorted((one for one in self._estimates() if one.fits), key=promise)[:MOST_EVALUATED]:
+            fastest = min((t.evaluated.step_seconds for t in candidates if t.fits), default=math.inf)
             if one.step_seconds < fastest:
-                tried.append(one.search.evaluated(one))
-        fitting = sorted((t for t in tried if t.fits), key=lambda t: t.evaluated.step_seconds)
+                candidates.append(one.search.evaluated(one))
+        fitting = sorted((t for t in candidates if t.fits), key=lambda t: t.evaluated.step_seconds)
         if not fitting:
             return None
         return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
 
-    def reported(self) -> list[MeshTried]:
+    def reported(self) -> list[MeshCandidate]:
         """Return how each combination that was searched fared, by its best estimate."""
         rows = []
         for one, estimates in self.found.items():
             best = min(estimates, key=promise)
             note = f"{best.schedule}, {one.micro_batches} micro-batches" + ("" if best.fits else ", does not fit")
             gap = 1 - best.search.bound / best.step_seconds
-            rows.append(MeshTried(str(one.mesh), best.search.bound, best.step_seconds, best.peak_bytes, gap, note))
+            rows.append(MeshCandidate(str(one.mesh), best.search.bound, best.step_seconds, best.peak_bytes, gap, note))
         return rows
 
     def _estimates(self) -> list[Estimate]:
@@ -243,5 +243,5 @@ def _segments(captured: Captured) -> int:
     return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))
 
 
-def _order(one: MeshTried) -> tuple:
+def _order(one: MeshCandidate) -> tuple:
     return math.inf if one.step_seconds is None else one.step_seconds, one.bound, one.mesh

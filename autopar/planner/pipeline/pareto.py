@@ -39,8 +39,8 @@ class Frontier:
         bytes_, seconds = ((mine[:, None] + its).ravel() for mine, its in zip((self.bytes_, self.seconds), more))
         order = np.lexsort((seconds, bytes_))
         before = np.concatenate([[np.inf], np.minimum.accumulate(seconds[order])[:-1]])
-        kept = order[seconds[order] < before]
-        return Frontier(bytes_[kept], seconds[kept], self, kind, *np.divmod(kept, len(segment.levels)))
+        efficient = order[seconds[order] < before]
+        return Frontier(bytes_[efficient], seconds[efficient], self, kind, *np.divmod(efficient, len(segment.levels)))
 
 
 class Levels:

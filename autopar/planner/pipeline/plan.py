@@ -38,11 +38,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages that a search found: the plan, what it costs stage by stage, and all that was tried."""
+    """The stages that a search found: the plan, what it costs stage by stage, and all candidates."""
 
     plan: Plan
     evaluated: PipelineCost
-    tried: tuple[PipelineCost, ...]
+    candidates: tuple[PipelineCost, ...]
     best: Candidate
 
 
@@ -67,15 +67,15 @@ def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: st
     for search in reversed(searches):  # the smallest micro-batches first
         if not any(one.fits for one in estimates):
             estimates += search.smaller([one for one in estimates if one.search is search])
-    tried = evaluated(estimates)
-    if not tried[0].fits and options.refuses:
-        raise _refusal(tried[0], tried[0].limit)
-    others = experts(tried[0]) if options.baselines and tried[0].fits else {}
+    candidates = evaluated(estimates)
+    if not candidates[0].fits and options.refuses:
+        raise _refusal(candidates[0], candidates[0].limit)
+    others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
     others = {
-        name: evaluated_if_faster(one, tried[0].evaluated.step_seconds) for name, one in others.items()
+        name: evaluated_if_faster(one, candidates[0].evaluated.step_seconds) for name, one in others.items()
     }  # never worse than one
-    tried = _sorted([*tried, *(one for one in others.values() if isinstance(one, Candidate))])
-    return described(tried[0], tried, captured, mesh, warnings, batch, others)
+    candidates = _sorted([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
+    return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
 
 
 def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
@@ -85,18 +85,18 @@ def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
     best_of: dict[tuple[PipelineSearch, str, int], Estimate] = {}
     for one in sorted(estimates, key=promise):
         best_of.setdefault((one.search, one.schedule, one.stages_per_rank), one)
-    tried: list[Candidate] = []
+    candidates: list[Candidate] = []
     cut: set[PipelineSearch] = set()
     for one in best_of.values():
-        fastest = min((t.evaluated.step_seconds for t in tried if t.fits), default=math.inf)
-        if not tried or one.search in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
-            tried.append(one.search.evaluated(one))
+        fastest = min((t.evaluated.step_seconds for t in candidates if t.fits), default=math.inf)
+        if not candidates or one.search in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
+            candidates.append(one.search.evaluated(one))
             cut.add(one.search)
-    return _sorted(tried)
+    return _sorted(candidates)
 
 
-def _sorted(tried: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(tried, key=lambda t: (0, t.evaluated.step_seconds) if t.fits else (1, t.evaluated.peak_bytes))
+def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda t: (0, t.evaluated.step_seconds) if t.fits else (1, t.evaluated.peak_bytes))
 
 
 def promise(one: Estimate) -> tuple:
@@ -107,7 +107,7 @@ def promise(one: Estimate) -> tuple:
 def with_schedules(staged: Staged, kinds: list[tuple[str, int]]) -> list[PipelineCost]:
     """Evaluate other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each
     with its best cut. Leave out those that need more stages than there are segments."""
-    return [tried.evaluated for tried in staged.best.search.with_kinds(staged.best.base, kinds)]
+    return [candidate.evaluated for candidate in staged.best.search.with_kinds(staged.best.base, kinds)]
 
 
 def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -190,9 +190,10 @@ def _label(evaluated: PipelineCost) -> str:
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def described(best: Candidate, tried: list[Candidate], captured: Captured, mesh: Mesh, warnings: list[str], batch: int,
-              others: Mapping[str, Estimate | Candidate | AutoparError] | None = None) -> Planned:  # fmt: skip
-    """Describe the best pipeline as a plan, with what else was tried as its alternatives. `others`: strategies of
+def described(best: Candidate, candidates: list[Candidate], captured: Captured, mesh: Mesh,
+              warnings: list[str], batch: int, others: Mapping[str, Estimate | Candidate | AutoparError] | None = None
+              ) -> Planned:  # fmt: skip
+    """Describe the best pipeline as a plan, with the other candidates as its alternatives. `others`: strategies of
     experts, as they are told beside the plan."""
     evaluated, pipeline = best.evaluated, best.evaluated.pipeline
     inner, m, ranks = best.inner.plan, pipeline.micro_batches, pipeline.ranks
@@ -201,7 +202,7 @@ def described(best: Candidate, tried: list[Candidate], captured: Captured, mesh:
         share = percent(evaluated.waiting_share, 1.0)
         many = f"{m} micro-batch{'es' if m > 1 else ''} for {ranks} ranks: each waits {share} of the step"
         warnings = ["; ".join([many, *warnings])]
-    by_label = {_label(t.evaluated): t for t in reversed(tried)}  # of equal names the fastest that fits
+    by_label = {_label(t.evaluated): t for t in reversed(candidates)}  # of equal names the fastest that fits
     alternatives = [
         Alternative(label, t.evaluated.step_seconds, t.evaluated.communication_seconds, t.evaluated.peak_bytes, t.fits)
         for label, t in sorted(by_label.items(),
@@ -218,9 +219,9 @@ def described(best: Candidate, tried: list[Candidate], captured: Captured, mesh:
         communication_seconds=evaluated.communication_seconds, exposed_seconds=_exposed(evaluated),
         peak_bytes=evaluated.peak_bytes, memory=evaluated.memory[rank], at_peak=evaluated.memory[rank],
         alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
-        planning_seconds=sum({t.inner: t.inner.seconds for t in tried}.values()),
+        planning_seconds=sum({t.inner: t.inner.seconds for t in candidates}.values()),
     )  # fmt: skip
-    staged = Staged(plan, evaluated, tuple(t.evaluated for t in tried), best)
+    staged = Staged(plan, evaluated, tuple(t.evaluated for t in candidates), best)
     return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
 
 

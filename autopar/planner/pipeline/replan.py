@@ -12,7 +12,7 @@ from torch import fx
 from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
 from ...ir.graph import fingerprint, is_op
-from ...ir.stage_placement import Places
+from ...ir.stage_placement import StagePlacement
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
 from ...passes.pipeline.stages import cut
 from ...plans.pipeline import Pipeline
@@ -69,16 +69,16 @@ def _micro_batched(captured: Captured, first: Pipeline) -> MicroBatched | None:
 def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Return for each stage but the first the first forward op that reads a parameter or buffer of it that no stage
     before it has. Raise StageError if there is none for a stage."""
-    places = Places(graph, ())
+    placement = StagePlacement(graph, ())
     earliest: dict[str, int] = {}
     for stage, names in enumerate(owners):
         for name in names:
             earliest.setdefault(name, stage)
     cuts: list[str] = []
-    for node in places.nodes:
-        if not is_op(node) or node.meta["phase"] != "forward" or node in places.free:
+    for node in placement.nodes:
+        if not is_op(node) or node.meta["phase"] != "forward" or node in placement.free:
             continue
-        roots = {root for a in node.all_input_nodes for root in places.roots.get(a, ())}
+        roots = {root for a in node.all_input_nodes for root in placement.roots.get(a, ())}
         roles = [r.meta["role"] for r in roots if r.op == "placeholder"]
         read = [earliest.get(role.name, 0) for role in roles if role.kind in ("parameter", "buffer")]
         while read and max(read) > len(cuts):

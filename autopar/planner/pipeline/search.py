@@ -303,7 +303,7 @@ class PipelineSearch:
                     break
                 cut, room = self._cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
             pipeline = self._pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
-            evaluated, e = self._settled(inner, pipeline, recomputation)
+            evaluated, e = self._within_memory(inner, pipeline, recomputation)
             if best is None or evaluated.peak_bytes < best[0].peak_bytes:
                 best = evaluated, e
             excess = evaluated.peak_bytes - self.limit
@@ -319,7 +319,7 @@ class PipelineSearch:
         possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(segments.segments)]
         return [self.evaluated(self._estimate(inner, segments, kind, v)) for kind, v in possible]
 
-    def _settled(
+    def _within_memory(
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
     ) -> tuple[PipelineCost, Evaluation]:
         """Evaluate a pipeline with as much computed again on each rank as its memory demands, or as can be."""

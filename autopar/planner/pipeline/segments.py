@@ -24,7 +24,7 @@ from torch import fx
 
 from ...cost.compute import flops_of
 from ...errors import StageError
-from ...ir.stage_placement import Places
+from ...ir.stage_placement import StagePlacement
 from ..objective.checkpoint_blocks import Blocks, taking
 from ..objective.evaluate import Evaluation, Pricer
 from ..objective.expand import few_of, recomputes_alike, whole_of
@@ -36,10 +36,10 @@ from .stage_costs import Part, Parts, crossing_bytes
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
 FAR_FEWER = 1.6  # times as many bytes as at the best place near make a place a bad one
-# Pieces a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
+# Segments a stage: with fewer of them, places with more bytes are taken too, as the sends' seconds are weighed later.
 ENOUGH = 16
 DIGITS = 9  # that the seconds of two equal segments share
-MOST_PIECES = 256  # but not more than so many in all: the solver's time grows with their square
+MOST_SEGMENTS = 256  # but not more than so many in all: the solver's time grows with their square
 MOST_LEVELS = 4  # of a segment: the levels of a stage are counted, which takes longer the more there are
 
 Send = Callable[[float], float]  # seconds of a tensor of so many bytes from one stage to the next
@@ -85,9 +85,9 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     )
     found = Parts(problem, e, pricer, starts, live=None if compact else live)
     levels = [Parts(problem, one, pricer, starts).found for one in _levels(problem, e, pricer, prices)]
-    place = {i: at for at, i in reversed([*enumerate(order)])}
+    index_of = {i: at for at, i in reversed([*enumerate(order)])}
     shared = [
-        Shared(place[a], place[b], int(tied.state_bytes), 2 * send(tied.gradient_bytes))
+        Shared(index_of[a], index_of[b], int(tied.state_bytes), 2 * send(tied.gradient_bytes))
         for tied in found.tied for a, b in zip(tied.parts, tied.parts[1:])
     ]  # fmt: skip
     more = [0.0] * len(found.found)  # each part but the first has a tied parameter as well
@@ -161,7 +161,7 @@ def cut_positions(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, 
     """Return the forward ops at which a segment may begin, in order, with the bytes of a device that pass a cut there,
     for stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raise StageError if
     there are fewer than the stages need."""
-    order, crossing = crossing_bytes(problem, e, pricer, Places(problem.graph, ()).free)
+    order, crossing = crossing_bytes(problem, e, pricer, StagePlacement(problem.graph, ()).free)
     seconds = {
         v.node: float(problem.choices(v.index).seconds[e.choice[v.index]]) for v in problem.vertices if v.kind == "op"
     }
@@ -178,7 +178,7 @@ def cut_positions(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, 
     fewest = np.array([bytes_[np.abs(at - t) <= NEAR * stage_seconds].min() for t in at])
     worse = np.where(is_least, 1.0, bytes_ / np.maximum(fewest, 1.0))  # times the bytes of the best place near
     rank = np.argsort(worse, kind="stable")
-    wanted = max(stages, min(ENOUGH * stages, MOST_PIECES)) - 1
+    wanted = max(stages, min(ENOUGH * stages, MOST_SEGMENTS)) - 1
     needed = worse[rank][: np.searchsorted(count[rank].cumsum(), wanted) + 1]
-    kept = worse <= max(FAR_FEWER, needed.max(initial=0.0))
-    return {order[i].name: crossing[i] for i, good in zip(best, kept) if good}
+    accepted = worse <= max(FAR_FEWER, needed.max(initial=0.0))
+    return {order[i].name: crossing[i] for i, good in zip(best, accepted) if good}

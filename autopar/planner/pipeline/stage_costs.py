@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
-from ...ir.stage_placement import Places, first_of
+from ...ir.stage_placement import StagePlacement, first_of
 from ..objective.checkpoint_blocks import block_of, recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
 from ..objective.evaluate import Evaluation, Pricer, Transfer, unreduced_bytes
@@ -148,8 +148,8 @@ class Parts:
     def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
                  live: LiveBytes | None = None):  # fmt: skip
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
-        self.places = Places(problem.graph, cuts)
-        self.found = [Part(overlap=e.overlap) for _ in range(self.places.count)]
+        self.placement = StagePlacement(problem.graph, cuts)
+        self.found = [Part(overlap=e.overlap) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
         self.recomputed = recomputed_vertices(e)
         self.where = self._where()
@@ -171,10 +171,10 @@ class Parts:
         for node in reversed(self.problem.graph.nodes):
             if node.op == "output":
                 continue
-            if node in self.places.terms:
-                where[node] = self.places.parameters[self.places.terms[node]]
-            elif node in self.places.stage:
-                where[node] = 1 << self.places.stage[node]
+            if node in self.placement.terms:
+                where[node] = self.placement.parameters[self.placement.terms[node]]
+            elif node in self.placement.stage:
+                where[node] = 1 << self.placement.stage[node]
             else:
                 mask = 0
                 for user in node.users:
@@ -221,7 +221,7 @@ class Parts:
                     if (
                         v.phase != "backward"
                         and (module := v.node.meta.get("module"))
-                        and v.node not in self.places.free
+                        and v.node not in self.placement.free
                     ):
                         part.modules.append(module)
                 else:
@@ -310,8 +310,8 @@ class Parts:
         tensors = {
             v.tensor(o): (v.index, o) for v in self.problem.vertices if v.kind == "op" for o in range(len(v.values))
         }
-        for node, at in self.places.stage.items():
-            mask = self.places.read_at.get(node, 0)
+        for node, at in self.placement.stage.items():
+            mask = self.placement.read_at.get(node, 0)
             if not mask or not is_tensor(node):
                 continue
             last, first = mask.bit_length() - 1, first_of(mask, at)
@@ -375,23 +375,23 @@ def crossing_bytes(
     """Return the forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a
     cut before each."""
     order = [n for n in problem.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and n not in free]
-    place = {node: i for i, node in enumerate(order)}
+    index = {node: i for i, node in enumerate(order)}
     change = [0.0] * (len(order) + 1)
     for v in problem.vertices:
-        if v.kind != "op" or v.node not in place:
+        if v.kind != "op" or v.node not in index:
             continue
         strategy, last = problem.choices(v.index).strategies[e.choice[v.index]], {}
         for user in v.node.users:
             item = tensor_of(user)[1] if tensor_of(user)[0] is v.node and user is not v.node else 0
             for reader in user.users if tensor_of(user)[0] is v.node and user is not v.node else (user,):
-                last[item] = max(last.get(item, -1), place.get(reader, -1))
+                last[item] = max(last.get(item, -1), index.get(reader, -1))
         values = v.node.meta["val"]
         for item, end in last.items():
             position = (
                 0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
             )
-            if end > place[v.node]:
-                change[place[v.node] + 1] += (bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position]))
+            if end > index[v.node]:
+                change[index[v.node] + 1] += (bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position]))
                 change[end + 1] -= bytes_
     crossing, now = [], 0.0
     for i in range(len(order)):

@@ -66,7 +66,7 @@ def allowed_strategies(
         _pin(problem, masks, pattern, text)
     for pattern, text in restriction.forbidden:
         _forbid(problem, masks, pattern, text)
-    for cls, strategy in restriction.forced:
+    for cls, strategy in restriction.required:
         masks[cls] = np.zeros(len(masks[cls]), bool)
         masks[cls][strategy] = True
     for cls, mask in masks.items():
@@ -238,7 +238,7 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]
             x = parent[x]
         return x
 
-    places: dict[int, dict[str, tuple]] = defaultdict(dict)
+    dim_of_factor: dict[int, dict[str, tuple]] = defaultdict(dict)
     for cls in problem.classes:
         v, rule = problem.vertices[cls], problem.rule_of.get(cls)
         if v.kind != "op" or rule is None:
@@ -249,7 +249,7 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]
             for d, dim in enumerate(dims):
                 for entry in entries_of(dim)[:1]:
                     factor = name_of(entry)
-                    here = places[cls].setdefault(factor, (*tensor, d))
+                    here = dim_of_factor[cls].setdefault(factor, (*tensor, d))
                     parent[find((*tensor, d))] = find(here)
     batch, weight = set(), set()
     for cls in problem.classes:
@@ -258,6 +258,6 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]
             batch.add(find((cls, 0, 0)))
         elif v.kind == "parameter":
             weight |= {find((cls, 0, d)) for d in range(v.node.meta["val"].dim())}
-    of_batch = {cls: {f for f, x in places[cls].items() if find(x) in batch} for cls in problem.classes}
-    of_weight = {cls: {f for f, x in places[cls].items() if find(x) in weight} for cls in problem.classes}
+    of_batch = {cls: {f for f, x in dim_of_factor[cls].items() if find(x) in batch} for cls in problem.classes}
+    of_weight = {cls: {f for f, x in dim_of_factor[cls].items() if find(x) in weight} for cls in problem.classes}
     return of_batch, of_weight

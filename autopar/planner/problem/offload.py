@@ -49,8 +49,9 @@ class Offload:
     cost: HostCost | None = None
     on_host: Collection[str] = ()
 
-    def places(self, v: Vertex) -> tuple[bool, ...]:
-        """Return the places that a parameter may be in: on the device (False), on the host (True), or either."""
+    def memory_kinds(self, v: Vertex) -> tuple[bool, ...]:
+        """Return the kinds of memory that a parameter may be in: on the device (False), on the host (True), or
+        either."""
         if v.name in self.on_host or self.level == OPTIMIZER and v.node.meta["role"].trainable:
             return (True,)
         is_free = self.level == AUTO and self.cost is not None and v.node.meta["role"].trainable
@@ -59,7 +60,7 @@ class Offload:
 
 def break_even(problem: Problem, gradients: float) -> float | None:
     """Return the seconds a byte at which memory is as dear as keeping a parameter on the host, None where none may be
-    in both places. `gradients` says whether those are held when memory peaks (1) or not (0)."""
+    in both. `gradients` says whether those are held when memory peaks (1) or not (0)."""
     prices = []
     for options in problem.classes.values():
         here = [k for k, s in enumerate(options.strategies) if not s.on_host]

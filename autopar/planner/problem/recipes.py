@@ -117,8 +117,8 @@ register_strategy("megatron_sp", Recipe(tensor=TENSOR_SEQUENCE, reduces_once=Tru
 class Restriction:
     """Roles of the axes and the treatment of parameters. Without a strategy every axis is free. `forbidden`: pairs of a
     glob and a layout that the parameters it matches may not take; `own`: the recipe's globs with a layout, and whether
-    it must be (True) or must not. `forced`: pairs of a class and the one strategy that it may take. `tensor_plan`: which
-    parameters the tensor axes cut, and that what it leaves whole is whole."""
+    it must be (True) or must not. `required`: pairs of a class and the one strategy that it may take. `tensor_plan`:
+    which parameters the tensor axes cut, and that what it leaves whole is whole."""
 
     name: str
     roles: dict[str, str]
@@ -127,7 +127,7 @@ class Restriction:
     keep: bool | None = None
     forbidden: tuple[tuple[str, str], ...] = ()
     own: tuple[tuple[str, str, bool], ...] = ()
-    forced: tuple[tuple[int, int], ...] = ()
+    required: tuple[tuple[int, int], ...] = ()
     tensor_plan: TensorPlan | None = None
 
     @staticmethod

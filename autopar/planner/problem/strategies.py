@@ -72,12 +72,12 @@ def choices_of(
 def _parameter_choices(
     v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload
 ) -> Choices:
-    """Return every layout in every place that a parameter may be in. Of one on the host the device holds the copy that
-    computes."""
-    state, trainable, places = v.state_bytes(optimizer), v.node.meta["role"].trainable, offload.places(v)
-    choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in places for o in options])
+    """Return every layout in every kind of memory that a parameter may be in. Of one on the host the device holds the
+    copy that computes."""
+    state, trainable, memory_kinds = v.state_bytes(optimizer), v.node.meta["role"].trainable, offload.memory_kinds(v)
+    choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in memory_kinds for o in options])
     seconds, resident, gradient = [], [], []
-    for on_host in places:
+    for on_host in memory_kinds:
         seconds.append(elements * 0.0 if not on_host else offload.cost.pass_seconds(elements, state, trainable))
         resident.append(elements * (state.computing if on_host else state.resident(trainable)))
         gradient.append(elements * (state.gradient if trainable and not on_host else 0))

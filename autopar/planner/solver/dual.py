@@ -42,12 +42,12 @@ def own_cost(problem: Problem, cls: int, prices: Prices, reruns: Collection[int]
 def _order(problem: Problem) -> list[int]:
     """Return the classes in graph order, a leaf just before its first consumer, so that neighbours in the order are
     neighbours in the graph: rounding decides a class when most of what it touches is decided."""
-    place = {cls: float(cls) for cls in problem.classes}
+    position = {cls: float(cls) for cls in problem.classes}
     leaves = {cls for cls in problem.classes if not problem.vertices[cls].inputs}
     for cls in leaves:
         consumers = [problem.vertices[u.consumer].cls for u in problem.uses if u.producer == cls and u.slot != STATE]
-        place[cls] = min(consumers, default=cls) - 0.5
-    return sorted(problem.classes, key=lambda cls: (place[cls], cls))
+        position[cls] = min(consumers, default=cls) - 0.5
+    return sorted(problem.classes, key=lambda cls: (position[cls], cls))
 
 
 class Dual:

@@ -115,12 +115,12 @@ class Factor:
             modes = [
                 PricedMode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes
             ]
-        place, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
+        grid, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
         modes = [
             PricedMode(
                 np.minimum(mode.base[rows] * self.scale, IMPOSSIBLE_SECONDS),
                 {
-                    phase: np.minimum(price[place] * self.scale, IMPOSSIBLE_SECONDS)
+                    phase: np.minimum(price[grid] * self.scale, IMPOSSIBLE_SECONDS)
                     for phase, price in mode.block.items()
                 },
             )

@@ -60,13 +60,13 @@ class _Readers(dict):
 @dataclass(frozen=True)
 class _Costs:
     """What serving all copies of a hyperedge costs, with a first axis for the prices: of a copy that is made in the
-    forward, in the backward, or for both, of what `kept` ones cost more than they did in the forward, and of the tensor
-    itself (`base`) where it waits."""
+    forward, in the backward, or for both, of what `retained` ones cost more than they did in the forward, and of the
+    tensor itself (`base`) where it waits."""
 
     early: np.ndarray
     late: np.ndarray
     both: np.ndarray
-    kept: np.ndarray
+    retained: np.ndarray
     base: np.ndarray
 
     @classmethod
@@ -199,17 +199,17 @@ class Program:
             phases = priced.phases[i] | np.where(late, BACKWARD, 0)
             for phase, found in readers.items():
                 found.add(p, q, np.where(phases & phase, flow, -1), priced.same_as)
-        remade = {
+        recomputed = {
             layout: (
                 self.first[hyperedge.producer] + np.flatnonzero(rerun[source_of] & (p[source_of] == layout))
             ).tolist()
             for layout in p.tolist()
         }
-        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, remade)
+        self._serve(_Costs.of(priced, self.prices, self.keep_parameters, self.reruns), readers, recomputed)
 
-    def _serve(self, costs: _Costs, readers: dict[int, _Readers], remade: dict[int, list[int]]) -> None:
+    def _serve(self, costs: _Costs, readers: dict[int, _Readers], recomputed: dict[int, list[int]]) -> None:
         """Add a payment for every copy. Those of the forward may be kept for the backward; what the backward makes, or
-        reads as it is, it makes of the tensor itself, which is saved or `remade` by its producer."""
+        reads as it is, it makes of the tensor itself, which is saved or `recomputed` by its producer."""
         if costs.is_the_same_for_all:
             for pair, own in readers[BACKWARD].items():
                 readers[FORWARD].setdefault(pair, []).extend(own)
@@ -219,15 +219,15 @@ class Program:
 
         def base(layout: int) -> list[int]:
             if layout not in saved:
-                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *remade[layout]]
+                saved[layout] = [*self._new_variables(costs.base[:, [layout]]).tolist(), *recomputed[layout]]
             return saved[layout]
 
         made, redone = self._pay_once(readers[FORWARD], costs.early), {}
         for layout, own in readers[BACKWARD].unmoved if costs.has_base else ():
             self._at_most(own, base(layout))
         for pair, own in readers[BACKWARD].items():
-            late, kept = (amount[:, [pair[0]], [pair[1]]] for amount in (costs.late, costs.kept))
-            if not costs.has_base and (pair not in made or (kept >= late).all()):
+            late, retained = (amount[:, [pair[0]], [pair[1]]] for amount in (costs.late, costs.retained))
+            if not costs.has_base and (pair not in made or (retained >= late).all()):
                 redone[pair] = own
                 continue
             cover = self._new_variables(late).tolist()
@@ -237,7 +237,7 @@ class Program:
                 if (costs.both > costs.early + costs.late)[:, pair[0], pair[1]].any():  # what is made is kept
                     self._entries(row := self._new_rows(1, -np.inf, 1.0), np.array(made[pair]), 1.0)
                     self._entries(row, np.array(cover), 1.0)
-                keep = self._new_variables(kept).tolist()
+                keep = self._new_variables(retained).tolist()
                 self._at_most(keep, made[pair])  # only a copy that the forward made can be kept,
                 if len(readers[FORWARD][pair]) > 1:  # and it makes none that only the backward reads
                     self._at_most(made[pair], [v for reader in readers[FORWARD][pair] for v in reader])

@@ -23,37 +23,37 @@ from ..objective.evaluate import Evaluation, Pricer, held
 from ..objective.modes import waits
 from ..problem.problem import Problem
 
-Judge = Callable[[dict[int, int], int], Evaluation]  # of a choice by vertex, and of how many blocks decide as block 2
+Evaluator = Callable[[dict[int, int], int], Evaluation]  # of a choice by vertex, and of `Evaluation.first`
 
 
-def mix(problem: Problem, lean: Evaluation, fast: Evaluation, limit_bytes: float, judge: Judge) -> Evaluation:
+def mix(problem: Problem, lean: Evaluation, fast: Evaluation, limit_bytes: float, evaluate: Evaluator) -> Evaluation:
     """Return `lean`, or a faster plan that also fits, made of `lean` and parts of `fast`."""
     kinds: dict[tuple, list[list[int]]] = {}  # components by the classes of their vertices
     for component in _components(problem, lean.choice, fast.choice):
         kinds.setdefault(tuple(sorted(problem.vertices[v].cls for v in component)), []).append(component)
-    base, useful = judge(lean.choice, lean.first), []
+    base, useful = evaluate(lean.choice, lean.first), []
     for kind, components in kinds.items():
-        one = judge(lean.choice | {v: fast.choice[v] for v in components[0]}, lean.first)
+        one = evaluate(lean.choice | {v: fast.choice[v] for v in components[0]}, lean.first)
         seconds, bytes_ = base.seconds - one.seconds, one.bytes_ - base.bytes_
         if seconds > 0:
             useful.append((-seconds / max(bytes_, 1.0), kind, bytes_))
     best, is_split = base, False
     for _, kind, bytes_ in sorted(useful):
         components = kinds[kind]
-        every = judge(best.choice | {v: fast.choice[v] for c in components for v in c}, best.first)
+        every = evaluate(best.choice | {v: fast.choice[v] for c in components for v in c}, best.first)
         if every.bytes_ <= limit_bytes:
             best = every if every.seconds < best.seconds else best
         elif problem.compact is None:
             some = components[: max(0, int((limit_bytes - best.bytes_) // max(bytes_, 1.0)))]
-            exchanged = judge(best.choice | {v: fast.choice[v] for c in some for v in c}, best.first)
+            exchanged = evaluate(best.choice | {v: fast.choice[v] for c in some for v in c}, best.first)
             best = exchanged if exchanged.bytes_ <= limit_bytes and exchanged.seconds < best.seconds else best
         elif not is_split:
-            best, is_split = _split(problem, best, fast, components, limit_bytes, judge), True
+            best, is_split = _split(problem, best, fast, components, limit_bytes, evaluate), True
     return best if best.bytes_ <= limit_bytes and best.seconds < lean.seconds else lean
 
 
 def _split(
-    problem: Problem, best: Evaluation, fast: Evaluation, components, limit_bytes: float, judge: Judge
+    problem: Problem, best: Evaluation, fast: Evaluation, components, limit_bytes: float, evaluate: Evaluator
 ) -> Evaluation:
     """Return the best plan with components of the first blocks exchanged, as many blocks as fit."""
     early = [c for c in components if all((problem.vertices[v].block or 0) <= FIRST + 1 for v in c)]
@@ -61,7 +61,7 @@ def _split(
     low, high, found = 1, problem.compact.most - 1, best
     while low <= high:
         middle = (low + high) // 2
-        exchanged = judge(choice, middle)
+        exchanged = evaluate(choice, middle)
         if exchanged.bytes_ <= limit_bytes:
             found = exchanged if exchanged.seconds < found.seconds else found
             low = middle + 1
@@ -71,7 +71,7 @@ def _split(
 
 
 def between(
-    problem: Problem, one: Evaluation, other: Evaluation, judge: Judge, limit_bytes: float = math.inf
+    problem: Problem, one: Evaluation, other: Evaluation, evaluate: Evaluator, limit_bytes: float = math.inf
 ) -> Evaluation:
     """Return the fastest plan found that decides in the first blocks as one plan does and in the last as another; one
     of the two if the graph is not compact. What either leaves of compute, of links or of memory the blocks of the other
@@ -89,7 +89,7 @@ def between(
             thirds = low + (high - low) // 3, high - (high - low) // 3
             for first in thirds:
                 if first not in found:
-                    found[first] = judge(choice, first)
+                    found[first] = evaluate(choice, first)
             left, right = (rank(found[first]) for first in thirds)
             low, high = (low, thirds[1] - 1) if left <= right else (thirds[0] + 1, high)
         best = min([best, *found.values()], key=rank)
@@ -100,8 +100,8 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
     """Return the plan with copies of the forward kept for the backward as far as they fit, those that save most seconds
     per byte first. A block that is computed again in full keeps none."""
     full = {block for block, levels in e.recomputed.items() if FULL in levels}
-    homes = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
-    made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(homes[c] for c in t.consumers)}
+    blocks = [block_of(v.node.meta.get("module", "")) if v.kind == "op" else "" for v in problem.vertices]
+    made = {key_of(t) for t in e.transfers if t.phase == "forward" and full.isdisjoint(blocks[c] for c in t.consumers)}
     redone = []
     for i, t in enumerate(e.transfers):
         key = key_of(t)
@@ -109,16 +109,16 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
             bytes_ = pricer.local_bytes(*key)
             more = bytes_ * t.copies - e.saved.get(key, 0.0)  # a block may hold it for what it computes again
             redone.append((-t.seconds / max(bytes_, 1.0), i, key, more))
-    dropped, kept, saved, left = set(), set(e.kept), dict(e.saved), limit_bytes - e.bytes_
+    dropped, retained, saved, left = set(), set(e.retained), dict(e.saved), limit_bytes - e.bytes_
     for _, i, key, more in sorted(redone, key=lambda entry: entry[:2]):
         if more <= left:
             dropped.add(i)
-            kept.add(key)
+            retained.add(key)
             saved[key] = saved.get(key, 0.0) + more
             left -= more
     transfers = [t for i, t in enumerate(e.transfers) if i not in dropped]
-    transfers = held(transfers, kept - e.kept) if e.gathers_once else transfers
-    return replace(e, transfers=transfers, saved=saved, kept=kept)
+    transfers = held(transfers, retained - e.retained) if e.gathers_once else transfers
+    return replace(e, transfers=transfers, saved=saved, retained=retained)
 
 
 def _components(problem: Problem, lean: dict[int, int], fast: dict[int, int]) -> list[list[int]]:

@@ -34,7 +34,7 @@ class LocalSearch:
         total = sum(float(self.own[cls][k]) for cls, k in choice.items())
         return total + sum(self._hyperedge(number, choice) for number in range(len(self.dual.hyperedges)))
 
-    def _places(self, hyperedge: HyperedgePrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
+    def _indices(self, hyperedge: HyperedgePrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
         """Return the row of the producer and whether it runs again, the columns of the consumers and the phases in
         which they read."""
         rerun, k = divmod(choice[hyperedge.hyperedge.producer], len(hyperedge.source_of))
@@ -47,14 +47,14 @@ class LocalSearch:
 
     def _hyperedge(self, number: int, choice: dict[int, int]) -> float:
         hyperedge = self.dual.hyperedges[number]
-        source, rerun, columns, phases = self._places(hyperedge, choice)
+        source, rerun, columns, phases = self._indices(hyperedge, choice)
         return hyperedge.hyperedge.copies * float(served(self.modes[number], source, columns, phases, rerun))
 
     def _hyperedge_of(self, number: int, cls: int, choice: dict[int, int]) -> np.ndarray:
         """Return the cost of a hyperedge for every option of one of its classes, the others as they are chosen."""
         hyperedge, modes, runs = self.dual.hyperedges[number], self.modes[number], 2 if cls in self.dual.reruns else 1
         mine = [i for i, (c, _, _) in enumerate(hyperedge.hyperedge.consumers) if c == cls]
-        source, rerun, columns, phases = self._places(hyperedge, choice)
+        source, rerun, columns, phases = self._indices(hyperedge, choice)
         if hyperedge.hyperedge.producer == cls and not mine:
             every = np.arange(len(hyperedge.sources))
             return hyperedge.hyperedge.copies * np.concatenate(

@@ -117,27 +117,27 @@ class WithinLimit:
             if self.bound >= run.search.cutoff_seconds:
                 raise BeyondCutoff(self.bound)
             line = self._line(dual, free, point, solution)
-            tried, _ = self._try(prices, dual.strategies(solution.choice))
+            candidate, _ = self._try(prices, dual.strategies(solution.choice))
             if (
                 not is_sure
-                and tried.bytes_ > self.limit_bytes
-                and (self.run.accumulates or tried.peaks_early) != free.saved
+                and candidate.bytes_ > self.limit_bytes
+                and (self.run.accumulates or candidate.peaks_early) != free.saved
             ):
                 return None
-            cuts.add(point, *line, tried)
+            cuts.add(point, *line, candidate)
         return point, met
 
     def _mix(self, one: Evaluation, other: Evaluation, prices: Prices) -> None:
         """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it
         recomputes."""
 
-        def judge(choice: dict[int, int], first: int) -> Evaluation:
-            e = self.run.judge(prices, choice, first, one.passing_bytes)
+        def evaluate(choice: dict[int, int], first: int) -> Evaluation:
+            e = self.run.evaluate(prices, choice, first, one.passing_bytes)
             return self.solver.blocks.fit(e, self.limit_bytes, prices)[0] or e
 
         self.solver.report("mixing plans")
-        mixed = between(self.problem, one, other, judge, self.limit_bytes)
-        self._keep(self._fitted(self.solver.settled(self.run.judge(prices, mixed.choice, mixed.first)), prices)[0])
+        mixed = between(self.problem, one, other, evaluate, self.limit_bytes)
+        self._keep(self._fitted(self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first)), prices)[0])
 
     def _keep(self, e: Evaluation | None) -> None:
         """Remember a plan that fits if it is the fastest."""
@@ -158,10 +158,10 @@ class WithinLimit:
         price = max(point[2], FIRST_PRICE) if host is None else host / self.solver.unit_price
         for _ in range(MOST_PRICES if self.best is None else FEW_PRICES):
             prices = self._prices(free, np.array([*point[:2], price]))
-            tried, dearest = self._try(prices)
-            if self._is_near() or self.best is not None and tried.choice in seen:
+            candidate, dearest = self._try(prices)
+            if self._is_near() or self.best is not None and candidate.choice in seen:
                 break
-            seen.append(tried.choice)
+            seen.append(candidate.choice)
             if dearest > prices.byte_seconds:
                 low = price
             else:
@@ -199,32 +199,32 @@ class WithinLimit:
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
         self.tries += 1
         if choice is None:
-            tried = self.run.at(prices, self.rough).evaluation
+            candidate = self.run.at(prices, self.rough).evaluation
         else:
-            tried = self.run.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
-            tried = self.solver.settled(tried)
-        self.smallest = min(self.smallest, tried, key=self.solver.blocks.least_bytes)
-        fitted, dearest = self._fitted(tried, prices)
+            candidate = self.run.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
+            candidate = self.solver.with_peak(candidate)
+        self.smallest = min(self.smallest, candidate, key=self.solver.blocks.least_bytes)
+        fitted, dearest = self._fitted(candidate, prices)
         self._keep(fitted)
-        if self.limit_bytes < tried.bytes_ < self.fast.bytes_:
-            self.fast = tried
-        return tried, dearest
+        if self.limit_bytes < candidate.bytes_ < self.fast.bytes_:
+            self.fast = candidate
+        return candidate, dearest
 
-    def _fitted(self, tried: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
-        """Return `tried` as it fits: with blocks recomputed, or, if there is room, with as much as there is room for of
-        a faster plan and of copies kept for the backward; and the price in seconds a byte of what it recomputes. Return
-        None and infinity if it does not fit."""
-        limit, judge = self.limit_bytes, partial(self.run.judge, prices, passing_bytes=tried.passing_bytes)
+    def _fitted(self, candidate: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
+        """Return `candidate` as it fits: with blocks recomputed, or, if there is room, with as much as there is room
+        for of a faster plan and of copies kept for the backward; and the price in seconds a byte of what it recomputes.
+        Return None and infinity if it does not fit."""
+        limit, evaluate = self.limit_bytes, partial(self.run.evaluate, prices, passing_bytes=candidate.passing_bytes)
         for _ in range(MOST_TRIES):
-            fitted, dearest = self.solver.blocks.fit(tried, limit, prices)
+            fitted, dearest = self.solver.blocks.fit(candidate, limit, prices)
             if fitted is None:
                 break
             if dearest == 0.0:
-                fitted = between(self.problem, fitted, self.fast, judge, limit)
-                fitted = mix(self.problem, fitted, self.fast, limit, judge)
+                fitted = between(self.problem, fitted, self.fast, evaluate, limit)
+                fitted = mix(self.problem, fitted, self.fast, limit, evaluate)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
-            fitted = self.solver.settled(fitted)
+            fitted = self.solver.with_peak(fitted)
             if fitted.bytes_ <= self.limit_bytes:
                 return self._filled(fitted, prices), dearest
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
@@ -238,12 +238,12 @@ class WithinLimit:
             return fitted
         blocks, room = self.solver.blocks, self.limit_bytes
         for turn in range(MOST_TRIES):
-            judge = partial(self.run.judge, prices, passing_bytes=fitted.passing_bytes)
-            plain = judge(fitted.choice, fitted.first)
+            evaluate = partial(self.run.evaluate, prices, passing_bytes=fitted.passing_bytes)
+            plain = evaluate(fitted.choice, fitted.first)
             room += 0.0 if turn else blocks.freed_bytes(plain, price, self.run.prices)
-            more = mix(self.problem, plain, self.fast, room, judge)
+            more = mix(self.problem, plain, self.fast, room, evaluate)
             less, _ = blocks.fit(more, self.limit_bytes, self.run.prices)
-            less = self.solver.settled(less or more)
+            less = self.solver.with_peak(less or more)
             if less.bytes_ <= self.limit_bytes and less.seconds >= fitted.seconds:
                 break
             if less.bytes_ <= self.limit_bytes:

@@ -36,10 +36,10 @@ class Search:
 
 
 class BeyondCutoff(Exception):
-    """No plan takes less than the cutoff; `bound_seconds` at least. `tried`: if meshes were searched, what is told of
-    them."""
+    """No plan takes less than the cutoff; `bound_seconds` at least. `candidates`: if meshes were searched, what is
+    reported of them."""
 
-    tried: tuple = ()
+    candidates: tuple = ()
 
     def __init__(self, bound_seconds: float):
         super().__init__(f"no plan takes less than {bound_seconds:.6g} s")

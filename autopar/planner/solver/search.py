@@ -74,10 +74,10 @@ class Run:
             return self._of_program()
         best, bound, doubt = None, -math.inf, 0.0
         for _ in range(MOST_WEIGHTS):
-            tried = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
-            best = tried if best is None or tried.evaluation.seconds < best.evaluation.seconds else best
-            bound = max(bound, tried.bound_seconds)
-            self._cut(tried.evaluation)
+            candidate = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
+            best = candidate if best is None or candidate.evaluation.seconds < best.evaluation.seconds else best
+            bound = max(bound, candidate.bound_seconds)
+            self._cut(candidate.evaluation)
             if not self.prices.overlap or self.is_near(best.evaluation, bound):
                 break
             point, doubt, met = self.cuts.highest(bound)
@@ -92,10 +92,10 @@ class Run:
     def _of_program(self) -> Outcome:
         """Return the plan of the full integer program."""
         found = full_program.solve(self, False)
-        evaluation = self.judge(self.prices, {v.index: found.choice[v.cls] for v in self.problem.vertices})
+        evaluation = self.evaluate(self.prices, {v.index: found.choice[v.cls] for v in self.problem.vertices})
         if abs(evaluation.seconds - found.objective) > 1e-4 * found.objective + 1e-9:
             raise AssertionError(f"the program's {found.objective} s are not the plan's {evaluation.seconds} s")
-        e = self.solver.settled(evaluation)
+        e = self.solver.with_peak(evaluation)
         return Outcome(self.restriction, e, found.bound, e.bytes_ <= self.limit_bytes, (found.choice,))
 
     def _far_from_limit(self, doubt: float) -> bool:
@@ -123,7 +123,7 @@ class Run:
     def _mixed(self, best: Outcome, plans: list[Evaluation]) -> Outcome:
         """Return the best of all mixtures of two of the plans, or what there is."""
         for one, other in itertools.combinations(plans, 2):
-            mixed = self.solver.settled(between(self.problem, one, other, partial(self.judge, self.prices)))
+            mixed = self.solver.with_peak(between(self.problem, one, other, partial(self.evaluate, self.prices)))
             if mixed.seconds < best.evaluation.seconds:
                 best = replace(best, evaluation=mixed, fits=mixed.bytes_ <= self.limit_bytes)
         return best
@@ -133,9 +133,9 @@ class Run:
         self.dual.price(prices)
         solution = minimize(self.dual, self.found, search or self.search)
         self.found.append(solution.choice)
-        evaluation = self.judge(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
+        evaluation = self.evaluate(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
         self._check(solution.objective, evaluation, prices)
-        evaluation = self.solver.settled(evaluation)
+        evaluation = self.solver.with_peak(evaluation)
         bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
         return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
 
@@ -146,11 +146,11 @@ class Run:
         blocks = self.solver.blocks
         dual = Dual(self.problem, self.solver.hyperedges, self.allowed, prices, self.restriction.keep, blocks.reruns)
         choice = dual.strategies(minimize(dual, self.found, self.search).choice)
-        last = self.solver.settled(self.judge(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
+        last = self.solver.with_peak(self.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
         least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)
-        return self.solver.settled(blocks.at_level(least, FULL))
+        return self.solver.with_peak(blocks.at_level(least, FULL))
 
-    def judge(
+    def evaluate(
         self, prices: Prices, choice: dict[int, int], first: int | None = None, passing_bytes: float = 0.0
     ) -> Evaluation:
         """Return the cost of a choice by vertex, of which `first` of the blocks left out decide as block 2 does.

@@ -68,7 +68,7 @@ class Solver:
             masks[cls] &= on_device | ~on_device.any()
         return masks
 
-    def settled(self, e: Evaluation) -> Evaluation:
+    def with_peak(self, e: Evaluation) -> Evaluation:
         """Return the evaluation with all that is alive at its peak."""
         live = live_bytes(self.problem, e, self.pricer)
         return replace(e, passing_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)

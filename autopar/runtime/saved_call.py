@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..ir.graph import PARTNERS, Role, output_node
 
 
-class Kept:
+class SavedCall:
     """Of one forward: how often its tensors had been written to, and the `values` of its placeholders if a second one
     may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if the value
     is its local part; `watched`: positions of those that matter."""

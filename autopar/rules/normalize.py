@@ -20,7 +20,7 @@ from .rule import Dim, Inner, Rule, entries_of, name_of, names_in
 INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 
 
-def settle(node: fx.Node, rule: Rule) -> Rule | None:
+def normalize(node: fx.Node, rule: Rule) -> Rule | None:
     """Restrict `rule` to what holds for the sizes and dtypes of `node`; return None if the node has other tensors."""
     if _other_tensors(node, rule):
         return None

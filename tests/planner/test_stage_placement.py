@@ -9,7 +9,7 @@ from torch import fx, nn
 from autopar.api import entry as api
 from autopar.errors import StageError
 from autopar.ir.graph import is_op, tensor_of
-from autopar.ir.stage_placement import Places, first_of, is_sum
+from autopar.ir.stage_placement import StagePlacement, first_of, is_sum
 from autopar.passes.pipeline.micro_batch import micro_batch
 from tests.helpers import staged
 
@@ -27,47 +27,51 @@ def captured(request):
     return micro_batch(case.captured, case.samples).captured
 
 
-def placed(captured, seed: int) -> Places:
-    return Places(captured.graph, staged.random_cuts(captured, 1 + seed % 6, seed))
+def placed(captured, seed: int) -> StagePlacement:
+    return StagePlacement(captured.graph, staged.random_cuts(captured, 1 + seed % 6, seed))
 
 
 def test_forward_ops_stand_in_the_order_of_the_graph(captured):
     for seed in SEEDS:
         cuts = staged.random_cuts(captured, 1 + seed % 6, seed)
-        places, stage = Places(captured.graph, cuts), 0
+        placement, stage = StagePlacement(captured.graph, cuts), 0
         for name in staged.forward_ops(captured):
-            node = next(n for n in places.nodes if n.name == name)
+            node = next(n for n in placement.nodes if n.name == name)
             stage += name in cuts
-            if node in places.of_parameters:  # a weight that is computed: where it is first read
-                readers = [places.stage[u] for u in node.users if u in places.stage]
-                assert places.stage[node] == min(readers, default=places.stage[node]) >= stage, f"seed {seed}: {name}"
+            if node in placement.of_parameters:  # a weight that is computed: where it is first read
+                readers = [placement.stage[u] for u in node.users if u in placement.stage]
+                assert placement.stage[node] == min(readers, default=placement.stage[node]) >= stage, (
+                    f"seed {seed}: {name}"
+                )
             else:
-                assert node in places.free or places.stage[node] == stage, f"seed {seed}: {name}"
+                assert node in placement.free or placement.stage[node] == stage, f"seed {seed}: {name}"
 
 
 def test_everything_is_somewhere_once(captured):
     """Every op has one stage, or is computed where it is read, or is a term of a sum."""
     for seed in SEEDS:
-        places = placed(captured, seed)
-        for node in places.nodes:
+        placement = placed(captured, seed)
+        for node in placement.nodes:
             if is_op(node):
-                assert (node in places.stage) + (node in places.free) + (node in places.terms) == 1, (
+                assert (node in placement.stage) + (node in placement.free) + (node in placement.terms) == 1, (
                     f"seed {seed}: {node}"
                 )
-        assert set(places.stage.values()) <= set(range(places.count))
+        assert set(placement.stage.values()) <= set(range(placement.count))
 
 
 def test_values_flow_forward_and_gradients_back(captured):
     for seed in SEEDS:
-        places = placed(captured, seed)
-        for node, stage in places.stage.items():
+        placement = placed(captured, seed)
+        for node, stage in placement.stage.items():
             for argument in node.all_input_nodes:
-                if argument in places.stage and tensor_of(node)[0] is not argument:
+                if argument in placement.stage and tensor_of(node)[0] is not argument:
                     back = argument.meta["phase"] == "backward"
-                    ahead = places.stage[argument] < stage
+                    ahead = placement.stage[argument] < stage
                     assert not (back and ahead), f"seed {seed}: {node} reads a gradient of an earlier stage, {argument}"
                     if node.meta["phase"] == "forward":
-                        assert places.stage[argument] <= stage, f"seed {seed}: {node} reads {argument} of a later stage"
+                        assert placement.stage[argument] <= stage, (
+                            f"seed {seed}: {node} reads {argument} of a later stage"
+                        )
 
 
 def _leaves(node: fx.Node, placed_nodes) -> set[fx.Node]:
@@ -79,16 +83,16 @@ def _leaves(node: fx.Node, placed_nodes) -> set[fx.Node]:
 
 def test_parameters_are_where_they_are_read(captured):
     for seed in SEEDS:
-        places = placed(captured, seed)
+        placement = placed(captured, seed)
         read: dict[fx.Node, set[int]] = {}
-        for node, stage in places.stage.items():
+        for node, stage in placement.stage.items():
             for argument in node.all_input_nodes:
-                for leaf in _leaves(argument, places.stage):
+                for leaf in _leaves(argument, placement.stage):
                     read.setdefault(leaf, set()).add(stage)
-        for parameter, mask in places.parameters.items():
+        for parameter, mask in placement.parameters.items():
             assert stages_of(mask) == read.get(parameter, set()), f"seed {seed}: {parameter}"
-            forward = {places.stage[n] for n in places.stage if n.meta["phase"] == "forward"
-                       and any(parameter in _leaves(a, places.stage) for a in n.all_input_nodes)}  # fmt: skip
+            forward = {placement.stage[n] for n in placement.stage if n.meta["phase"] == "forward"
+                       and any(parameter in _leaves(a, placement.stage) for a in n.all_input_nodes)}  # fmt: skip
             assert stages_of(mask) == forward, f"seed {seed}: the backward alone brings {parameter} to a stage"
 
 
@@ -99,21 +103,21 @@ def test_a_chain_of_layers_sends_one_value_each_way():
     modules = {n.name: n.meta["module"] for n in captured.graph.nodes}
     ops = staged.forward_ops(captured)
     cuts = [next(name for name in ops if modules[name].split(".")[0] == str(i)) for i in range(1, 6)]
-    places = Places(captured.graph, cuts)
-    for node, stage in places.stage.items():
+    placement = StagePlacement(captured.graph, cuts)
+    for node, stage in placement.stage.items():
         block = node.meta["module"].split(".")[0]
         assert not block or stage == int(block), node
-    assert all(stages_of(mask) == {int(n.meta["role"].name[0])} for n, mask in places.parameters.items())
-    assert not places.terms
+    assert all(stages_of(mask) == {int(n.meta["role"].name[0])} for n, mask in placement.parameters.items())
+    assert not placement.terms
 
 
 def test_a_tied_weight_is_on_the_stages_of_its_uses_and_its_terms_on_none():
     captured = staged.family("gpt2").captured
-    places = Places(captured.graph, staged.even_cuts(captured, 4))
-    tied = next(n for n in places.parameters if n.meta["role"].name == "transformer.wte.weight")
-    assert stages_of(places.parameters[tied]) == {0, 3}
-    assert places.terms and set(places.terms.values()) == {tied} and all(map(is_sum, places.terms))
-    assert not set(places.terms) & set(places.stage)
+    placement = StagePlacement(captured.graph, staged.even_cuts(captured, 4))
+    tied = next(n for n in placement.parameters if n.meta["role"].name == "transformer.wte.weight")
+    assert stages_of(placement.parameters[tied]) == {0, 3}
+    assert placement.terms and set(placement.terms.values()) == {tied} and all(map(is_sum, placement.terms))
+    assert not set(placement.terms) & set(placement.stage)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,7 +150,7 @@ def test_wrong_cuts(pick):
     captured = staged.family("gpt2").captured
     cuts = pick(staged.forward_ops(captured))
     with pytest.raises(StageError, match="stages cannot begin at") as caught:
-        Places(captured.graph, cuts)
+        StagePlacement(captured.graph, cuts)
     assert any(name in str(caught.value) for name in cuts) and caught.value.fix
 
 
@@ -154,14 +158,14 @@ def test_a_backward_op_begins_no_stage():
     captured = staged.family("gpt2").captured
     op = next(n.name for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "backward")
     with pytest.raises(StageError, match=op):
-        Places(captured.graph, [op])
+        StagePlacement(captured.graph, [op])
 
 
 def test_a_parameter_that_only_an_output_reads_is_on_the_last_stage():
     captured = api.trace(staged.Apart(), (torch.randn(4, 6),))
-    places = Places(captured.graph, staged.even_cuts(captured, 2))
-    apart = next(n for n in places.parameters if n.meta["role"].name == "apart")
-    assert stages_of(places.parameters[apart]) == {1}
+    placement = StagePlacement(captured.graph, staged.even_cuts(captured, 2))
+    apart = next(n for n in placement.parameters if n.meta["role"].name == "apart")
+    assert stages_of(placement.parameters[apart]) == {1}
 
 
 def test_first_of():
