@@ -174,6 +174,8 @@ def trace(
 def _check_added(subject: Exported | Captured) -> None:
     """Check and annotate the graph that a user's pass left before there is a plan."""
     subject.graph_module.graph.lint()
+    if not subject.graph_module.graph.find_nodes(op="output"):
+        raise VerifyError("it has no output")
     if isinstance(subject, Captured):
         annotate(subject.graph)
         check_global(subject.graph_module)

@@ -199,14 +199,16 @@ class AbsentError(AutoparError, AttributeError):
     layer whose parameters are on other ranks of a pipeline."""
 
 
+def said(error: Exception) -> str:
+    """Return in one line what an error says: the message of autopar's own, of another its type too."""
+    text = error.message if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0]
+
+
 def not_compared(error: Exception) -> AutoparError:
     """Return what a row says of a comparison that could not be made: nobody asked for it, so it never takes the place
     of a plan."""
-    return (
-        error
-        if isinstance(error, AutoparError)
-        else StrategyError(f"could not be compared: {type(error).__name__}: {error}")
-    )
+    return error if isinstance(error, AutoparError) else StrategyError(f"could not be compared: {said(error)}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -52,10 +52,12 @@ def load(text: str) -> ModuleType:
 
 @lru_cache
 def _imported(path: Path, written: int) -> ModuleType:
-    """Import a file, once for each time that it was written."""
+    """Import a file, once for each time that it was written; it may import what lies beside it, as python FILE.py may."""
     spec = importlib.util.spec_from_file_location(f"autopar_user_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up by name
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -9,7 +9,7 @@ from torch import nn
 import autopar
 from autopar import compiler
 from autopar.codegen import pass_manager
-from autopar.errors import PassError
+from autopar.errors import AutoparError, PassError
 from autopar.simulate.step import plan_and_capture, simulate_step
 from tests.helpers import gloo
 from tests.helpers.staged import Case
@@ -108,6 +108,7 @@ def break_graph(module):
         (SILU, "passes is Pass"),
         ([silu_for_gelu], "passes is "),
         ([autopar.Pass("clean", silu_for_gelu, after="bucket")], "cannot have the name 'clean'"),
+        ([autopar.Pass(3, silu_for_gelu, after="clean")], "cannot have the name 3"),
         ([autopar.Pass("mine", silu_for_gelu)], "runs after None"),
         ([autopar.Pass("mine", silu_for_gelu, after="partition")], "where no graph is"),
         ([autopar.Pass("mine", silu_for_gelu, after="lunch")], "one of explicit_casts, grad_regions"),
@@ -118,6 +119,36 @@ def break_graph(module):
 def test_passes_that_cannot_be(passes, words):
     with pytest.raises(PassError, match=words):
         autopar.plan(Mlp(), "dp=2", batch(), passes=passes)
+
+
+def raises(module):
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    "step, cause",
+    [
+        (autopar.Pass("mine", raises, after="canonicalize"), KeyError),
+        (autopar.Pass("mine", lambda module: module.graph, after="clean"), TypeError),
+        (autopar.Pass("mine", lambda module: 3, after="canonicalize", takes="capture"), TypeError),
+        (autopar.Pass("mine", None, after="clean"), TypeError),
+        (autopar.Pass("mine", print, after="clean", options=lambda call: call.plan), AttributeError),
+        (autopar.Pass("mine", print, after="clean", when=lambda: True), TypeError),
+        (autopar.Pass("mine", lambda module: torch.fx.GraphModule({}, torch.fx.Graph()), after="grad_regions"),
+         AutoparError),
+    ],
+)  # fmt: skip
+def test_passes_that_fail_are_named(step, cause):
+    with pytest.raises(PassError, match="the pass 'mine' (failed|left)") as error:
+        autopar.plan(Mlp(), "dp=2", batch(), passes=[step])
+    assert isinstance(error.value.__cause__, cause) and error.value.fix
+
+
+def test_a_pass_of_one_rank_that_fails_is_named():
+    late = autopar.Pass("late", lambda module: 3, after="bucket")
+    plan, captured = plan_and_capture(Mlp(), "dp=2", batch(), hardware="cpu-gloo", baselines=False, passes=[late])
+    with pytest.raises(PassError, match="the pass 'late' failed: TypeError: it returned a int"):
+        compiler.lower(captured, plan, 0)
 
 
 def _trained(rank: int) -> None:

@@ -18,8 +18,8 @@ from ..errors import PipelineError, StrategyError
 from ..hardware import profile
 from ..ir.mesh import Mesh
 from ..planner.problem.recipes import RECIPES, Restriction
-from ..plans.pipeline import axis_of, inside
-from ..schedule.catalogue import KINDS
+from ..plans.pipeline import check_staged, inside
+from ..schedule.catalogue import KINDS, canonical
 
 if TYPE_CHECKING:
     from ..planner.objective.timeline import Timeline
@@ -96,6 +96,12 @@ def add_passes(parser) -> None:
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
 
 
+def add_micro_batches(parser) -> None:
+    """Add --micro-batches alone."""
+    many = "parts of the batch, whose gradients are added up (default 1, with pp as many as are best)"
+    parser.add_argument("--micro-batches", type=count, metavar="K", help=many)
+
+
 def add_pipeline(parser) -> None:
     """Add --schedule and --stages-per-rank."""
     schedule = f"order of the stages of a mesh with pp: {', '.join(KINDS)} (default: the fastest of some)"
@@ -132,7 +138,6 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     """Search as the arguments of `add_search` and `add_pipeline` ask, for the model on the meta device; `options` of
     `api.search` come on top."""
     quiet()
-    check_staged(args)
     from ..api import entry as api
     from ..planner.batch import AUTO, passes_of
 
@@ -149,17 +154,6 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
         stages_per_rank=getattr(args, "stages_per_rank", None), baselines=not getattr(args, "no_baselines", True),
     )  # fmt: skip
     return api.search(model, mesh or args.devices, inputs, report=report, **asked | planning(args) | options)
-
-
-def check_staged(args: argparse.Namespace) -> None:
-    """Raise PipelineError for arguments that only stages have, if the mesh has no axis pp and cannot get one."""
-    if getattr(args, "devices", None) is not None or axis_of(Mesh.parse(args.mesh)):
-        return
-    for name in ("schedule", "stages_per_rank"):
-        if getattr(args, name, None) is not None:
-            raise PipelineError(
-                f"--{name.replace('_', '-')} is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=4"
-            )
 
 
 def add_adapting(parser) -> None:
@@ -248,6 +242,9 @@ def check(args: argparse.Namespace) -> None:
     if args.mesh is not None:
         mesh = Mesh.parse(args.mesh)
         Restriction.of(args.strategy, inside(mesh))
+        check_staged(mesh, getattr(args, "schedule", None), getattr(args, "stages_per_rank", None))
+    if (schedule := getattr(args, "schedule", None)) not in (None, "auto"):
+        canonical(schedule)
     profile.load(args.hardware)
     pins(args)
     if hasattr(args, "forbid"):

@@ -26,8 +26,7 @@ def add(subparsers) -> None:
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_adapting(parser)
-    many = "parts of the batch (default 1, with pp as many as are best)"
-    parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
+    common.add_micro_batches(parser)
     after = "print the graph after this pass, or after plan: the joint graph with the plan's layouts"
     parser.add_argument("--after", metavar="PASS", help=after)
     parser.add_argument("--rank", type=int, default=0, help="whose graph, from localize on (default 0)")

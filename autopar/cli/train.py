@@ -10,7 +10,7 @@ from .. import models
 from ..errors import AdaptError, AutoparError, CheckpointError, MeshError, PipelineError
 from ..ir.mesh import Mesh
 from ..plans.pipeline import axis_of
-from ..schedule import catalogue, files
+from ..schedule import files
 from . import common
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
@@ -27,8 +27,7 @@ def add(subparsers) -> None:
     trace = (
         "how a pipeline's last step ran beside the prediction: picture (.svg, .html), Chrome trace (.json), text (.txt)"
     )
-    many = "parts of the batch, whose gradients are added up (default 1, with pp as many as are best)"
-    parser.add_argument("--micro-batches", type=common.count, metavar="K", help=many)
+    common.add_micro_batches(parser)
     parser.add_argument("--trace", metavar="FILE", help=trace)
     parser.add_argument(
         "--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format"
@@ -73,13 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_pipeline(args: argparse.Namespace) -> None:
-    """Raise PipelineError, ScheduleError or StrategyError for what only a pipeline has, or a file that cannot be
-    written."""
-    common.check_staged(args)
+    """Raise PipelineError for a trace of what has no stages, ScheduleError for a file that cannot be written."""
     if args.trace is not None and not axis_of(Mesh.parse(args.mesh)):
         raise PipelineError("--trace is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2")
-    if args.schedule is not None:
-        catalogue.canonical(args.schedule)
     if args.trace is not None:
         files.check_name(args.trace)
 

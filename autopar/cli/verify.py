@@ -15,17 +15,22 @@ def add(subparsers) -> None:
     parser = common.command(subparsers, "verify", "compare a simulated step with the unsharded model", EXAMPLE, run)
     common.add_model(parser)
     common.add_planning(parser, hardware="cpu-gloo")
+    common.add_micro_batches(parser)
+    common.add_pipeline(parser)
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify a simulated step and print the report; the exit code says whether it matches."""
     common.check(args)
-    from ..simulate.compare import verify_model
+    from ..simulate.compare import verify
 
     common.quiet()
     with common.progress() as report:
         model, inputs = models.build(args.model, batch=args.batch, seq=args.seq, device="cpu", seed=args.seed)
-        result = verify_model(model, inputs, args.mesh, report=report, **common.planning(args))
+        result = verify(
+            model, args.mesh, inputs, report=report, micro_batches=args.micro_batches, schedule=args.schedule or "auto",
+            stages_per_rank=args.stages_per_rank, **common.planning(args),
+        )  # fmt: skip
     print(result, end="")
     return 0 if result.match else 1

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import fx
 
-from ..errors import PassError, VerifyError
-from ..ir.compiler_pass import CAPTURE, GRAPH, Pass
+from ..errors import PassError, said
+from ..ir.compiler_pass import GRAPH, Pass
 from .python_code import emit_text, is_collective
 
 
@@ -73,12 +73,13 @@ def with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...
 
 
 def check_added(added: object, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return the value of `passes=` as a tuple. Raises PassError for what cannot be added to the compiler's `passes`."""
+    """Return what a user gave as `passes=` as a tuple. Raises PassError for a name that is taken, and for a pass that is
+    to run after one of the compiler's `passes` that leaves no fx graph, or several."""
     if isinstance(added, Pass) or not isinstance(added, Sequence) or not all(isinstance(p, Pass) for p in added):
         raise PassError(f"passes is {added!r:.80}", fix='a list such as [autopar.Pass("name", run, after="clean")]')
     graph_passes = [p.name for p in passes if p.takes == GRAPH]
     for step in added:
-        if step.name in {p.name for p in passes} or " " in step.name:
+        if not isinstance(step.name, str) or step.name in {p.name for p in passes} or " " in step.name:
             raise PassError(f"a pass cannot have the name {step.name!r}", fix="a word that no pass has yet")
         if step.after not in (*graph_passes, *(p.name for p in added if p is not step)):
             raise PassError(
@@ -93,12 +94,14 @@ def run_all(
 ):
     """Return what passes make of a subject, one after the other; those whose `when(context)` is false are left out.
     `check` is called with what a user's pass returned, or with `every` with what each did. `prefix`: of their names,
-    where they run a second time for another purpose. Raises PassError for what a user's pass left, if it cannot be
-    run."""
+    where they run a second time for another purpose. Raises PassError for a user's pass that fails, or leaves what
+    cannot be run."""
     for step in passes:
-        if not step.when(context):
+        with _named(step):
+            options = tuple(step.options(context)) if step.when(context) else None
+        if options is None:
             continue
-        subject = run(step, subject, *step.options(context), prefix=prefix)
+        subject = run(step, subject, *options, prefix=prefix)
         if step.after is not None:
             _check_of_user(step, subject, check)
         elif every:
@@ -109,10 +112,9 @@ def run_all(
 def _check_of_user(step: Pass, subject, check: Callable) -> None:
     try:
         check(subject)
-    except (VerifyError, RuntimeError) as error:
-        what = getattr(error, "message", str(error)).splitlines()[0]
+    except Exception as error:
         raise PassError(
-            f"the pass {step.name!r} left a graph that cannot be run: {what}", node=getattr(error, "node", None),
+            f"the pass {step.name!r} left a graph that cannot be run: {said(error)}", node=getattr(error, "node", None),
             fix="see autopar/ir/graph.py for what nodes say about themselves; add ops before differentiate, where "
             "they need nothing but their arguments",
         ) from error  # fmt: skip
@@ -129,13 +131,31 @@ def run(step: Pass, subject, *options, prefix: str = ""):
 
 
 def _applied(step: Pass, subject, options: tuple):
-    if step.takes == CAPTURE or not hasattr(subject, "graph_module"):
-        result = step.run(subject, *options)
-        return subject if result is None else result
-    result = step.run(subject.graph_module, *options)
-    if result is not None:
+    is_inside = step.takes == GRAPH and hasattr(subject, "graph_module")
+    taken = subject.graph_module if is_inside else subject
+    kind = fx.GraphModule if isinstance(taken, fx.GraphModule) else type(taken)
+    with _named(step):
+        result = step.run(taken, *options)
+        if step.after is not None and not isinstance(result, kind | None):
+            raise TypeError(f"it returned a {type(result).__name__}, not a {kind.__name__}")
+    if is_inside and result is not None:
         subject.graph_module = result
-    return subject
+    return subject if is_inside or result is None else result
+
+
+@contextmanager
+def _named(step: Pass) -> Iterator[None]:
+    """Raise what goes wrong in a user's pass as a PassError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if step.after is None:
+            raise
+        raise PassError(
+            f"the pass {step.name!r} failed: {said(error)}",
+            fix="the error before this one has its line; it may return None or a graph as it was given, and its "
+            "options= know plan and rank from localize on",
+        ) from error
 
 
 def _show(result: PassResult) -> None:

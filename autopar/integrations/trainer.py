@@ -41,13 +41,11 @@ class _Accelerator(Accelerator):
 
     def gather(self, tensor):
         """Return a tensor, or each of a structure, of one rank of every part of the batch, one after the other."""
-        gathered = super().gather(tensor)
-        return (
-            torch.utils._pytree.tree_map_only(torch.Tensor, self._of_parts, gathered) if self.copies > 1 else gathered
-        )
+        return _torch.tree_map(self._of_parts, super().gather(tensor))
 
-    def _of_parts(self, gathered: torch.Tensor) -> torch.Tensor:
-        return torch.cat(gathered.chunk(self.num_processes)[:: self.copies])
+    def _of_parts(self, gathered: object) -> object:
+        is_tensor = isinstance(gathered, torch.Tensor)
+        return torch.cat(gathered.chunk(self.num_processes)[:: self.copies]) if is_tensor else gathered
 
 
 class ForTrainer:

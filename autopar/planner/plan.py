@@ -23,6 +23,7 @@ from ..ir.graph import describe
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..plans.plan import MeshCandidate, Plan
+from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
 from . import fixed_recompute
@@ -247,7 +248,7 @@ def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
         raise UnsupportedOpError(
             f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
             node=describe(problem.unruled[0]), mesh=problem.mesh,
-            fix="leave out strict=True to run them whole on every device",
+            fix=f"leave out strict=True to run them whole on every device, or {suggestion(problem.unruled[0])}",
         )  # fmt: skip
     return tuple(lines)
 

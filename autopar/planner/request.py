@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..plans.axes import check_axes
-from ..plans.pipeline import axis_of, inside
+from ..plans.pipeline import axis_of, check_staged, inside
 from ..schedule.actions import Schedule
 from . import accumulation
 from .batch import AUTO, data_ways, fewest, in_micro_batches, samples_of
@@ -17,6 +17,7 @@ from .options import options_of
 from .pipeline import mesh_search
 from .pipeline.plan import plan_pipeline
 from .plan import Planned, PlanOptions, search
+from .problem.allowed import check_globs
 
 Report = Callable[[str], None]
 
@@ -50,6 +51,7 @@ class PlanRequest:
         if not request.has_stages and micro_batches not in (None, AUTO):
             accumulation.check(micro_batches)
         if not is_count:
+            check_staged(read, schedule, stages_per_rank)
             asked.check(inside(read))
         return request
 
@@ -61,6 +63,7 @@ class PlanRequest:
     def find(self, captured: Captured, report: Report = lambda text: None) -> Planned:
         """Return the best plan of the captured call of a whole batch, with all that the search knows. Raises
         subclasses of AutoparError."""
+        check_globs(self.options.strategy, captured.graph)
         many = self.micro_batches
         if isinstance(self.mesh, Mesh) and axis_of(self.mesh):
             planned = plan_pipeline(

@@ -77,7 +77,7 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "recomputation": [p.recompute_seconds for p in plans],
         "offload": [p.offloaded.seconds for p in plans],
         "waiting of the mean rank": [waiting_seconds(p) for p in plans],
-        "no plan takes less than": [0.0 if p.pipeline.is_staged else p.bound for p in plans],
+        "bound of the strategy": [0.0 if p.pipeline.is_staged else p.bound for p in plans],
         "even and without waiting": [p.bound if p.pipeline.is_staged else 0.0 for p in plans],
     }
     return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..errors import StageError
+from ..errors import PipelineError, StageError
 from ..ir.mesh import Mesh
 from ..schedule.actions import Schedule
 from ..schedule.catalogue import KINDS, Kind, canonical, make
@@ -127,6 +127,15 @@ def _made(name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank
 def axis_of(mesh: Mesh) -> str | None:
     """Return the pipeline's axis: the one that is named pp, if it has more than one device; else None."""
     return AXIS if mesh.axis_sizes.get(AXIS, 1) > 1 else None
+
+
+def check_staged(mesh: Mesh, schedule: str | Schedule | None, stages_per_rank: int | None) -> None:
+    """Raise PipelineError for what only stages have, if the mesh has no axis for them."""
+    if AXIS not in mesh.names and (schedule not in (None, "auto") or stages_per_rank is not None):
+        raise PipelineError(
+            f"a schedule, or stages a rank, are for a mesh with an axis {AXIS}, not {mesh}",
+            fix=f"name one, such as {AXIS}=2,{mesh}, or leave them out",
+        )
 
 
 def inside(mesh: Mesh, axis: str = AXIS) -> Mesh:

@@ -32,7 +32,7 @@ def _result(plan: Plan) -> list[str]:
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision}, {plan.optimizer}, "
         f"strategy {plan.strategy}",
-        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {_bound(plan)} (gap {plan.gap:.2%})",
+        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {bound_text(plan)} (gap {plan.gap:.2%})",
         pipeline_line(plan)
         or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
@@ -43,10 +43,12 @@ def _result(plan: Plan) -> list[str]:
     ]
 
 
-def _bound(plan: Plan) -> str:
+def bound_text(plan: Plan) -> str:
+    """Say what the bound of a plan is: of a strategy's plans alone, if the plan is one's."""
     if plan.pipeline.is_staged:
         return f"an even split without waiting takes {ms(plan.bound)} or more"
-    return f"no plan takes less than {ms(plan.bound)}"
+    of_these = "" if plan.strategy == "auto" else f" of {plan.strategy}"
+    return f"no plan{of_these} takes less than {ms(plan.bound)}"
 
 
 def batch_lines(plan: Plan) -> list[str]:
@@ -151,7 +153,8 @@ def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:
     peak."""
     kinds = [k for k in MEMORY_KINDS if k in plan.memory]
     at_peak = [*(plan.at_peak.get(k, 0.0) for k in kinds), plan.peak_bytes]
-    unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak])
+    reserve = plan.at_peak.get(MEMORY_KINDS[-1], 0.0)  # next to which a small model would round to nothing
+    unit, cells = byte_column([*(plan.memory[k] for k in kinds), *at_peak], plan.peak_bytes - reserve)
     return [f"most {unit}", "at the peak", "of the limit"], [
         [kind, most, now, percent(bytes_, plan.memory_limit_bytes)]
         for kind, most, now, bytes_ in zip(
@@ -194,9 +197,12 @@ def _alternatives(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
     header, rows = alternatives_table(plan)
-    return table(["costed by the same model", *header], rows) + [
-        f"{a.name}: {a.note}" for a in plan.alternatives if a.step_seconds is None
-    ]
+    return table(["costed by the same model", *header], rows) + without_price(plan)
+
+
+def without_price(plan: Plan) -> list[str]:
+    """Return a line for each alternative that has no price, which says why."""
+    return [f"{a.name}: {a.note.removeprefix(a.name + ' ')}" for a in plan.alternatives if a.step_seconds is None]
 
 
 def costed(plan: Plan) -> list[Alternative]:

@@ -16,7 +16,7 @@ from ..ir.graph import tensor_arguments, values_of
 from ..ir.layout import Layout, dim_ranges, local_part, local_shape
 from ..ir.mesh import Mesh
 from .localize import local_call
-from .register import overload_of, rule_of
+from .register import overload_of, rule_of, suggestion
 from .rule import Rule, Strategy, strategies
 
 MESHES = tuple(map(Mesh.parse, ("x=2", "x=3", "x=2,y=2")))
@@ -29,11 +29,12 @@ def check_rule(op: object, *args: object, **kwargs: object) -> int:
     dims of different sizes hide none. Raises RuleError with those that are wrong, or if there is no rule."""
     node, inputs = make_node(overload_of(op), *args, **kwargs)
     if (rule := rule_of(node)) is None:
-        raise RuleError(f"{node.target} has no sharding rule for this call", fix="register one: autopar.register_rule")
+        raise RuleError(f"{node.target} has no sharding rule for this call", fix=suggestion(node))
     found = [check(node, inputs, mesh, rule) for mesh in MESHES]
     if wrong := [fault for _, faults in found for fault in faults]:
         lines = "".join(f"\n  {fault}" for fault in wrong[:8])
-        raise RuleError(f"the rule of {node.target} is wrong in {len(wrong)} of {sum(n for n, _ in found)} ways:{lines}",
+        raise RuleError(f"the rule of {node.target} is wrong in {len(wrong)} of {sum(n for n, _ in found)} ways (mesh: the "
+                        f"factor that each axis cuts: layouts of arguments -> of results: what is wrong):{lines}",
                         fix="write _ for a dim that cannot be cut, and leave out of linear= what is not")  # fmt: skip
     return sum(count for count, _ in found)
 

@@ -102,7 +102,8 @@ def _check_text(op: object, text: str, linear: tuple[tuple[int, ...], ...], redu
     """Raise RuleError for a rule that no call of the op can follow."""
     if text.count("->") != 1 or reduction not in ("sum", "max"):
         raise RuleError(f"cannot read {text!r} with reduction {reduction!r} as the rule of {op}",
-                        fix='write "m k, k n -> m n", and "sum" or "max"')  # fmt: skip
+                        fix='write "... -> ..." for an elementwise op, "m k, k n -> m n" for a product; and "sum" or '
+                            '"max"')  # fmt: skip
     made = rule(text)
     if wrong := [i for positions in linear for i in positions if not 0 <= i < len(made.inputs)]:
         raise RuleError(f"the rule {text!r} of {op} has no argument {wrong[0]} to be linear in",
@@ -120,18 +121,30 @@ def _check_text(op: object, text: str, linear: tuple[tuple[int, ...], ...], redu
                             fix="name the dims of every tensor, in the op's own order")  # fmt: skip
 
 
+def suggestion(node: fx.Node) -> str:
+    """Return how to give the op of a node a rule: that of elementwise ops if all its tensors have one shape, else one
+    that keeps all dims whole."""
+    if len({value.shape for value in (*(a.meta["val"] for a in tensor_arguments(node)), *values_of(node))}) == 1:
+        return f'autopar.register_rule(torch.ops.{node.target}, "{_text_for(node, "...")}") if it is elementwise'
+    return f'autopar.register_rule(torch.ops.{node.target}, "{_text_for(node)}"), with a word for what may be cut'
+
+
+def _text_for(node: fx.Node, dims: str = "") -> str:
+    sides = ([a.meta["val"] for a in tensor_arguments(node)], values_of(node))
+    return " -> ".join(", ".join(dims or " ".join("_" * value.dim()) for value in side) for side in sides)
+
+
 def _fitting(text: str, build: Builder) -> Builder:
     """Return a builder that raises RuleError for a call that its text does not fit."""
 
     def checked(node: fx.Node) -> Rule | None:
         made = build(node)
         if made is not None and (fault := contradiction(node, made)):
-            sides = ([a.meta["val"] for a in tensor_arguments(node)], values_of(node))
-            whole = " -> ".join(", ".join(" ".join("_" * value.dim()) for value in side) for side in sides)
             raise RuleError(
                 f"the rule {text!r} contradicts {node.target}: {fault}",
                 node=describe(node), source=node.meta.get("source") or None,
-                fix=f'register it again with replace=True and one word a dim, "_" for what stays whole: "{whole}"',
+                fix=f'register it again with replace=True and one word a dim, "_" for what stays whole: '
+                    f'"{_text_for(node)}"',
             )  # fmt: skip
         return made
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import RuleError
 from ..ir.layout import Layout, is_legal
 from ..ir.mesh import Mesh
 
@@ -76,6 +77,10 @@ def rule(text: str, linear: Sequence[Sequence[int]] = (), reduction: str = "sum"
     cannot be sharded.
 
     `linear` as in Rule: `[[0], [1]]` for a bilinear op, `[[0, 1]]` for a sum."""
+    if text.count("->") != 1:
+        raise RuleError(
+            f"cannot read {text!r} as a rule", fix='write what goes in -> what comes out: "m k, k n -> m n"'
+        )
     left, right = text.split("->")
 
     def tensors(side: str) -> tuple[tuple[Dim, ...], ...]:

@@ -17,11 +17,12 @@ autopar's own and a user's.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ScheduleError, StrategyError, check_new, nearest
+from ..errors import ScheduleError, StrategyError, check_new, nearest, said
 from . import building_block as blocks
 from . import phases
 from .actions import Action, Schedule
@@ -77,7 +78,25 @@ def register_schedule(
     if isinstance(orders, Schedule):
         KINDS[word] = _kind_of(orders)
     else:
-        KINDS[word] = Kind(orders, stages_per_rank, v_shaped, in_flight, searched)
+        limit = None if in_flight is None else _limit(word, in_flight)
+        KINDS[word] = Kind(orders, stages_per_rank, v_shaped, limit, searched)
+
+
+def _limit(name: str, in_flight: Callable[[int, int, int], int]) -> Callable[[int, int, int], int]:
+    """Return `in_flight`, with ScheduleError where it fails or gives no whole number."""
+
+    def limit(p: int, v: int, m: int) -> int:
+        try:
+            if (found := operator.index(in_flight(p, v, m))) < 1:
+                raise ValueError(f"{found} are too few")
+            return found
+        except Exception as error:
+            raise ScheduleError(
+                f"schedule {name} has no limit of micro-batches in flight for (p, v, m) = {(p, v, m)}: {said(error)}",
+                fix="let its function in_flight return a whole number from 1 on",
+            ) from error
+
+    return limit
 
 
 def _kind_of(schedule: Schedule) -> Kind:
@@ -150,7 +169,8 @@ def canonical(name: str | Schedule) -> str:
         register_schedule(word, name)
     word = ALIASES.get(word, word)
     if word not in KINDS:
-        raise StrategyError(f"there is no pipeline schedule {name!r}", fix=nearest(word, [*KINDS, *ALIASES]))
+        close = nearest(word, {*KINDS, *ALIASES})
+        raise StrategyError(f"there is no pipeline schedule {name!r}", fix=f"use {close}; there are {', '.join(KINDS)}")
     return word
 
 
@@ -186,6 +206,18 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
     these as well, and the shorter order is taken.
     """
     name, kind, v = checked(name, ranks, micro_batches, stages_per_rank)
+    try:
+        return _made(name, kind, ranks, micro_batches, v, seconds)
+    except Exception as error:  # its function is a user's
+        raise ScheduleError(
+            f"schedule {name} cannot be made for {ranks} ranks and {micro_batches} micro-batches: {said(error)}",
+            fix=getattr(error, "fix", None)
+            or 'let its function return the actions of each rank, such as ["0F0 0B0", "1F0 1B0"]',
+        ) from error
+
+
+def _made(name: str, kind: Kind, ranks: int, micro_batches: int, v: int,
+          seconds: tuple[float, float, float] | None) -> Schedule:  # fmt: skip
     rank_of_stage = placed(ranks, v, kind.v_shaped)
     stages = [tuple(s for s, r in enumerate(rank_of_stage) if r == rank) for rank in range(ranks)]
     orders = [list(map(_action, _split(order))) for order in kind.orders(stages, micro_batches)]

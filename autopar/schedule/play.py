@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..errors import ScheduleError
-from .actions import Action, Schedule
+from .actions import KINDS, Action, Schedule
 from .played import Played
 
 Seconds = float | Sequence[float]
@@ -121,9 +121,11 @@ def _count(schedule: Schedule) -> None:
     rank."""
     if len(schedule.orders) != schedule.ranks or not all(0 <= r < schedule.ranks for r in schedule.rank_of_stage):
         raise ScheduleError(f"schedule {schedule.name} has {len(schedule.orders)} orders and stages on ranks "
-                            f"{sorted(set(schedule.rank_of_stage))}, but {schedule.ranks} ranks")  # fmt: skip
+                            f"{sorted(set(schedule.rank_of_stage))}, but {schedule.ranks} ranks",
+                            fix="give each rank one order, and each stage a rank")  # fmt: skip
     found = Counter(action for order in schedule.orders for action in order)
     faults: dict[str, list[str]] = {"twice": [str(action) for action, count in found.items() if count > 1]}
+    faults["of no kind"] = [str(action) for action in found if action.kind not in KINDS]
     faults["where its stage or micro-batch is not"] = [
         f"{action} on rank {rank}" for rank, order in enumerate(schedule.orders) for action in order
         if not (action.stage < schedule.stages and action.micro_batch < schedule.micro_batches

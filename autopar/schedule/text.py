@@ -41,7 +41,8 @@ def grid(played: Played, unit_seconds: float | None = None) -> str:
     """Draw a run: `F0` is the forward of micro-batch 0; with several stages a rank, `2F0` that of stage 2. `.` waits,
     `-` goes on.
 
-    A column shows what the rank did in the middle of it. `unit_seconds`: one column, by default the shortest action.
+    A column shows what the rank did in the middle of it; one with a `+`, as `I0+W0`, also what came and went between
+    two middles. `unit_seconds`: one column, by default the shortest action.
     """
     times = [(rank, action, start - played.first, end - played.first) for rank, action, start, end in played]
     unit = unit_seconds or min((end - start for *_, start, end in times if end > start), default=1.0)
@@ -51,11 +52,13 @@ def grid(played: Played, unit_seconds: float | None = None) -> str:
         first, last = (
             max(0, -int(-(t / unit - 0.5 - 1e-9) // 1)) for t in (start, end)
         )  # the columns whose middles are inside
-        for column in range(first, min(last, columns)):
-            rows[rank][column] = label(action, played) if column == first else "-"
-    width = max(len(cell) for row in rows for cell in row)
+        first = min(first, columns - 1)
+        rows[rank][first] = f"{rows[rank][first]}+{label(action, played)}".removeprefix(".+").removeprefix("-+")
+        rows[rank][first + 1 : last] = ["-"] * (min(last, columns) - first - 1)
+    width = max((len(label(action, played)) for _, action, *_ in times), default=1)
+    widths = [max(width, *map(len, column)) for column in zip(*rows)]
     digits = len(str(len(rows) - 1))
-    lines = (" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
+    lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(f"rank {rank:>{digits}}: {line}" for rank, line in enumerate(lines))
 
 

@@ -108,6 +108,13 @@ class VerifyReport:
         return verify_text(self)
 
 
+def verify(model: nn.Module, mesh: object, example_inputs, **options) -> VerifyReport:
+    """Plan a model on the CPU for a mesh, simulate one step of all ranks in this process and compare its loss, its
+    gradients and new values of its buffers with the model's own, which is left as it is; `print` the result, or read
+    its `match`. Options are those of `autopar.plan`. Raises subclasses of AutoparError."""
+    return verify_model(model, example_inputs, mesh, **options)
+
+
 def verify_model(
     model: nn.Module,
     example_inputs,

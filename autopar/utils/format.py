@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
@@ -52,9 +53,10 @@ def column(values: Sequence[float | None]) -> list[str]:
     return [cell(v) for v in values]
 
 
-def byte_column(values: Sequence[float | None]) -> tuple[str, list[str]]:
-    """Return (unit, cells) of bytes, in the unit that suits the largest."""
-    name, scale = byte_unit(max((v for v in values if v is not None), default=0.0))
+def byte_column(values: Sequence[float | None], suits: float = math.inf) -> tuple[str, list[str]]:
+    """Return (unit, cells) of bytes, in the unit that suits the largest, or `suits`, if that is one smaller."""
+    largest = max((v for v in values if v is not None), default=0.0)
+    name, scale = byte_unit(min(largest, max(suits, largest / 2**10)))
     if name == "B":
         return name, [f"{v:.0f}" if v else "-" for v in values]
     return name, column([None if v is None else v / scale for v in values])

@@ -13,6 +13,7 @@ from ..plans.plan import Plan, Region
 from ..plans.text import (
     alternatives_table,
     batch_lines,
+    bound_text,
     costed,
     hidden_seconds,
     in_tree_order,
@@ -20,6 +21,7 @@ from ..plans.text import (
     meshes_table,
     offloaded_lines,
     recomputed_lines,
+    without_price,
 )
 from ..utils.format import byte_column, column, ms, percent, size
 from .charts import legend_of, memory_chart, timeline_chart
@@ -67,7 +69,7 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
 def _summary(planned: Planned, timeline: Timeline) -> Html:
     plan = planned.plan
     shown = [
-        ("step", ms(plan.step_seconds), f"no plan takes less than {ms(plan.bound)} (gap {plan.gap:.2%})"),
+        ("step", ms(plan.step_seconds), f"{bound_text(plan)} (gap {plan.gap:.2%})"),
         ("with overlap", *_overlapped(planned, timeline)),
         ("compute", ms(plan.compute_seconds), _recomputed(plan)),
         ("communication", ms(plan.communication_seconds), _communicated(plan)),
@@ -126,7 +128,7 @@ def alternatives_section(plan: Plan) -> Html | None:
     longest = max(a.step_seconds for a in shown) or 1.0
     bars = [bar(a.step_seconds / longest, "bar" if a.fits else "bar unfit") for a in shown]
     rows = [[name, drawn, *rest] for drawn, (name, *rest) in zip(bars, cells)]
-    notes = joined(tag("p", f"{a.name}: {a.note}", class_="note") for a in plan.alternatives if a.step_seconds is None)
+    notes = joined(tag("p", note, class_="note") for note in without_price(plan))
     return tag("div", rows_of(["strategy", "step", *header], rows, left=2, bars=1), notes, class_="others")
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from autopar import Plan, compiler
+from autopar import Plan, compiler, verify
 from autopar.api import entry as api
 from autopar.cli.graph import NEEDS
 from autopar.cli.main import main
@@ -85,6 +85,10 @@ def test_version(capsys):
         (["compare", "/no/such/plan.json"], "cannot be read as a plan", "plan.save"),
         (["diff", "one.json"], "AFTER", "autopar diff --help"),
         (plan("--json", "/there/is/no/such/folder/plan.json"), "No such file", ""),
+        (plan("--schedule", "gpipe"), "with an axis pp, not dp=2,tp=2", "pp=2,dp=2,tp=2"),
+        (["train", *MLP, "--stages-per-rank", "2"], "with an axis pp, not dp=2,tp=2", "pp=2,dp=2,tp=2"),
+        (["verify", *MLP, "--schedule", "gpip"], "with an axis pp, not dp=2,tp=2", "pp=2,dp=2,tp=2"),
+        (["verify", *MLP, "--mesh", "pp=2", "--schedule", "gpip"], "no pipeline schedule 'gpip'", "gpipe"),
         (["graph", *MLP, "--diff"], "--diff", "--after"),
         (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
         (["graph", *MLP, "--after", "lunch"], "'lunch'", "canonicalize, "),
@@ -205,6 +209,29 @@ def test_graph_diff(capsys):
 def test_verify(capsys):
     assert main(["verify", *MLP, "--strategy", "fsdp"]) == 0
     assert capsys.readouterr().out.endswith("\nmatch\n")
+
+
+def test_verify_of_stages(capsys):
+    staged = ["--mesh", "pp=2", "--schedule", "gpipe", "--micro-batches", "4", "--stages-per-rank", "1"]
+    assert main(["verify", *MLP, *staged]) == 0
+    printed = capsys.readouterr().out
+    assert "gpipe with 4 micro-batches" in printed and printed.endswith("\nmatch\n")
+
+
+def test_verify_in_python():
+    model, inputs = build("mlp-tiny", batch=4, seq=1, device="cpu")
+    assert verify(model, "dp=2", inputs, micro_batches=2).match
+
+
+def test_a_models_file_imports_what_lies_beside_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_model.py").write_text("from torch import nn\ndef layer(): return nn.Linear(8, 8)\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom beside_the_model import layer\ndef build(): return layer(), (torch.ones(8, 8),)\n"
+    )
+    model = f"{tmp_path / 'mine.py'}:build"
+    assert main(["plan", "--model", model, "--batch", "8", "--seq", "1", "--mesh", "dp=2", "--no-baselines"]) == 0
+    assert "plan of" in capsys.readouterr().out
 
 
 def test_verify_that_does_not_match(capsys, monkeypatch):

@@ -3,6 +3,7 @@ extension, of at most ten lines."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from autopar.cli.main import main
 from autopar.cost.compute import flops_of
 from autopar.cost.host import HostCost
 from autopar.cost.memory import StateBytes
-from autopar.errors import OptimizerError, RuleError, ScheduleError, StrategyError
+from autopar.errors import AutoparError, OptimizerError, PipelineError, RuleError, ScheduleError, StrategyError
 from autopar.hardware.profile import load
 from autopar.rules import rule_of
 from autopar.rules.numeric_check import make_node
+from autopar.rules.rule import rule
 from autopar.simulate.compare import verify_model
 
 from .library import gate, gate_backward, gated
@@ -79,7 +81,7 @@ def test_flops_of_a_users_op():
 @pytest.mark.parametrize(
     "op, text, options, complaint",
     [
-        (gate, "m k, k n", {}, "cannot read(.|\n)*m k, k n -> m n"),
+        (gate, "m k, k n", {}, "cannot read(.|\n)*elementwise(.|\n)*m k, k n -> m n"),
         (gate, "m k, k n -> m n", {"reduction": "mean"}, "reduction 'mean'"),
         (gate, "m k -> m", {}, "1 tensors as arguments, mine::gate(.|\n)* has 2"),
         (gate, "m k, k n -> m n, m", {}, "2 tensors as results"),
@@ -113,8 +115,13 @@ def test_a_rule_against_the_numbers():
         autopar.check_rule(gate, torch.randn(6, 8).double(), torch.randn(8, 10).double())
     autopar.register_rule(gate, "m _, _ n -> m n", replace=True)
     assert autopar.check_rule(gate, torch.randn(6, 8).double(), torch.randn(8, 10).double()) >= 6
-    with pytest.raises(RuleError, match="no sharding rule"):
+    with pytest.raises(RuleError, match=r'no sharding rule(.|\n)*backward.default, "..., ... -> ..."\) if it is'):
         autopar.check_rule(gate_backward, torch.randn(2), torch.randn(2))
+
+
+def test_a_rule_without_an_arrow():
+    with pytest.raises(RuleError, match="cannot read 'm k, k n' as a rule(.|\n)*m k, k n -> m n"):
+        rule("m k, k n")
 
 
 # strategies -----------------------------------------------------------------------------------------------------------
@@ -146,13 +153,45 @@ def test_pins_of_a_strategy_tell_equal_blocks_apart():
     assert found[name] == "dp:S(0)" and found[other] != "dp:S(0)"
 
 
+@pytest.mark.parametrize("kind", ["pin", "forbid"])
+@pytest.mark.parametrize("strategy, mesh", [("mine", "dp=2"), ("megatron+mine", "dp=2,tp=2"), ("mine", "pp=2,dp=2")])
+def test_globs_of_a_strategy_match_something(kind, strategy, mesh):
+    model, inputs = models.build("mlp-tiny", batch=8, seq=1)
+    globs = {"*.up.wieght": "R"}
+    autopar.register_strategy("mine", autopar.Recipe(data=True, **{kind: globs}))
+    with pytest.raises(StrategyError, match=rf"'\*.up.wieght' of strategy {re.escape(strategy)} matches no") as error:
+        autopar.plan(model, mesh, inputs, strategy=strategy)
+    assert "blocks.0.up.weight" in error.value.fix
+    autopar.register_strategy("mine", autopar.Recipe(data=True, optional=list(globs), **{kind: globs}), replace=True)
+    assert autopar.plan(model, mesh, inputs, strategy=strategy).strategy == strategy
+
+
+def test_pins_of_both_strategies_count():
+    model, inputs = models.build("mlp-tiny", batch=8, seq=1)
+    autopar.register_strategy("mine", autopar.Recipe(data=True, pin={"*.bias": "dp:S(0)"}))
+    plan = autopar.plan(model, "dp=2,tp=2", inputs, strategy="megatron+mine")
+    assert all("dp:S(0)" in layout for name, layout in plan.layouts.items() if name.endswith("bias"))
+
+
+@pytest.mark.parametrize("layout, complaint", [("dp:S(2)", "names dim 2"), ("ep:S(0)", "no axis 'ep'")])
+def test_a_pin_that_a_parameter_cannot_follow_is_named(layout, complaint):
+    model, inputs = models.build("mlp-tiny", batch=8, seq=1)
+    autopar.register_strategy("mine", autopar.Recipe(data=True, pin={"*.up.weight": layout}))
+    for options, whose in (({"strategy": "mine"}, "mine's pin"), ({"pin": {"*.up.weight": layout}}, "pin")):
+        with pytest.raises(
+            AutoparError, match=rf"blocks.\d.up.weight cannot follow the {whose} .*{complaint}"
+        ) as error:
+            autopar.plan(model, "dp=2", inputs, **options)
+        assert error.value.fix
+
+
 @pytest.mark.parametrize(
     "name, recipe, complaint",
     [
         ("fsdp", dict(data=True), "a strategy fsdp already"),
         ("auto", dict(data=True), "a strategy auto already"),
         ("a+b", dict(data=True), "no name"),
-        ("mine", dict(), "as a recipe"),
+        ("mine", dict(), "^cannot read data=False, tensor=None, roles={} and shard='none' as a recipe"),
         ("mine", dict(data=True, tensor="tensor"), "as a recipe"),
         ("mine", dict(roles={"dp": "batch"}), "as a recipe"),
     ],
@@ -249,6 +288,32 @@ def test_refused_schedules(orders, complaint, as_object):
             schedule = "mine"
             autopar.register_schedule(schedule, lambda stages, m: orders)
         autopar.plan(Deep(), "pp=2", (torch.randn(4, 16),), schedule=schedule, micro_batches=1)
+
+
+@pytest.mark.parametrize(
+    "orders, in_flight, complaint",
+    [
+        (lambda stages, m: None, None, "'NoneType' object is not iterable"),
+        (lambda stages, m: [3, 4], None, "'int' object is not iterable"),
+        (lambda stages, m: stages[7], None, "IndexError"),
+        (lambda stages, m: ["0F0 0B0"], None, "has 1 orders"),
+        (lambda stages, m: [[autopar.schedule.Action("X", 0, 0)], ["1F0"]], None, "actions of no kind: 0X0"),
+        (lambda stages, m: ["0F0 0B0", "1F0 1B0"], lambda p, v, m: p, "KeyError: 'B'"),
+        (lambda stages, m: ["0F0 0I0", "1F0 1I0"], lambda p, v, m: None, "no limit of micro-batches in flight"),
+        (lambda stages, m: ["0F0 0I0", "1F0 1I0"], lambda p, v, m: 0, "ValueError: 0 are too few"),
+    ],
+)
+def test_functions_of_schedules_that_fail_are_named(orders, in_flight, complaint):
+    autopar.register_schedule("mine", orders, in_flight=in_flight)
+    with pytest.raises(ScheduleError, match="^schedule mine ") as error:
+        autopar.plan(Deep(), "pp=2", (torch.randn(4, 16),), schedule="mine", micro_batches=1)
+    assert complaint in error.value.message and error.value.fix
+
+
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"stages_per_rank": 2}])
+def test_a_schedule_is_for_stages(options):
+    with pytest.raises(PipelineError, match="an axis pp, not dp=2(.|\n)*pp=2,dp=2"):
+        autopar.plan(Deep(), "dp=2", (torch.randn(4, 16),), **options)
 
 
 def test_refused_names_of_schedules():

@@ -37,3 +37,4 @@ def test_strict_lists_them_all():
         plan(strict=True)
     assert "aten._cdist_forward.default" in caught.value.message and "aten._linalg_det.default" in caught.value.message
     assert "test_strict.py" in caught.value.message
+    assert "autopar.register_rule(torch.ops.aten." in caught.value.fix

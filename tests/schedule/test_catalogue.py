@@ -34,7 +34,7 @@ def test_other_spellings(other, name):
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(StrategyError, match="no pipeline schedule 'gpip'") as error:
         make("gpip", 2, 2)
-    assert error.value.fix == "gpipe"
+    assert error.value.fix == f"use gpipe; there are {', '.join(KINDS)}"
 
 
 @pytest.mark.parametrize("arguments, message", [

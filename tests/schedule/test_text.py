@@ -25,6 +25,16 @@ def test_a_column_is_a_unit_of_time():
     ]
 
 
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 0.001), (0.0, 1.0, 1.0), (1e-4, 1e-4, 1.0)])
+@pytest.mark.parametrize("unit", [None, 0.5, 3.0, 50.0])
+def test_every_action_is_there_however_short(seconds, unit):
+    played = play(make("zb_h1", 2, 4), *seconds, 0.1)
+    for rank, line in enumerate(grid(played, unit).splitlines()):
+        found = [cell for cell in re.split(r"[ +]+", line.partition(": ")[2]) if cell not in ".-"]
+        assert found == [f"{action.kind}{action.micro_batch}" for action in played.schedule.orders[rank]]
+    assert len({len(line) for line in grid(played, unit).splitlines()}) <= 2
+
+
 def measured():
     """A run on a clock that did not begin at 0."""
     played = play(make("zbv", 2, 3), 0.001, 0.002, 0.0015, 0.0001)

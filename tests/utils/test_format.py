@@ -38,6 +38,7 @@ def test_a_column_has_one_number_of_decimals_and_no_noise():
 def test_a_byte_column_has_the_unit_of_its_largest():
     assert byte_column([2**30, 2**29, 1.0, 0.0]) == ("GiB", ["1.00", "0.50", "<0.01", "-"])
     assert byte_column([4.0, 0.0]) == ("B", ["4", "-"])
+    assert byte_column([2**30, 2**19], 2**19) == ("MiB", ["1024.0", "0.5"])
 
 
 def test_table():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
+from torch import fx
 
 from ...adapt.lora_site import is_factor
-from ...errors import StrategyError
+from ...errors import AutoparError, StrategyError
 from ...ir.graph import describe
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
@@ -18,9 +19,10 @@ from ...ops import autopar
 from ...rules.rule import entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
-from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction
+from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
 from .vertices import Vertex
 
+LEAVES = ("parameter", "input", "buffer")  # which globs name
 LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
 TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
 
@@ -59,7 +61,7 @@ def allowed_strategies(
             mask = _input_mask(options.strategies, restriction, fits)
         masks[cls] = mask.copy()
     for pattern, text, wanted in restriction.own:
-        for v, fits in _named(problem, pattern, text):
+        for v, fits in _named(problem, pattern, text, f"{restriction.name}'s {'pin' if wanted else 'forbidden'}", True):
             fits = fits if wanted else ~fits
             masks[v.cls] = masks[v.cls] & fits if (masks[v.cls] & fits).any() else fits
     for pattern, text in (pins or {}).items():
@@ -189,31 +191,48 @@ def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: 
         masks[v.cls] = left
 
 
-def _named(problem: Problem, pattern: str, text: str, what: str = "") -> Iterator[tuple[Vertex, np.ndarray]]:
+def check_globs(strategy: str | None, graph: fx.Graph) -> None:
+    """Raise StrategyError for a glob of a strategy that matches no leaf of a whole graph and is not optional."""
+    names = [n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind in LEAVES]
+    for pattern, what in required_globs(strategy).items():
+        if not fnmatch.filter(names, pattern):
+            raise _matches_nothing(f"{what} {pattern!r} of strategy {strategy}", pattern, names)
+
+
+def _matches_nothing(what: str, pattern: str, names: Collection[str]) -> StrategyError:
+    close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
+    return StrategyError(f"the {what} matches no parameter", fix=f"the nearest names are {', '.join(close)}")
+
+
+def _named(
+    problem: Problem, pattern: str, text: str, what: str, is_optional: bool = False
+) -> Iterator[tuple[Vertex, np.ndarray]]:
     """Iterate over the leaves that a glob matches, each with a mask of the strategies that place it as the text says.
-    Raise MeshError for an axis that the mesh does not have, and StrategyError if it matches none: then it was not meant
-    for any model, but is `what` the user asked for of this one."""
+    `what`: that the user asked for. Raise MeshError for an axis that the mesh does not have, and StrategyError for a
+    layout that one of the leaves cannot have, or if the glob matches none."""
     found = False
     names = {}
     for v in problem.vertices:
-        if v.kind not in ("parameter", "input", "buffer"):
+        if v.kind not in LEAVES:
             continue
         name = v.node.meta["role"].name
         names[name] = v
         if not fnmatch.fnmatchcase(name, pattern):
             continue
         found = True
-        wanted = Layout.parse(text, v.node.meta["val"].dim())
+        shape = tuple(v.node.meta["val"].shape)
         words = [word.split(":")[0] for word in text.replace(",", " ").split() if word != "R"]
-        for axis in words:
-            problem.mesh.size(axis)
+        try:
+            wanted = Layout.parse(text, len(shape))
+            for axis in words:
+                problem.mesh.size(axis)
+        except AutoparError as error:
+            message = f"{name} cannot follow the {what} {pattern}: {text}: {error.message}"
+            raise type(error)(message, shape=shape, mesh=error.mesh, fix=error.fix) from None
         options = problem.classes[v.cls].strategies
         yield v, np.array([_follows(s.outputs[0], wanted, set(words) or None) for s in options])
-    if what and not found:
-        close = difflib.get_close_matches(pattern.replace("*", ""), names, 3, cutoff=0.2) or list(names)[:3]
-        raise StrategyError(
-            f"the {what} {pattern!r} matches no parameter", fix=f"the nearest names are {', '.join(close)}"
-        )
+    if not found and not is_optional:
+        raise _matches_nothing(f"{what} {pattern!r}", pattern, names)
 
 
 def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:

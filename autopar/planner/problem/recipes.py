@@ -36,7 +36,8 @@ class Recipe:
     keep: whether gathered copies stay for the backward (None: as memory's price says).
     replicates: over all data axes but those that shard, so that there must be two.
     reduces_once: whether micro-batches reduce gradients once a step (True) or each (False); None tries both.
-    pin, forbid: layouts of parameters by glob, where a model has such; they go before all of the above.
+    pin, forbid: layouts of parameters by glob; they go before all of the above.
+    optional: those of these globs that a model need not have a parameter for.
     """
 
     data: bool = False
@@ -48,13 +49,15 @@ class Recipe:
     reduces_once: bool | None = None
     pin: Mapping[str, str] = field(default_factory=dict)
     forbid: Mapping[str, str] = field(default_factory=dict)
+    optional: Sequence[str] = ()
 
     def __post_init__(self):
         kinds = self.data + (self.tensor is not None) + bool(self.roles)
         roles = {*self.roles.values(), self.tensor or TENSOR}
         if kinds != 1 or not roles <= set(ROLES) or self.shard not in ("none", "last", "all"):
             raise StrategyError(
-                f"cannot read {self} as a recipe",
+                f"cannot read data={self.data}, tensor={self.tensor!r}, roles={dict(self.roles)} and "
+                f"shard={self.shard!r} as a recipe",
                 fix=f'give one of data=True, tensor="tensor" and roles={{"dp": "data", ...}} with roles '
                 f'{", ".join(ROLES)}; shard is "none", "last" or "all"',
             )  # fmt: skip
@@ -170,8 +173,20 @@ def reduces_once(strategy: str | None) -> bool | None:
 
 def globs_of(strategy: str | None) -> list[str]:
     """Return the globs by which a strategy, and those that plans are compared with, tell parameters apart."""
-    names = [*(strategy or "").split("+"), *BASELINES]
-    return [glob for name in names if (r := RECIPES.get(ALIASES.get(name, name))) for glob in (*r.pin, *r.forbid)]
+    return [glob for r in _recipes([*(strategy or "").split("+"), *BASELINES]) for glob in (*r.pin, *r.forbid)]
+
+
+def required_globs(strategy: str | None) -> dict[str, str]:
+    """Return the globs of a strategy that must match a parameter of the model, each with what it is."""
+    recipes = _recipes((strategy or "").split("+"))
+    return {
+        glob: what for r in recipes for what, globs in (("pin", r.pin), ("forbidden", r.forbid)) for glob in globs
+        if glob not in r.optional
+    }  # fmt: skip
+
+
+def _recipes(names: Sequence[str]) -> list[Recipe]:
+    return [recipe for name in names if (recipe := RECIPES.get(ALIASES.get(name, name)))]
 
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:
@@ -184,6 +199,7 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
             f"cannot read {strategy!r} as two strategies",
             fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1",
         )
+    both = replace(first, name=strategy, own=(*first.own, *second.on(strategy, mesh).own))
     if second.shard == "none":
-        return replace(first, name=strategy)
-    return replace(first, name=strategy, sharded_axes=mesh.names, whole_axes=(), keep=second.keep)
+        return both
+    return replace(both, sharded_axes=mesh.names, whole_axes=(), keep=second.keep)
