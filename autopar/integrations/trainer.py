@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 import transformers
@@ -27,6 +28,10 @@ from ..runtime.inputs import data_axes
 from ..runtime.module import ParallelModule
 from ..storage.checkpoint import load_checkpoint, save_checkpoint
 
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object
 CHECKPOINT = "autopar"  # the folder of a Trainer's checkpoint that has the optimizer's state
 
 
@@ -43,12 +48,12 @@ class _Accelerator(Accelerator):
         """Return a tensor, or each of a structure, of one rank of every part of the batch, one after the other."""
         return _torch.tree_map(self._of_parts, super().gather(tensor))
 
-    def _of_parts(self, gathered: object) -> object:
+    def _of_parts(self, gathered):
         is_tensor = isinstance(gathered, torch.Tensor)
         return torch.cat(gathered.chunk(self.num_processes)[:: self.copies]) if is_tensor else gathered
 
 
-class ForTrainer:
+class ForTrainer(Base):
     """What a class of Trainer does otherwise for a module of `autopar.compile(..., inputs="local")`. Raises InputError
     for one with other inputs, or if its axes of data are not the first of its mesh."""
 
@@ -125,7 +130,7 @@ class ForTrainer:
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer without Accelerate's wrapper."""
-        return getattr(self.optimizer, "optimizer", self.optimizer)
+        return cast(torch.optim.Optimizer, getattr(self.optimizer, "optimizer", self.optimizer))
 
 
 class Trainer(ForTrainer, transformers.Trainer):

@@ -43,7 +43,7 @@ from .ambient import Ambient
 from .call import Call
 from .inputs import Inputs, WholeInputs, data_axes
 from .modes import Modes
-from .outputs import OutputForms
+from .outputs import Kind, OutputForms
 from .parameters import table_of
 from .step import Step
 
@@ -139,7 +139,7 @@ class Captures:
 
     last: Capture
 
-    def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: str,
+    def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: Kind,
                  outputs: str, mesh, device_mesh, stage: StageMesh):  # fmt: skip
         self.stage, self.outputs = stage, outputs
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
@@ -317,7 +317,7 @@ class Captures:
         )
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
-        kind = "sharded" if self.outputs == "sharded" else self.mode
+        kind: Kind = "sharded" if self.outputs == "sharded" else self.mode
         forms = OutputForms(kind, traced.captured, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh)
         if isinstance(program, PipelineProgram):
             from .pipeline_step import PipelineStep

@@ -12,8 +12,9 @@ Gathering is a collective, so what reads an output does so on all ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from .. import _torch
 from .._torch import tree_flatten, tree_map
 from ..errors import InputError
 from ..frontend.export import Captured
-from ..ir.graph import output_node
+from ..ir.graph import outputs_of
 from ..ir.layout import Layout, local_shape
 from ..ir.mesh import Mesh
 from ..passes.pipeline.samples import SampleDim, outputs_with_samples
@@ -95,7 +96,7 @@ def _is_with_dtensors(args: tuple, kwargs: dict) -> bool:
     return any(isinstance(a, DTensor) and not isinstance(a, GlobalTensor) for a in tree_flatten((args, kwargs))[0])
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> Any:
     """Return the plain tensor that an output stands for, gathered once; anything else as it is."""
     if not isinstance(value, GlobalTensor):
         return value
@@ -128,7 +129,7 @@ class _OwnPart(torch.autograd.Function):
     """This rank's samples of an output. What is computed of them counts as one of `own.parts` equal parts."""
 
     @staticmethod
-    def forward(ctx, value: LocalTensor, own: Own) -> Tensor:
+    def forward(ctx, value: Any, own: Own) -> Tensor:
         ctx.own = own
         return redistributed(value.detach(), own.layout, own.mesh, own.spec.mesh).detach()
 
@@ -144,7 +145,7 @@ class Own:
 
     mesh: Mesh
     layout: Layout
-    spec: object
+    spec: Any
     parts: int
     example: Tensor
 
@@ -165,7 +166,7 @@ class OutputForm:
     """How the user gets an output of which a rank computes a part: `spec` says which, None of a number."""
 
     kind: Kind
-    spec: object
+    spec: Any
     own: Own | None
 
     def of(self, local: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ class OutputForm:
             return _torch.as_dtensor(local, self.spec)
         if self.own is not None:
             output = _torch.as_dtensor(local, self.spec, LocalTensor)
-            output._own = self.own
+            setattr(output, "_own", self.own)  # noqa: B010
             return output
         if all(placement.is_replicate() for placement in self.spec.placements):
             return local.detach()
@@ -189,19 +190,18 @@ class OutputForms:
 
     def __init__(self, kind: Kind, captured: Captured, axes: tuple[str, ...], mesh: Mesh, device_mesh):
         self.kind, self.axes, self.mesh, self.device_mesh = kind, axes, mesh, device_mesh
-        output = output_node(captured.graph)
-        sample_dims = [None] * len(output.meta["roles"])
+        outputs = outputs_of(captured.graph)
+        sample_dims: Sequence[SampleDim | None] = [None] * len(outputs)
         if kind == "local" and axes:
             sample_dims = outputs_with_samples(captured.graph, samples_of(captured.signature))
-        found = [(r.name, n, sample_dim) for n, r, sample_dim in zip(output.args[0], output.meta["roles"], sample_dims)
-                 if r.kind == "output"]  # fmt: skip
+        found = [(r.name, n, dim) for (n, r), dim in zip(outputs, sample_dims) if r.kind == "output"]
         self.values: dict[str, Tensor] = {name: node.meta["val"] for name, node, _ in found}  # of global shapes
-        self.sample_dims = {name: sample_dim for name, _, sample_dim in found}
+        self.sample_dims = {name: dim for name, _, dim in found}
 
-    def form(self, name: str, layout: Layout) -> OutputForm:
+    def form(self, name: str, layout: Layout | None) -> OutputForm:
         """Return the form of an output of which the rank computes the part that a global layout gives it."""
         like, sample_dim = self.values[name], self.sample_dims[name]
-        if not like.dim():
+        if layout is None or not like.dim():
             return OutputForm(self.kind, None, None)
         spec = spec_of(layout, like.shape, like.dtype, self.mesh, self.device_mesh)
         own = Own.of(sample_dim, like, self.axes, self.mesh, self.device_mesh) if sample_dim is not None else None

@@ -144,7 +144,7 @@ class PipelineStep:
         self.gathered: dict[str, tuple[Layout, Layout]] = {}  # outputs gathered to be joined: before, after
         output = output_node(self.micro.captured.graph)
         for role, layout in zip(output.meta["roles"], self.plan.sharding.outputs):
-            if role.kind == "output":
+            if role.kind == "output" and layout is not None:
                 how, like = self.micro.joins[role.name], forms.values[role.name]
                 joined = self._joined_layout(layout, how) if like.dim() else layout
                 if isinstance(how, int) and self.micro.smaller and layout != joined:

@@ -14,7 +14,7 @@ from ..errors import SourceMethodError
 from ..frontend.user_lines import line_now
 
 
-def _class_for(kind: type, source: type) -> type:
+def _class_for(kind: type[nn.Module], source: type[nn.Module]) -> type[nn.Module]:
     """Return a class whose forward has the signature of the source's class: libraries choose by it what they pass."""
     if kind.__name__ == f"Parallel{source.__name__}":  # of a copy
         return kind
