@@ -26,7 +26,7 @@ from torch import fx, nn
 from ..codegen.rank_program import PipelineProgram, RankProgram
 from ..compiler import lower_deferred, lower_plan
 from ..errors import InputError
-from ..frontend.call_signature import Returns, describe_call
+from ..frontend.call_signature import CallSignature, Returns, describe_call
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import Forms
 from ..frontend.guards import Guards
@@ -50,7 +50,7 @@ from .step import Step
 if TYPE_CHECKING:
     from .pipeline_step import PipelineStep
 
-LIMIT = 16  # captures of one module, if it is not told otherwise
+LIMIT = 16  # captures of one module for the same shapes, if it is not told otherwise
 
 _log = logging.getLogger("autopar")
 _module_numbers = itertools.count()  # modules are compiled in the same order on all ranks
@@ -257,13 +257,14 @@ class Captures:
 
     def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
         changed = "".join(f", {words}" for _, words in self.last.guards.changed()[:3])
-        if len(self.table) >= self.module.capture_limit:
+        shapes = _of_tensors(CallSignature.of(args, kwargs)[0].shapes)
+        alike = [c.call for c in self.table if _of_tensors(c.inputs.parts) == shapes]
+        if len(alike) >= self.module.capture_limit:
             raise InputError(
-                f"the model is called with {call}{changed}, and is compiled for {len(self.table)} calls already: "
-                + " | ".join(c.call for c in self.table),
-                fix="pad batches to a few shapes, keep what changes in every call in buffers or inputs, or raise the "
-                    "module's capture_limit",
-            )  # fmt: skip
+                f"the model is called with {call}{changed}, and is compiled for {len(alike)} calls of these shapes "
+                f"already: {' | '.join(alike)}",
+                fix="keep what changes in every call in buffers or inputs, or raise the module's capture_limit",
+            )
         start = time.perf_counter()
         traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters, self._by_name(self._trainable()))
         same = next((c for c in self.table if c.traced.computes_as(traced)), None)
@@ -275,9 +276,7 @@ class Captures:
             capture = self._add(traced, plan, step, gradients, Ambient.now(), changed)
         if self.groups.rank == 0:
             how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
-            _log.info(
-                "capture %d of at most %d: %s%s: %s", len(self.table), self.module.capture_limit, call, changed, how
-            )
+            _log.info("capture %d: %s%s: %s", len(self.table), call, changed, how)
         return capture
 
     def _complete(self, step: Step) -> Step:
@@ -386,6 +385,11 @@ class Captures:
         return any(
             t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere)
         )
+
+
+def _of_tensors(shapes: tuple) -> list[tuple[int, ...]]:
+    """Return the shapes of a call's tensors, without its constants."""
+    return [shape for shape in shapes if shape is not None]
 
 
 def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:

@@ -51,8 +51,8 @@ OWN = (
 
 class ParallelModule(OfSource):
     """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the
-    plans of all calls, of which there may be `capture_limit`. `random`: where its random numbers stand. `layouts`: of
-    the parameters by name, on the mesh of `stage_mesh`. Values come from the source or from `weights`.
+    plans of all calls, of which there may be `capture_limit` of the same shapes. `random`: where its random numbers
+    stand. `layouts`: of the parameters by name, on the mesh of `stage_mesh`. Values come from the source or from `weights`.
 
     Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
     `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where
@@ -245,21 +245,22 @@ class ParallelModule(OfSource):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their norm over the whole model, all its stages, and return the norm as a plain tensor,
         equal on all ranks, which call this together. A parameter that several stages share counts once."""
-        stage = self.stage_mesh
+        norms = torch.empty(dist.get_world_size(), dtype=torch.float64, device=self.stage_mesh.device)
         with watch.collective("the norm of the gradients"):
-            if stage.pp_group is None:
-                norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-                return norm.full_tensor() if isinstance(norm, DTensor) else norm
-            gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-            counted = [g for n, g in gradients.items() if self.pp_ranks_of(n)[0] == stage.pp_rank]
-            mine = torch.nn.utils.get_total_norm(counted, norm_type)
-            mine = (mine.full_tensor() if isinstance(mine, DTensor) else mine).to(stage.device, torch.float64)
-        norm = torch.linalg.vector_norm(stage.tensors_from_all_pp_ranks(mine, "the norm of all stages"), norm_type)
-        norm = norm.to(next((g.dtype for g in gradients.values()), torch.float32))
-        if gradients:
-            local = [_torch.local_of(g) for g in gradients.values()]
-            torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            local = {n: optimizers.local_gradient(p) for n, p in self.named_parameters() if p.grad is not None}
+            mine = torch.nn.utils.get_total_norm([g for n, g in local.items() if self._counts(n)], norm_type)
+            dist.all_gather_into_tensor(norms, mine.to(norms)[None])
+        norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local.values()), torch.float32))
+        if local:
+            torch._foreach_mul_(list(local.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def _counts(self, name: str) -> bool:
+        """Return whether this rank's part of a parameter counts for a sum over all parameters: of ranks with the same
+        part it is the first one's that does."""
+        stage, axes = self.stage_mesh, self.layouts[name].sharding_axes
+        is_first = all(index == 0 for axis, index in stage.coordinate.items() if axis not in axes)
+        return is_first and self.pp_ranks_of(name)[0] == stage.pp_rank
 
     def pp_ranks_of(self, name: str) -> tuple[int, ...]:
         """Return where along the pipeline a parameter or buffer is."""

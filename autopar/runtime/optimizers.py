@@ -1,10 +1,10 @@
 """torch's optimizers on the parameters of compiled modules: which ones are right as they are, and what happens to the
 others.
 
-Most work on DTensors and need nothing. Some update every element by itself but call ops that DTensor lacks (fused SGD
-and Adagrad, Rprop): those step on the local parts of the parameters. Some compute with whole parameters in a way that
-sharded ones do not allow (Adafactor, LBFGS): those are refused before their first step. torch calls the hook below at
-the start of every `step`.
+Those of torch that update every element by itself step on the local parts of the parameters, as fast as on plain
+tensors. Others, and a user's own, step on DTensors. Some compute with whole parameters in a way that sharded ones do
+not allow (Adafactor, LBFGS): those are refused before their first step. torch calls the hook below at the start of
+every `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,22 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _torch
@@ -25,6 +40,10 @@ from ..errors import OptimizerError
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..storage.weights import shortened
+
+# What inherits from them may mix elements.
+BY_ELEMENT = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop))
+SCALARS = frozenset(("step", "mu_product", "eta", "mu"))  # of their state
 
 _modules: WeakSet[nn.Module] = WeakSet()
 _checked: WeakKeyDictionary[Optimizer, tuple] = (
@@ -51,7 +70,7 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
         owners = [m for m in _modules if _has_some_of(optimizer, m)]
         for module in owners:
             _check(optimizer, module)
-        is_local = bool(owners) and _needs_local_parts(optimizer)
+        is_local = bool(owners) and type(optimizer) in BY_ELEMENT
         _checked[optimizer] = form, is_local
     return _on_local_parts(optimizer, args, kwargs) if is_local else None
 
@@ -91,7 +110,7 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
     if (
         isinstance(optimizer, (SGD, Adagrad, Rprop))
         and _calls_missing_ops(optimizer)
-        and not _needs_local_parts(optimizer)
+        and type(optimizer) not in BY_ELEMENT
     ):
         fix = "one of torch.optim's own" if isinstance(optimizer, Rprop) else "fused=False"
         raise OptimizerError(f"{kind} inherits from an optimizer that calls ops which DTensor does not have", fix=fix)
@@ -122,12 +141,6 @@ def _calls_missing_ops(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Rprop) or any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _needs_local_parts(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has to step on local parts; torch's own alone do, since what inherits from them may
-    mix elements."""
-    return type(optimizer) in (SGD, Adagrad, Rprop) and _calls_missing_ops(optimizer)
-
-
 def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and
     their state."""
@@ -151,12 +164,18 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
     """Return the part of a parameter that is here, with the same part of its gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
-    local, gradient = _torch.local_of(parameter).detach(), parameter.grad
-    if gradient is not None:
-        if gradient.placements != parameter.placements:  # not reduced yet
-            gradient = gradient.redistribute(placements=parameter.placements)
-        local.grad = _torch.local_of(gradient).detach()
+    local = _torch.local_of(parameter).detach()
+    if parameter.grad is not None:
+        local.grad = local_gradient(parameter).detach()
     return local
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the part of a DTensor parameter's gradient that belongs to the part of the parameter that is here."""
+    gradient = parameter.grad
+    if gradient.placements != parameter.placements:  # not reduced yet
+        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return _torch.local_of(gradient)
 
 
 def _local_value(value: object) -> object:
@@ -171,10 +190,12 @@ def _after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
         state = optimizer.state[parameter] if local in stand_in.state else {}
         for key, value in stand_in.state.get(local, {}).items():
-            is_like = isinstance(value, torch.Tensor) and value.shape == local.shape and key != "step"
+            if _local_value(state.get(key)) is value:
+                continue
+            is_like = isinstance(value, torch.Tensor) and value.shape == local.shape and key not in SCALARS
             if not is_like or not isinstance(parameter, DTensor):
                 state[key] = value
-            elif _local_value(state.get(key)) is not value:
+            else:
                 state[key] = DTensor.from_local(
                     value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
                     stride=parameter.stride(),

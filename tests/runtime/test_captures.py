@@ -54,7 +54,7 @@ def test_calls_of_another_form(alone, caplog):
         "x (8, 6); train",
     ]
     assert len(parallel.captures) == len(calls) == len(caplog.messages) + 1
-    assert caplog.messages[0].startswith("capture 2 of at most 16: target (3, 4), x (3, 6); train: compiled in ")
+    assert caplog.messages[0].startswith("capture 2: target (3, 4), x (3, 6); train: compiled in ")
 
 
 def test_modes_and_no_grad(alone):
@@ -79,15 +79,18 @@ def test_modes_and_no_grad(alone):
 
 
 def test_too_many_captures(alone):
-    parallel, reference = pair(tiny.Regressor(), alone, (X,))
+    """Shapes may be as many as there are; of one shape there is a limit, which what changes in every call meets."""
+    parallel, reference = pair(Optioned(), alone, dict(x=X))
     parallel.capture_limit = 3
-    for size in (8, 5, 4):
-        assert_close(parallel(X[:size]), reference(X[:size]))
-    with pytest.raises(InputError, match=r"called with args\[0\] \(3, 6\); train, and is compiled for 3 calls already: "
-                       r"args\[0\] \(8, 6\); train \| args\[0\] \(5, 6\); train(.|\n)*fix: pad batches"):  # fmt: skip
-        parallel(X[:3])
+    for size in (8, 7, 6, 5, 4):
+        assert_close(parallel(x=X[:size])["y"], reference(x=X[:size])["y"])
+    for scale in (2.0, 3.0):
+        assert_close(parallel(x=X, scale=scale)["y"], reference(x=X, scale=scale)["y"])
+    with pytest.raises(InputError, match=r"called with scale=4.0, x \(8, 6\); train, and is compiled for 3 calls of these "
+                       r"shapes already: x \(8, 6\); train \| scale=2.0(.|\n)*fix: keep what changes"):  # fmt: skip
+        parallel(x=X, scale=4.0)
     parallel.capture_limit = 4
-    assert_close(parallel(X[:3]), reference(X[:3]))
+    assert_close(parallel(x=X, scale=4.0)["y"], reference(x=X, scale=4.0)["y"])
 
 
 def test_a_part_in_another_mode(alone):
@@ -124,7 +127,7 @@ def test_compiled_at_the_first_call(alone):
     with torch.no_grad():
         assert_close(parallel(images), reference(images))
     parallel.capture_limit = 2
-    with pytest.raises(InputError, match="is compiled for 2 calls already"):
+    with pytest.raises(InputError, match="is compiled for 2 calls of these shapes already"):
         parallel(images)
 
 
