@@ -46,7 +46,7 @@ from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime import optimizers
-from ..runtime.captures import Traced
+from ..runtime.capture import Traced
 from ..runtime.first_call import CompiledAtFirstCall
 from ..runtime.inputs import global_example
 from ..runtime.module import ParallelModule

@@ -15,21 +15,20 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 
 from ..codegen.rank_program import PipelineProgram, RankProgram
 from ..compiler import lower_deferred, lower_plan
 from ..errors import InputError
-from ..frontend.call_signature import CallSignature, Returns, describe_call
+from ..frontend.call_signature import CallSignature, describe_call
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import Forms
-from ..frontend.guards import Guards
 from ..frontend.hooks import Hooks, Structure
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_shape
@@ -41,6 +40,7 @@ from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
+from .capture import Capture, Traced
 from .inputs import Inputs, WholeInputs, data_axes
 from .modes import Modes
 from .outputs import Kind, OutputForms
@@ -51,32 +51,10 @@ if TYPE_CHECKING:
     from .pipeline_step import PipelineStep
 
 LIMIT = 16  # captures of one module for the same shapes, if it is not told otherwise
+MOST = 64  # captures of one module: the one that served last the longest ago goes, but the first
 
 _log = logging.getLogger("autopar")
 _module_numbers = itertools.count()  # modules are compiled in the same order on all ranks
-
-
-@dataclass(frozen=True)
-class Traced:
-    """The joint graph of a call, and the layouts by input name in which the user passes tensors that are not whole."""
-
-    captured: Captured
-    fixed: Mapping[str, Layout]
-    fingerprint: str
-
-    def computes_as(self, other: Traced) -> bool:
-        """Return whether the same program serves both."""
-        mine, theirs = self.captured.returns, other.captured.returns
-        is_same = self.fingerprint == other.fingerprint and self.fixed == other.fixed and mine.outputs == theirs.outputs
-        return is_same and _constants_equal(self.captured.graph_module, other.captured.graph_module)
-
-
-def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Return whether two graphs with the same nodes have the same tensors among their constants."""
-    constants = [[getattr(g, n.target) for n in g.graph.nodes if n.op == "get_attr"] for g in (a, b)]
-    return all(
-        type(x) is type(y) and torch.equal(x, y) for x, y in zip(*constants, strict=True) if isinstance(x, torch.Tensor)
-    )
 
 
 class Compiler(Protocol):
@@ -99,41 +77,6 @@ class Compiler(Protocol):
         plan is to keep."""
 
 
-@dataclass
-class Capture:
-    """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers`
-    are when it serves, `returns` what it gives. `is_met`: all ranks were seen to make this call."""
-
-    call: str
-    flags: list[bool]
-    hooks: list[object]
-    trainable: list[bool]
-    ambient: Ambient
-    gradients: bool
-    guards: Guards
-    buffers: list[tuple[dict, str, torch.Size, torch.dtype]]
-    returns: Returns
-    inputs: Inputs
-    step: Step
-    plan: Plan
-    traced: Traced
-    is_met: bool = False
-
-    def holds(self) -> bool:
-        """Return whether the Python state is the one that was traced, and the buffers have the forms that the graphs
-        take."""
-        for table, leaf, shape, dtype in self.buffers:
-            tensor = table.get(leaf)
-            if (
-                not isinstance(tensor, torch.Tensor)
-                or tensor.shape != shape
-                or tensor.dtype != dtype
-                or tensor.requires_grad
-            ):
-                return False
-        return self.guards.hold()
-
-
 class Captures:
     """The captures of `module`, and how it gets more. `layouts` are those of its parameters; `last` served last."""
 
@@ -151,6 +94,7 @@ class Captures:
         self.elsewhere = [(name, p.requires_grad) for name, p in module.elsewhere.items()]
         self.name, self.rendezvous_count = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
+        self.calls = itertools.count(1)
         self.completed: WeakKeyDictionary[Step, Step] = (
             WeakKeyDictionary()
         )  # by the step whose program has fewer tangents
@@ -181,6 +125,8 @@ class Captures:
         read = captured.guards, self._buffers_of(captured)
         self.last = Capture(call, *around, *read, captured.returns, inputs, step, plan, traced)
         self.table.append(self.last)
+        if len(self.table) > MOST:
+            self.table.remove(min(self.table[1:-1], key=lambda capture: capture.used))
         return self.last
 
     def _buffers_of(self, captured: Captured) -> list[tuple[dict, str, torch.Size, torch.dtype]]:
@@ -217,13 +163,13 @@ class Captures:
                 or capture.trainable != trainable
             ):
                 continue
-            if capture.holds():
-                tensors = capture.inputs.match(args, kwargs)
-                if tensors is not None:
-                    break
+            tensors = capture.inputs.match(args, kwargs)
+            if tensors is not None and capture.holds():
+                break
+            tensors = None
         if tensors is None or not capture.is_met:
             capture, tensors = self._first_call(None if tensors is None else capture, args, kwargs, gradients)
-        self.last = capture
+        self.last, capture.used = capture, next(self.calls)
         if capture.step.draws and self.module.random.is_seeded:
             self._rendezvous(
                 "torch seeded anew",

@@ -10,6 +10,7 @@ import torch
 
 import autopar
 from autopar.errors import DesyncError, InputError
+from autopar.runtime import captures
 from tests.helpers import gloo
 
 from . import tiny
@@ -91,6 +92,16 @@ def test_too_many_captures(alone):
         parallel(x=X, scale=4.0)
     parallel.capture_limit = 4
     assert_close(parallel(x=X, scale=4.0)["y"], reference(x=X, scale=4.0)["y"])
+
+
+def test_the_capture_that_was_not_used_for_longest_goes(alone, monkeypatch):
+    """Of many lengths only so many stay in memory, and one that comes back is compiled anew."""
+    monkeypatch.setattr(captures, "MOST", 3)
+    parallel, reference = pair(tiny.Regressor(), alone, (X,))
+    for size in (7, 6, 7, 5, 8, 4):
+        assert_close(parallel(X[:size]), reference(X[:size]))
+    assert list(parallel.captures) == [f"args[0] ({size}, 6); train" for size in (8, 5, 4)]
+    assert_close(parallel(X[:7]), reference(X[:7]))
 
 
 def test_a_part_in_another_mode(alone):
