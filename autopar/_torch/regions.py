@@ -135,3 +135,10 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [
         n for value in found for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)
     ]
+
+
+def without_dispatch_modes():
+    """Return a context in which no TorchDispatchMode that was entered before sees an op."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

@@ -29,7 +29,7 @@ def give_whole_gradients(parameter: nn.Parameter, layout: Layout, stage: StageMe
             whole = _torch.as_dtensor(_torch.local_of(gradient), gradient._spec, GlobalTensor)
             result = hook(whole)
             if result is None:
-                result = whole.__dict__.get("_whole")  # which the hook may have written to
+                result = whole.__dict__.get("_plain")  # which the hook may have written to
             if result is None:
                 return None
             result = plain(result)

@@ -10,8 +10,7 @@ import functools
 
 from torch import nn
 
-from ..errors import SourceMethodError
-from ..frontend.user_lines import line_now
+from .source_methods import method_of_source
 
 
 def _class_for(kind: type[nn.Module], source: type[nn.Module]) -> type[nn.Module]:
@@ -62,13 +61,7 @@ class OfSource(nn.Module):
                 raise
             value = getattr(source, name)
         if callable(value) and not isinstance(value, nn.Module) and name not in vars(source):
-            raise SourceMethodError(
-                f"{type(source).__name__}.{name} is a method of the source model, and the compiled model has the call "
-                f"alone: autopar.compile took the parameters over",
-                source=line_now(),
-                fix="call the method before autopar.compile if it sets something; else save_pretrained(folder), and "
-                "call it on a plain model with that folder",
-            )
+            return method_of_source(self, source, name, value)
         return value
 
     def __setattr__(self, name: str, value) -> None:
