@@ -231,7 +231,7 @@ class Returns:
                 raise CaptureError(
                     f"the model returns a {type(value).__name__}{f' as {name}' if name else ''}, which may hold "
                     f"tensors",
-                    fix="return tensors in a dict, tuple, list or dataclass",
+                    fix="return tensors in a dict, tuple, list or dataclass, and call with use_cache=False",
                 )
             return value
 

@@ -156,7 +156,7 @@ def all_weights_regularized():
     return Net(), one(5, 6), script
 
 
-@containers(refused="is a method of the source model")
+@containers(refused="taken over by autopar.compile")
 def method_called():
     """A method beside forward, which uses the parameters."""
 
@@ -171,7 +171,7 @@ def method_called():
     return Encoding(), one(5, 6), script
 
 
-@containers(refused="generate")
+@containers()
 def generation_loop():
     """A generate method that calls the model in a loop."""
 

@@ -152,7 +152,10 @@ FIRST = "forward all_reduce(sum) float32 over tp: linear_1"
 EXPECTED = {
     "memory": ["MemoryInfeasibleError: ", "fix: "],
     "strategy": ["StrategyError: no strategy 'fsdpp' is known", "fix: use fsdp"],
-    "axis": ["MeshError: up.weight cannot follow the pin up.weight: xp:S(0): the mesh has no axis 'xp'", "fix: use one of dp, tp"],
+    "axis": [
+        "MeshError: up.weight cannot follow the pin up.weight: xp:S(0): the mesh has no axis 'xp'",
+        "fix: use one of dp, tp",
+    ],
     "pin": ["StrategyError: ", "no.such", "fix: "],
     "precision": ["StrategyError: no precision 'fp8' is known", "fix: use one of bf16, fp32"],
     "inputs": ["InputError: inputs is 'some'", 'fix: use "global" or "local"'],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.errors import CaptureError, InputError
+from autopar.errors import CaptureError, InputError, SourceMethodError
 from autopar.models.output import Output
 from tests.helpers import gloo
 
@@ -172,9 +173,41 @@ def test_hugging_face_outputs(alone):
     assert found[0] is found.loss and found.logits.requires_grad
     assert parallel.config.n_embd == 24 and parallel.config is model.config
     assert parallel.dtype == torch.float32
-    with pytest.raises(AttributeError, match="generate is a method of the source model"):
-        _ = parallel.generate
+    assert parallel.num_parameters() == model.num_parameters() == reference.num_parameters()
+    assert parallel.get_input_embeddings() is model.transformer.wte
+    assert inspect.signature(parallel.forward) == inspect.signature(reference.forward)
+    with pytest.raises(
+        SourceMethodError, match="resize_token_embeddings is a method of the source model that computes"
+    ):
+        parallel.resize_token_embeddings(100)
     assert not hasattr(parallel, "no_such_attribute")
+
+
+def _generated(rank: int, mesh: str, strategy: str | None) -> None:
+    """Greedy and sampled, between steps of training, on every rank."""
+    model, batch = tiny.gpt2(n_layer=1, bos_token_id=0, eos_token_id=0)
+    parallel, reference = pair(model, device_mesh(mesh), batch, strategy=strategy)
+    for _ in range(2):
+        for options in (dict(do_sample=False), dict(do_sample=True, top_k=20)):
+            found = []
+            for m in (parallel, reference):
+                m.eval()
+                torch.manual_seed(5)
+                tokens = m.generate(
+                    batch["input_ids"][:2, :6], max_new_tokens=3, use_cache=False, pad_token_id=0, **options
+                )
+                found.append(tokens.tolist())
+            assert found[0] == found[1]
+        for m in (parallel, reference):
+            m.train()
+            m.zero_grad()
+            m(**batch).loss.backward()
+        assert_same_gradients(parallel, reference)
+
+
+@pytest.mark.gloo
+def test_generate_on_processes():
+    gloo.run(2, _generated, "tp=2", "megatron")
 
 
 def test_what_cannot_be_returned(alone):

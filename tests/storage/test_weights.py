@@ -195,21 +195,21 @@ class Generator(tiny.Regressor):
     def generate(self, x):
         return self(x)
 
+    def norms(self):
+        return [p.norm() for p in self.parameters()]
+
 
 def test_what_passes_through(alone):
-    """Plain attributes do; methods work on the source's parameters, which are gone."""
+    """Plain attributes do, and methods that call the model; not those that compute with parameters."""
     x, _ = tiny.Regressor.batch()
     source = Generator()
     source.words = ["a"]
     model = autopar.compile(source, alone, (x,))
     assert model.config is Generator.config and model.words is source.words
-    with pytest.raises(AutoparError, match="Generator.generate is a method of the source") as caught:
-        model.generate(x)
-    assert (
-        isinstance(caught.value, AttributeError)
-        and not hasattr(model, "generate")
-        and "save_pretrained" in caught.value.fix
-    )
+    assert torch.equal(model.generate(x), model(x))
+    with pytest.raises(AutoparError, match="Generator.norms is a method of the source") as caught:
+        model.norms()
+    assert isinstance(caught.value, AttributeError) and "save_pretrained" in caught.value.fix
 
 
 # between processes
