@@ -253,6 +253,7 @@ class ParallelModule(OfSource):
         norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local.values()), torch.float32))
         if local:
             torch._foreach_mul_(list(local.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            torch.autograd.graph.increment_version([self.get_parameter(name).grad for name in local])
         return norm
 
     def _counts(self, name: str) -> bool:

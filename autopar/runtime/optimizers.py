@@ -187,6 +187,8 @@ def _after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     stand_in = args[0]
     if stand_in is optimizer:
         return
+    # what still needs the former values has to notice, though the local parts alone were written to
+    torch.autograd.graph.increment_version([p for p in _parameters(optimizer) if p.grad is not None])
     for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
         state = optimizer.state[parameter] if local in stand_in.state else {}
         for key, value in stand_in.state.get(local, {}).items():

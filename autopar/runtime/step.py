@@ -229,12 +229,13 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx, *tangents):
         refuse_second_derivatives()
         step, saved_call = ctx.step, ctx.saved_call
+        is_second = any(tangents[at] is not None for at in step.without_tangent)
+        if saved_call is not None:  # before torch looks, which does not know names
+            saved_call.check(step.sources | step.checked if is_second else step.checked)
         with changes_explained():
             tensors = iter(ctx.saved_tensors)
         if saved_call is None:  # nothing was saved, which torch would miss
             raise InputError("a second backward through one call", fix="pass retain_graph=True to the first one")
-        is_second = any(tangents[at] is not None for at in step.without_tangent)
-        saved_call.check(step.sources | step.checked if is_second else step.checked)
         saved = [next(tensors) if other is None else other[0] for other in ctx.others]
         del tensors
         _torch.release_saved(ctx)
