@@ -51,6 +51,7 @@ def whole_choice(small: Instance, whole: Instance, choice: dict[int, int], first
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh"), [("gpt", "a=4"), ("gpt", "a=2,b=2"), ("llama", "a=2,b=2"), ("vit", "a=4")])
 def test_costs_are_those_of_the_whole_graph(model, mesh):

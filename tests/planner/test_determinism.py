@@ -36,6 +36,7 @@ def test_twice_in_one_process():
     assert written(*WITH_A_STRATEGY) == written(*WITH_A_STRATEGY)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_processes_with_other_hash_seeds():
     command = "from tests.planner.test_determinism import digest; print(digest())"

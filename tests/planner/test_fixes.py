@@ -78,6 +78,7 @@ def test_what_is_said_to_fit_does_at_that_price(error, ddp):
     assert checked >= 3
 
 
+@pytest.mark.slow
 def test_adapters_are_offered_where_optimizer_state_does_not_fit():
     """With little in the batch, and one device, only fewer trained parameters help beside more devices."""
     whole = planned(mesh="dp=1", batch=1, recompute="none")
@@ -98,6 +99,7 @@ def test_next_stages_of_zero():
     assert stages("megatron_sp+zero2") == ["megatron_sp+fsdp"]
 
 
+@pytest.mark.slow
 def test_a_change_that_cannot_be_planned_is_left_out():
     def fails(more):
         raise CaptureError("no such model")

@@ -105,6 +105,7 @@ def test_what_is_missing():
     assert plan.peak_bytes <= 1.02 * need
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"refuses": False}], ids=str)
 def test_what_is_reserved_is_not_for_tensors(options):

@@ -72,6 +72,7 @@ def test_all_on_the_host_by_the_closed_formula(mesh, hidden, passes, optimizer, 
     assert Plan.from_json(plan.to_json()) == plan and f"{o.parameters} parameters with gradients" in str(plan)
 
 
+@pytest.mark.slow
 def test_memory_decides_how_many_parameters_go_to_the_host():
     """Below what fits on the device, as few parameters as needed; what no plan of the device could fit is planned at
     all."""

@@ -73,6 +73,7 @@ def trace_of(name: str):
 # where stages begin ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4])
 def test_equal_blocks_are_cut_evenly(ranks):
     plan = planned(GPT, f"pp={ranks}", schedule="1f1b", micro_batches=8).plan
@@ -80,6 +81,7 @@ def test_equal_blocks_are_cut_evenly(ranks):
     assert sum(c.parameters for c in plan.pipeline.costs) >= plan.parameter_elements
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["t5", "unet-tiny"])
 def test_encoder_decoders_and_skips_are_cut_evenly(name):
@@ -130,6 +132,7 @@ def test_the_step_is_that_of_the_played_schedule():
     )
 
 
+@pytest.mark.slow
 def test_more_micro_batches_wait_less():
     plans = {m: planned(GPT, "pp=4", schedule="1f1b", micro_batches=m).plan for m in (2, 4, 8)}
     bubbles = [plans[m].pipeline.played().bubble for m in (2, 4, 8)]
@@ -156,6 +159,7 @@ def test_a_batch_norm_runs_as_one_micro_batch(micro_batches):
         planned(graph, "pp=2", micro_batches=2)
 
 
+@pytest.mark.slow
 def test_no_expert_is_better():
     plan = planned(SMALL, "pp=2,dp=2,tp=2", options={"baselines": True}, schedule="1f1b", micro_batches=2).plan
     told = {a.name: a for a in plan.alternatives}
@@ -255,6 +259,7 @@ def test_text(golden):
     golden(str(planned(SMALL, "pp=2,dp=2", schedule="1f1b", micro_batches=4).plan))
 
 
+@pytest.mark.slow
 def test_command_line(capsys, tmp_path):
     words = ["--model", "gpt2-tiny", "--mesh", "pp=2,dp=2", "--batch", "8", "--seq", "16", "--hardware", "cpu-gloo"]
     emitted = tmp_path / "rank.py"

@@ -62,6 +62,7 @@ def test_no_stages_where_links_are_fast():
     assert not planned.staged and planned.plan.mesh.devices == 4
 
 
+@pytest.mark.slow
 def test_a_schedule_that_is_asked_for_makes_stages():
     planned = found(hardware=toy(flops=1e8, memory=1e10, link=1e12), schedule="1f1b")
     assert planned.plan.pipeline.schedule == "1f1b"
@@ -93,6 +94,7 @@ def test_a_search_gives_up_beyond_its_cutoff():
     assert 0.5 * best <= gave_up.value.bound_seconds <= best * (1 + 1e-9) and gave_up.value.candidates
 
 
+@pytest.mark.slow
 def test_command_line(capsys):
     words = ["--model", "gpt2-tiny", "--devices", "4", "--batch", "8", "--seq", "16", "--hardware", "cpu-gloo"]
     assert main(["plan", *words, "--schedule", "1f1b", "--no-baselines"]) == 0

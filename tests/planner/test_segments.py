@@ -66,6 +66,7 @@ def test_segments_add_up_to_the_plan(model, options):
     assert alone.forward_seconds + alone.backward_seconds + alone.once_seconds / passes >= e.seconds * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_equal_blocks_are_equal_pieces_cut_beside_attention_and_mlp(monkeypatch):
     plan = planned("gpt:hidden=32,layers=6,heads=4,vocab=64,seq=16")
     fine = chain_of(plan, stages=3)  # few segments for three stages: blocks may be cut inside too

@@ -110,6 +110,7 @@ def test_a_model_without_a_plan_has_no_such_row_and_an_unknown_style_is_a_note()
     assert "\nhf_tp: " in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen2_moe"])
 def test_a_router_beside_experts_that_are_cut_stays_whole(name):

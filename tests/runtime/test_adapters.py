@@ -119,6 +119,7 @@ def _experts(rank: int, plan: autopar.Plan, folder: str) -> None:
     assert_close(_logits(model, batch), trained, "merged experts", 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_experts(tmp_path):
     pytest.importorskip("peft")
@@ -130,6 +131,7 @@ def test_experts(tmp_path):
 # in one process -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"use_rslora": True}, {"use_dora": True}])
 def test_merged_is_added(alone, options):

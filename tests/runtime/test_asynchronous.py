@@ -129,6 +129,7 @@ def test_against_stale_training(name, mesh, optimizer, strategy, group):
         assert {rank.versions.alive for rank in stage.ranks} == {1}  # the pipeline ran empty
 
 
+@pytest.mark.slow
 def test_casts_are_of_the_version_that_is_read():
     """In bf16, up to its rounding: each micro-batch makes its own, where those of a synchronous step share them."""
     _, losses, found, oracle = simulated(
@@ -197,6 +198,7 @@ def digest(tensors) -> str:
     return found.hexdigest()
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_same_bits_again():
     first, second = (simulated(STASHING, "pp=2", 4, "adamw")[1:3] for _ in range(2))
     assert [x.item() for x in first[0]] == [x.item() for x in second[0]]

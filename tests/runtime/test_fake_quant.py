@@ -115,6 +115,7 @@ def test_converted_layers(alone, text):
     assert not any("quantizer" in name for name in plain.state_dict())
 
 
+@pytest.mark.slow
 def test_converted_embeddings_and_merged_adapters(alone):
     model, batch = tiny.gpt2(n_layer=1)
     lora = autopar.LoRA(r=2, target_modules=["c_attn"], init_lora_weights=False)

@@ -145,6 +145,7 @@ def _on_two(rank: int, folder: str) -> None:
     _converted(rank, f"{folder}/integers")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, strategy", [("pp=2", None), pytest.param("pp=2,tp=2", "megatron", marks=pytest.mark.slow)]

@@ -44,6 +44,7 @@ def test_cells(family):
                 assert found.kind == "right", (cell, found)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "strategy", "mesh", "precision"), OTHERS)
 def test_other_precisions(family, strategy, mesh, precision):

@@ -130,6 +130,7 @@ def test_smaller_micro_batches_take_less(schedule, ranks, count, data):
     assert sum(uneven.busy) == pytest.approx(sum(even.busy) * samples / (count * sizes[0]))
 
 
+@pytest.mark.slow
 def test_the_plan_counts_them(tmp_path):
     model, batch = tiny.gpt2(batch=10)
     planned = api.search(model, "pp=2", batch, hardware="cpu-gloo", baselines=False, micro_batches=4, schedule="1f1b")
