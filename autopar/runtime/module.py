@@ -246,14 +246,16 @@ class ParallelModule(OfSource):
         """Clip gradients by their norm over the whole model, all its stages, and return the norm as a plain tensor,
         equal on all ranks, which call this together. A parameter that several stages share counts once."""
         norms = torch.empty(dist.get_world_size(), dtype=torch.float64, device=self.stage_mesh.device)
+        trained = {n: p for n, p in self.named_parameters() if p.grad is not None}
         with watch.collective("the norm of the gradients"):
-            local = {n: optimizers.local_gradient(p) for n, p in self.named_parameters() if p.grad is not None}
-            mine = torch.nn.utils.get_total_norm([g for n, g in local.items() if self._counts(n)], norm_type)
+            local = [optimizers.local_gradient(p) for p in trained.values()]
+            counted = [gradient for gradient, name in zip(local, trained) if self._counts(name)]
+            mine = torch.nn.utils.get_total_norm(counted, norm_type)
             dist.all_gather_into_tensor(norms, mine.to(norms)[None])
-        norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local.values()), torch.float32))
+        norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local), torch.float32))
         if local:
-            torch._foreach_mul_(list(local.values()), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-            torch.autograd.graph.increment_version([self.get_parameter(name).grad for name in local])
+            torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            torch.autograd.graph.increment_version([p.grad for p in trained.values()])
         return norm
 
     def _counts(self, name: str) -> bool:
