@@ -1,10 +1,5 @@
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,23 +9,12 @@ from autopar.cli.graph import NEEDS
 from autopar.cli.main import main
 from autopar.codegen import pass_manager
 from autopar.models import build
-from tests.storage.damage import Killed, end_test
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
 
 def plan(*words: str) -> list[str]:
     return ["plan", *MLP, "--no-baselines", "--hardware", "cpu-gloo", *words]
-
-
-def autopar(*words: str, **environment: str) -> subprocess.Popen:
-    """The command in a process and a process group of its own, which an interrupt reaches even where this one ignores
-    it, as shells make background jobs do."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
 
 
 # reading the command line ---------------------------------------------------------------------------------------------
@@ -254,174 +238,6 @@ def test_debug_levels(level, capsys, monkeypatch):
     assert (level >= "3") == any(line.startswith("x_x: input x -> (4, 4, 64) float32") for line in lines)
     pass_manager.planned("the plan")
     assert capsys.readouterr().err == ("the plan\n" if level >= "1" else "")
-
-
-# train ----------------------------------------------------------------------------------------------------------------
-
-
-USERS = """
-import torch
-from torch import nn
-class Deep(nn.Module):
-    def __init__(self, returns):
-        super().__init__()
-        self.layers, self.returns = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), returns
-    def forward(self, x):
-        return self.returns(self.layers(x))
-def scalar(): return Deep(lambda y: y.square().mean()), (torch.randn(8, 16),)
-def several(): return Deep(lambda y: (y.square().mean(), y)), {"x": torch.randn(8, 16)}
-def none(): return Deep(lambda y: y), (torch.randn(8, 16),)
-"""
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.gloo
-@pytest.mark.parametrize("name, mesh", [("scalar", "pp=2"), ("several", "dp=2"), ("none", "dp=2")])
-def test_train_takes_a_users_model(tmp_path, name, mesh):
-    (tmp_path / "mine.py").write_text(USERS)
-    process = autopar("train", "--model", f"{tmp_path / 'mine.py'}:{name}", "--mesh", mesh, "--steps", "2")
-    out, err = process.communicate(timeout=200)
-    if name == "none":
-        assert process.returncode == 2 and "returns a Tensor without a loss" in err, err
-    else:
-        assert process.returncode == 0 and "step 2  loss 0." in out, err
-    assert not left_of(process)
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_train():
-    model = ["--model", "gpt2-tiny:layers=1", "--batch", "4", "--seq", "16"]
-    process = autopar("train", *model, "--mesh", "dp=2", "--steps", "8", "--lr", "0.01")
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
-    assert len(losses) == 8 and losses[-1] < losses[0] - 0.2
-    assert out.splitlines()[-2].startswith("predicted ") and "; measured " in out.splitlines()[-2]
-    assert not left_of(process)
-
-
-@pytest.mark.gloo
-def test_train_under_torchrun(tmp_path):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", "train"]
-    process = subprocess.Popen(
-        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "pp=2", "--steps", "2", "--lora", "r=2",
-         "--save-adapter", str(tmp_path / "adapter")], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-    assert process.returncode == 0, err
-    assert (
-        out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out
-    )  # the first rank alone speaks
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
-
-
-def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
-    """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the
-    name of the run and the time, which are in the manifest)."""
-    from autopar.cli import train_rank
-
-    words = [
-        "train",
-        "--model",
-        "gpt:hidden=16,layers=1,heads=2,vocab=256,seq=8",
-        "--mesh",
-        "dp=1",
-        "--batch",
-        "2",
-        "--seq",
-        "8",
-    ]
-    words += ["--steps", "6", "--every", "2", "--keep", "2", "--resume", "--checkpoint"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    assert main([*words, str(tmp_path / "whole")]) == 0
-    assert f"no checkpoint in {tmp_path / 'whole'}: starting with step 1" in capsys.readouterr().out
-
-    save = train_rank._save
-    with monkeypatch.context() as patch:
-        patch.setattr(train_rank, "_save", lambda step, *rest: end_test() if step == 5 else save(step, *rest))
-        with pytest.raises(Killed):
-            main([*words, str(tmp_path / "killed")])
-    capsys.readouterr()
-    assert main([*words, str(tmp_path / "killed")]) == 0
-    out = capsys.readouterr().out
-    assert "step-00000004: step 4 of run " in out and out.count("  loss ") == 2 and "step 5  loss" in out
-    files = [p for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.name not in ("manifest.json", "COMMIT")]
-    names = [p.relative_to(tmp_path / "whole") for p in files]
-    assert {p.parts[0] for p in names} == {"step-00000004", "step-00000006"}
-    assert all((tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
-
-
-def test_two_runs_in_one_folder(tmp_path, monkeypatch, capsys):
-    """The checkpoints of the earlier run stay, however far it came, and the later one is resumed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
-    words = ["train", *MLP, "--mesh", "dp=1", "--every", "1", "--keep", "1", "--checkpoint", str(tmp_path)]
-    assert main([*words, "--steps", "6"]) == 0
-    assert main([*words, "--steps", "3"]) == 0
-    assert "has checkpoints of an earlier run, the last of them step-00000006" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
-    assert main([*words, "--steps", "5", "--resume"]) == 0
-    out = capsys.readouterr().out
-    assert "step-00000003: step 3 of run " in out and out.count("  loss ") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
-    assert main([*words, "--steps", "9", "--resume", "--lr", "0.5", "--seed", "1"]) == 2
-    assert "has --seed 0, not 1; --lr 0.001, not 0.5" in capsys.readouterr().err
-
-
-@pytest.mark.gloo
-def test_an_error_of_all_ranks_is_one_line():
-    process = autopar("train", *MLP, "--mesh", "dp=2", "--memory", "10KiB")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 2 and err.startswith("autopar: no plan fits") and len(err.splitlines()) == 1
-    assert not left_of(process)
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_an_interrupt_ends_every_process():
-    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
-    try:
-        assert any("loss" in line for line in process.stdout)
-        os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
-        assert process.returncode == 130 and not left_of(process)
-    finally:
-        if left_of(process):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert main(["train", *MLP]) == 2
-    assert "torchrun started 3" in capsys.readouterr().err
-
-
-def left_of(process: subprocess.Popen) -> bool:
-    """Whether a process of its group is still there some seconds later."""
-    for _ in range(50):
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_schedule_draws(capsys, tmp_path, golden):
