@@ -63,8 +63,13 @@ def compare(rank: int, width: int, layers: int, devices: int, steps: int) -> lis
             run()  # makes the state
         found = milliseconds(runs, steps)
         rows.append((f"{name} {' '.join(f'{k}={v}' for k, v in options.items())}", found["plain"], found["ours"]))
-    found = milliseconds({"plain": lambda: nn.utils.clip_grad_norm_(plain, 1.0), "ours": lambda: model.clip_grad_norm_(1.0),
-                          "torch": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)}, steps)  # fmt: skip
+    clip = nn.utils.clip_grad_norm_
+    runs = {
+        "plain": lambda: clip(plain, 1.0),
+        "ours": lambda: model.clip_grad_norm_(1.0),
+        "torch": lambda: clip(model.parameters(), 1.0),
+    }
+    found = milliseconds(runs, steps)
     rows.append(("model.clip_grad_norm_", found["plain"], found["ours"]))
     return [*rows, ("torch.nn.utils.clip_grad_norm_", found["plain"], found["torch"])]
 
@@ -76,7 +81,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = gloo.run(args.devices, compare, args.width, args.layers, args.devices, args.steps)[0]
     print(
-        f"gpt, width {args.width}, {args.layers} layers, fsdp on {args.devices} gloo processes, torch {torch.__version__}"
+        f"gpt, width {args.width}, {args.layers} layers, fsdp on {args.devices} gloo processes, "
+        f"torch {torch.__version__}"
     )
     print(f"{'CPU ms':32}{'plain':>9}{'autopar':>9}")
     for what, plain, ours in rows:

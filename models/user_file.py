@@ -52,7 +52,7 @@ def load(text: str) -> ModuleType:
 
 @lru_cache
 def _imported(path: Path, written: int) -> ModuleType:
-    """Import a file, once for each time that it was written; it may import what lies beside it, as python FILE.py may."""
+    """Import a file, once for each time that it was written; it may import what lies beside it."""
     spec = importlib.util.spec_from_file_location(f"autopar_user_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up by name

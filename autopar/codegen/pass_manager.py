@@ -73,7 +73,7 @@ def with_added(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...
 
 
 def check_added(added: object, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return what a user gave as `passes=` as a tuple. Raises PassError for a name that is taken, and for a pass that is
+    """Return what a user gave as `passes=` as a tuple. Raises PassError for a name that is taken and for a pass that is
     to run after one of the compiler's `passes` that leaves no fx graph, or several."""
     if isinstance(added, Pass) or not isinstance(added, Sequence) or not all(isinstance(p, Pass) for p in added):
         raise PassError(f"passes is {added!r:.80}", fix='a list such as [autopar.Pass("name", run, after="clean")]')

@@ -36,7 +36,7 @@ CHECKPOINT = "autopar"  # the folder of a Trainer's checkpoint that has the opti
 
 
 class _Accelerator(Accelerator):
-    """An Accelerator for which `copies` ranks next to each other read the same samples."""
+    """Lets `copies` ranks next to each other read the same samples."""
 
     copies: int
     parts_mesh: DeviceMesh
@@ -54,8 +54,8 @@ class _Accelerator(Accelerator):
 
 
 class ForTrainer(Base):
-    """What a class of Trainer does otherwise for a module of `autopar.compile(..., inputs="local")`. Raises InputError
-    for one with other inputs, or if its axes of data are not the first of its mesh."""
+    """Makes a class of Trainer, as the base before it, train a module of `autopar.compile(..., inputs="local")`. Raises
+    InputError for one with other inputs, or if its axes of data are not the first of its mesh."""
 
     def __init__(self, model: ParallelModule, *args, **kwargs):
         if not isinstance(model, ParallelModule) or not model.takes_parts:
@@ -70,7 +70,7 @@ class ForTrainer(Base):
                 f"a Trainer gives neighboring ranks the same samples, and {', '.join(axes)} is not first on the mesh",
                 mesh=mesh, fix=f"init_device_mesh with {', '.join(axes)} as the first of mesh_dim_names",
             )  # fmt: skip
-        self.parts = math.prod(map(mesh.size, axes))
+        self.parts, self.device_type = math.prod(map(mesh.size, axes)), model.stage_mesh.device.type
         super().__init__(model, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -78,7 +78,7 @@ class ForTrainer(Base):
         super().create_accelerator_and_postprocess()
         sizes = (self.parts, self.get_tp_size())
         self.accelerator.__class__, self.accelerator.copies = _Accelerator, sizes[1]
-        self.accelerator.parts_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
+        self.accelerator.parts_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=("dp_shard", "tp"))
 
     def get_tp_size(self) -> int:
         """Return the number of ranks that read the same samples."""
@@ -95,7 +95,7 @@ class ForTrainer(Base):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss of the whole batch from inside of the model, or what a loss function says of this rank's."""
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        is_inside = self.compute_loss_func is None and (self.label_smoother is None or "labels" in inputs)
+        is_inside = self.compute_loss_func is None and self.label_smoother is None
         if num_items_in_batch is None or not self.args.average_tokens_across_devices or not is_inside:
             return found
         # transformers takes the loss for this rank's part of the sum, which DDP would divide by the number of parts
@@ -116,8 +116,7 @@ class ForTrainer(Base):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        """Load the model's values from a checkpoint of this class; all ranks call this."""
-        load_checkpoint(Path(resume_from_checkpoint) / CHECKPOINT, self.model)
+        """Do nothing: the model's values are loaded with the optimizer's state, which comes later."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -126,7 +125,7 @@ class ForTrainer(Base):
             self.lr_scheduler.load_state_dict(state)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        load_checkpoint(Path(self.state.best_model_checkpoint) / CHECKPOINT, self.model)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer without Accelerate's wrapper."""
@@ -134,4 +133,4 @@ class ForTrainer(Base):
 
 
 class Trainer(ForTrainer, transformers.Trainer):
-    """transformers.Trainer for a module of `autopar.compile(..., inputs="local")`."""
+    """Is transformers.Trainer for a module of `autopar.compile(..., inputs="local")`."""

@@ -33,9 +33,11 @@ def check_rule(op: object, *args: object, **kwargs: object) -> int:
     found = [check(node, inputs, mesh, rule) for mesh in MESHES]
     if wrong := [fault for _, faults in found for fault in faults]:
         lines = "".join(f"\n  {fault}" for fault in wrong[:8])
-        raise RuleError(f"the rule of {node.target} is wrong in {len(wrong)} of {sum(n for n, _ in found)} ways (mesh: the "
-                        f"factor that each axis cuts: layouts of arguments -> of results: what is wrong):{lines}",
-                        fix="write _ for a dim that cannot be cut, and leave out of linear= what is not")  # fmt: skip
+        raise RuleError(
+            f"the rule of {node.target} is wrong in {len(wrong)} of {sum(n for n, _ in found)} ways "
+            f"(mesh: the factor that each axis cuts: layouts of arguments -> of results: what is wrong):{lines}",
+            fix="write _ for a dim that cannot be cut, and leave out of linear= what is not",
+        )
     return sum(count for count, _ in found)
 
 

@@ -263,7 +263,9 @@ class Captures:
 
     def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         kind: Kind = "sharded" if self.outputs == "sharded" else self.mode
-        forms = OutputForms(kind, traced.captured, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh)
+        forms = OutputForms(
+            kind, traced.captured, traced.fixed, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh
+        )
         if isinstance(program, PipelineProgram):
             from .pipeline_step import PipelineStep
 

@@ -52,7 +52,8 @@ OWN = (
 class ParallelModule(OfSource):
     """Made by `autopar.compile`; `plan` is what was decided for the call that it was compiled for, `captures` has the
     plans of all calls, of which there may be `capture_limit` of the same shapes. `random`: where its random numbers
-    stand. `layouts`: of the parameters by name, on the mesh of `stage_mesh`. Values come from the source or from `weights`.
+    stand. `layouts`: of the parameters by name, on the mesh of `stage_mesh`. Values come from the source or from
+    `weights`.
 
     Under a pipeline each rank has what its stages read: these are its parameters, its state dict and its optimizer's.
     `elsewhere` are the parameters and saved buffers of other stages, by name, on the meta device. Outputs are where

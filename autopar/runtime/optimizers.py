@@ -70,7 +70,7 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
         owners = [m for m in _modules if _has_some_of(optimizer, m)]
         for module in owners:
             _check(optimizer, module)
-        is_local = bool(owners) and type(optimizer) in BY_ELEMENT
+        is_local = bool(owners) and _steps_on_local_parts(optimizer)
         _checked[optimizer] = form, is_local
     return _on_local_parts(optimizer, args, kwargs) if is_local else None
 
@@ -139,6 +139,12 @@ def _can_flatten(layout: Layout, shape: Sequence[int], mesh: Mesh) -> bool:
 
 def _calls_missing_ops(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Rprop) or any(group.get("fused") for group in optimizer.param_groups)
+
+
+def _steps_on_local_parts(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer updates by element, and no gradient is to flow through its step."""
+    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
+    return type(optimizer) in BY_ELEMENT and not differentiable
 
 
 def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

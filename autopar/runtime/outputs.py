@@ -12,9 +12,9 @@ Gathering is a collective, so what reads an output does so on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -28,20 +28,17 @@ from ..ir.graph import outputs_of
 from ..ir.layout import Layout, local_shape
 from ..ir.mesh import Mesh
 from ..passes.pipeline.samples import SampleDim, outputs_with_samples
-from ..planner.batch import samples_of
 from ..processes import watch
 from ..processes.dtensors import redistributed, spec_of
 
 Kind = Literal["global", "local", "sharded"]
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
-_AS_IT_IS = frozenset(
-    """shape size dim ndim numel nelement dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex
-    is_cuda is_meta is_sparse is_quantized element_size itemsize nbytes output_nr _version __len__ __hash__ names
-    is_inference type stride placements device_mesh full_tensor to_local redistribute _local_tensor _spec __class__
-    is_contiguous ndimension
-    __dict__""".split()
-)
 _OF_SHAPE = frozenset("shape size dim ndim ndimension numel nelement nbytes __len__ stride is_contiguous".split())
+_AS_IT_IS = _OF_SHAPE.union(
+    """dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex is_cuda is_meta is_sparse
+    is_quantized element_size itemsize output_nr _version __hash__ names is_inference type placements device_mesh
+    full_tensor to_local redistribute _local_tensor _spec __class__ __dict__""".split()
+)
 
 
 class GlobalTensor(DTensor):
@@ -67,21 +64,27 @@ class GlobalTensor(DTensor):
 
 
 class LocalTensor(GlobalTensor):
-    """An output of a model that is compiled with inputs="local": a plain tensor of this rank's samples, which `_own`
-    says."""
+    """An output of a model that is compiled with inputs="local". It stands for a plain tensor of this rank's samples,
+    which `_own` says."""
 
     _own: Own
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if _name_of(function) in _OF_SHAPE:
-            return function(args[0]._own.example, *args[1:], **kwargs or {})
-        if _is_with_dtensors(args, kwargs or {}):
+            return function(*tree_map(_example, args), **tree_map(_example, kwargs))
+        if _is_with_dtensors(args, kwargs):
             raise InputError(
                 "an output of this rank's samples meets a DTensor, such as a parameter of the model",
                 fix='pass outputs="sharded" to autopar.compile for outputs that are DTensors, or inputs="global"',
             )
         return super().__torch_function__(function, types, args, kwargs)
+
+
+def _example(value: Any) -> Any:
+    """Return what has the shape of this rank's part of an output; anything else as it is."""
+    return value._own.example if isinstance(value, LocalTensor) else value
 
 
 def _name_of(function) -> str:
@@ -126,7 +129,7 @@ class _PlainGradient(torch.autograd.Function):
 
 
 class _OwnPart(torch.autograd.Function):
-    """This rank's samples of an output. What is computed of them counts as one of `own.parts` equal parts."""
+    """Takes this rank's samples of an output. What is computed of them counts as one of `own.parts` equal parts."""
 
     @staticmethod
     def forward(ctx, value: Any, own: Own) -> Tensor:
@@ -140,8 +143,8 @@ class _OwnPart(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Own:
-    """Which part of an output is that of a rank's samples: its global `layout` over the mesh (`spec` as a DTensor), in
-    as many `parts`. `example` has the shape and dtype of a part, without values."""
+    """Says which part of an output is that of a rank's samples: its global `layout` over the mesh (`spec` as a DTensor)
+    has as many `parts`. `example` has the shape and dtype of a part, without values."""
 
     mesh: Mesh
     layout: Layout
@@ -163,7 +166,7 @@ class Own:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How the user gets an output of which a rank computes a part: `spec` says which, None of a number."""
+    """Hands the user an output of which a rank computes a part: `spec` says which, None of a number."""
 
     kind: Kind
     spec: Any
@@ -176,8 +179,8 @@ class OutputForm:
         if self.kind == "sharded":
             return _torch.as_dtensor(local, self.spec)
         if self.own is not None:
-            output = _torch.as_dtensor(local, self.spec, LocalTensor)
-            setattr(output, "_own", self.own)  # noqa: B010
+            output = cast(LocalTensor, _torch.as_dtensor(local, self.spec, LocalTensor))
+            output._own = self.own
             return output
         if all(placement.is_replicate() for placement in self.spec.placements):
             return local.detach()
@@ -185,15 +188,17 @@ class OutputForm:
 
 
 class OutputForms:
-    """The forms of the outputs of a call, for the ranks of a mesh (of a stage). `axes`: along them the ranks pass parts
-    of the batch, if they do."""
+    """Knows the forms of the outputs of a call, for the ranks of a mesh (of a stage). `fixed`: the layouts in which the
+    user passes inputs, by name; `axes`: along them they are parts of the batch, with inputs="local"."""
 
-    def __init__(self, kind: Kind, captured: Captured, axes: tuple[str, ...], mesh: Mesh, device_mesh):
+    def __init__(self, kind: Kind, captured: Captured, fixed: Mapping[str, Layout], axes: tuple[str, ...], mesh: Mesh,
+                 device_mesh):  # fmt: skip
         self.kind, self.axes, self.mesh, self.device_mesh = kind, axes, mesh, device_mesh
         outputs = outputs_of(captured.graph)
         sample_dims: Sequence[SampleDim | None] = [None] * len(outputs)
         if kind == "local" and axes:
-            sample_dims = outputs_with_samples(captured.graph, samples_of(captured.signature))
+            cut = {name for name, layout in fixed.items() if layout.dims and layout.dims[0] == axes}
+            sample_dims = outputs_with_samples(captured.graph, cut)
         found = [(r.name, n, dim) for (n, r), dim in zip(outputs, sample_dims) if r.kind == "output"]
         self.values: dict[str, Tensor] = {name: node.meta["val"] for name, node, _ in found}  # of global shapes
         self.sample_dims = {name: dim for name, _, dim in found}

@@ -52,6 +52,10 @@ class OfSource(nn.Module):
         self._source.train(mode)
         return self
 
+    def _get_name(self) -> str:
+        """Return the name of the source's class, which libraries go by and `print` shows."""
+        return self._source._get_name()
+
     def __getattr__(self, name: str):
         try:
             return super().__getattr__(name)

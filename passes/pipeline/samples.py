@@ -1,7 +1,9 @@
-"""In which dim of a tensor the samples of the batch are, by the factor rules of the ops: the factor that the samples are
-in an op's input are samples in all its tensors."""
+"""Find in which dim of a tensor the samples of the batch are, by the factor rules of the ops: the factor that they are
+in an op's input is samples in all its tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -24,14 +26,13 @@ SampleDim = tuple[int, int]  # the dim, and the number of equal parts of it that
 Factor = tuple[str, int]  # its name, and such parts of it
 
 
-def outputs_with_samples(graph: fx.Graph, samples: int) -> list[SampleDim | None]:
+def outputs_with_samples(graph: fx.Graph, inputs: Collection[str]) -> list[SampleDim | None]:
     """Return the dim of the samples in each output of a joint graph: None for what is no tensor, has none, or is
-    computed from several samples at once (a mean, a contrast of all pairs). The samples of inputs are their dim 0."""
+    computed from several samples at once (a mean, a contrast of all pairs). `inputs`: have them in dim 0, by name."""
     sample_dims: dict[Tensor, SampleDim] = {}
     for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and node.meta["role"].kind == "input":
-            if value.dim() and value.shape[0] == samples:
+        if node.op == "placeholder":
+            if node.meta["role"].kind == "input" and node.meta["role"].name in inputs:
                 sample_dims[node, 0] = (0, 1)
         elif is_op(node) and node.meta["phase"] == "forward" and (rule := rule_of(node)) is not None:
             tensors = tensors_of(node, rule)

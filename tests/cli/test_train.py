@@ -18,8 +18,8 @@ MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "-
 
 
 def autopar(*words: str, **environment: str) -> subprocess.Popen:
-    """Return the command in a process and a process group of its own, which an interrupt reaches even where this one ignores
-    it, as shells make background jobs do."""
+    """Start the command in a process group of its own, which an interrupt reaches even where this one ignores it, as
+    shells make background jobs do."""
     return subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
@@ -182,7 +182,7 @@ def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):
 
 
 def left_of(process: subprocess.Popen) -> bool:
-    """Whether a process of its group is still there some seconds later."""
+    """Return whether a process of its group is still there some seconds later."""
     for _ in range(50):
         try:
             os.killpg(process.pid, 0)

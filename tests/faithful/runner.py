@@ -39,7 +39,7 @@ SECONDS = 120  # of wall time, for a program
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program. `detail`: the difference, or the error's text; `error`: its class."""
+    """Says what came of a program. `detail`: the difference, or the error's text; `error`: its class."""
 
     kind: str
     detail: str = ""
@@ -144,7 +144,7 @@ def two_calls(run: Run) -> None:
 def compared(
     program: Program, eager: Played, mine: Played, tolerance: float, rounded: Sequence[Played] = (), parts: int = 1
 ) -> Outcome:
-    """What came of a program. `rounded`: eager runs with other rounding; what differs by little more than that, for
+    """Return what came of a program. `rounded`: eager runs with other rounding; what differs by little more than that, for
     each of the `parts` of sums, is as exact as the eager run."""
     unwanted = program.raises is not None and (eager.error is not None) != program.raises
     if unwanted or (eager.error is not None and eager.stage != "call"):

@@ -92,7 +92,7 @@ def _assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]
 
 @pytest.fixture
 def plain(tmp_path):
-    """What transformers logs in one process."""
+    """Return a function that trains in one process and returns what transformers logs."""
 
     def train(**options):
         for state in (AcceleratorState, PartialState, GradientState):
@@ -103,10 +103,17 @@ def plain(tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("mesh", "parts", "steps"), [("dp=2", 2, 1), ("dp=2,tp=2", 2, 2)])
-def test_losses_are_those_of_one_process(plain, tmp_path, mesh, parts, steps):
-    """Over 50 steps of AdamW with clipping, `steps` batches accumulated, and evaluation."""
-    options = dict(gradient_accumulation_steps=steps, max_steps=STEPS if steps == 1 else 8, eval_steps=4)
+@pytest.mark.parametrize(
+    ("mesh", "parts", "options"),
+    [
+        ("dp=2", 2, dict(max_steps=STEPS)),
+        ("dp=2,tp=2", 2, dict(max_steps=8, gradient_accumulation_steps=2)),
+        ("dp=2", 2, dict(max_steps=4, label_smoothing_factor=0.1)),  # a loss outside of the model
+    ],
+)
+def test_losses_are_those_of_one_process(plain, tmp_path, mesh, parts, options):
+    """Compare steps of AdamW with clipping, batches accumulated or not, and evaluation."""
+    options = dict(eval_steps=4) | options
     expected = plain(**options)
     ranks = 2 if mesh == "dp=2" else 4
     for found in gloo.run(ranks, _on_autopar_with, mesh, parts, tmp_path / "autopar", options):
@@ -118,7 +125,7 @@ def _on_autopar_with(rank, mesh, parts, folder, options):
 
 
 def _resumed(rank: int, folder) -> None:
-    """Six steps at once, and three that another run takes up, with dropout of the data's order and the optimizer."""
+    """Compare six steps at once with three that another run takes up: the order of the data, and the optimizer."""
     options = dict(save_strategy="steps", save_steps=3, max_steps=6, eval_strategy="no")
     whole = _on_autopar(rank, "dp=2", 2, folder / "whole", **options)
     found = _on_autopar(rank, "dp=2", 2, folder / "again", resume=folder / "whole/checkpoint-3", **options)
@@ -136,7 +143,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits_and_opens_without_autopar(tmp_p
 
 
 def _with_accelerate(rank: int) -> None:
-    """A loop of Accelerate's, two batches a step, against the plain model's."""
+    """Compare a loop of Accelerate's, two batches a step, with the plain model's."""
     _as_launched(rank)
     data, losses = _data()[:32], []
     model, plain = _compiled("dp=2", 2), _model()

@@ -80,22 +80,24 @@ def test_modes_and_no_grad(alone):
 
 
 def test_too_many_captures(alone):
-    """Shapes may be as many as there are; of one shape there is a limit, which what changes in every call meets."""
+    """Check that shapes may be as many as there are, and that what changes in every call meets a limit."""
     parallel, reference = pair(Optioned(), alone, dict(x=X))
     parallel.capture_limit = 3
     for size in (8, 7, 6, 5, 4):
         assert_close(parallel(x=X[:size])["y"], reference(x=X[:size])["y"])
     for scale in (2.0, 3.0):
         assert_close(parallel(x=X, scale=scale)["y"], reference(x=X, scale=scale)["y"])
-    with pytest.raises(InputError, match=r"called with scale=4.0, x \(8, 6\); train, and is compiled for 3 calls of these "
-                       r"shapes already: x \(8, 6\); train \| scale=2.0(.|\n)*fix: keep what changes"):  # fmt: skip
+    many = (
+        r"called with scale=4.0, x \(8, 6\); train, and is compiled for 3 calls of these shapes already: x \(8, 6\); "
+    )
+    with pytest.raises(InputError, match=many + r"train \| scale=2.0(.|\n)*fix: keep what changes"):
         parallel(x=X, scale=4.0)
     parallel.capture_limit = 4
     assert_close(parallel(x=X, scale=4.0)["y"], reference(x=X, scale=4.0)["y"])
 
 
 def test_the_capture_that_was_not_used_for_longest_goes(alone, monkeypatch):
-    """Of many lengths only so many stay in memory, and one that comes back is compiled anew."""
+    """Check that of many lengths only so many stay in memory, and that one which comes back is compiled anew."""
     monkeypatch.setattr(captures, "MOST", 3)
     parallel, reference = pair(tiny.Regressor(), alone, (X,))
     for size in (7, 6, 7, 5, 8, 4):

@@ -110,6 +110,35 @@ def _as_ddp(rank: int) -> None:
             optimizer.step()
 
 
+class Pairs(nn.Module):
+    """Has two passages for each question."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.question, self.passage = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, questions, passages):
+        q, p = self.question(questions), self.passage(passages)
+        return q, p, q @ p.T
+
+
+def _of_other_numbers(rank: int) -> None:
+    mesh, generator = device_mesh("dp=2"), torch.Generator().manual_seed(0)
+    whole = [torch.randn(n, 6, generator=generator) for n in (4, 8)]
+    parallel, reference = pair(Pairs(), mesh, tuple(_part(x, 0, rank, 2) for x in whole), inputs="local")
+    q, p, scores = parallel(*(_part(x, 0, rank, 2) for x in whole))
+    expected = reference(*whole)
+    assert torch.numel(input=p) == 4 * 8 and scores.shape == (4, 8)
+    for found, wanted in zip((q, p, scores), (*(_part(x, 0, rank, 2) for x in expected[:2]), expected[2])):
+        assert_close(found * 1, wanted)
+
+
+@pytest.mark.gloo
+def test_inputs_may_have_other_numbers_of_samples():
+    gloo.run(2, _of_other_numbers)
+
+
 @pytest.mark.gloo
 def test_a_loss_outside_trains_as_under_ddp():
     gloo.run(2, _as_ddp)

@@ -305,3 +305,12 @@ def test_gradients_lie_in_memory_as_the_parameters_do(name, mesh, pins):
     source, inputs = (Transposed().double(), DOUBLE) if name == "transposed" else tiny.gpt2(n_layer=1)
     plan = planned(source.double(), mesh, inputs, pin=pins, **({"micro_batches": 2} if mesh == "pp=2" else {}))
     gloo.run(2, _fused, name, mesh, plan)
+
+
+def test_a_step_through_which_gradients_flow_is_eagers(alone):
+    """Check that it is not taken on local parts, where it would lose them."""
+    x, target = tiny.Regressor.batch()
+    for model in pair(tiny.Regressor(loss=True), alone, dict(x=x, target=target)):
+        model(x=x, target=target).loss.backward()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+            SGD(model.parameters(), lr=0.1, differentiable=True).step()

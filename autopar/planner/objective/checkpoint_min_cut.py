@@ -36,7 +36,7 @@ LITTLE = 1e-6  # of the cost, less than which a cut gains nothing
 class Recomputation:
     """What taking one block of an evaluated plan one step further frees and costs; `copies` blocks of the whole graph
     are like it. `freed`: what need not be saved, `needed`: what has to be instead, both with the bytes of all copies.
-    `recomputed`: vertices that are computed twice from then on, in `compute_seconds` more than before; `moved`: transfers
+    `recomputed`: vertices computed twice from then on, in `compute_seconds` more than before; `moved`: transfers
     of the forward that the backward makes for this alone. `price`: priced seconds a byte."""
 
     block: str
