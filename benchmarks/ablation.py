@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from unittest import mock
 
-from autopar import models
-from autopar.api import entry as api
+from autopar import compiler, models
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
@@ -154,7 +153,7 @@ def searched(case: Case, captured, options: PlanOptions, limit: float) -> Found 
 def run(case: Case) -> None:
     """Print a case: the search with everything on, then each mechanism off."""
     model, inputs = models.build(case.model, batch=case.batch, seq=case.seq)
-    captured = api.trace_to_plan(model, inputs, None, forms_of(model), case.precision, ())
+    captured = compiler.trace_to_plan(model, inputs, None, forms_of(model), case.precision, ())
     options = PlanOptions(
         load(case.hardware), case.memory, precision=case.precision, baselines=False, offload=case.offload
     )

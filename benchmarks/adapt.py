@@ -18,9 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar import FakeQuant, Mesh
+from autopar import FakeQuant, Mesh, compiler
 from autopar.adapt import order
-from autopar.api import entry as api
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.planner.plan import PlanOptions, make_plan
@@ -50,7 +49,7 @@ def quantized(family: str, text: str) -> list[float]:
     loss.backward()
     wanted = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
     floor = 1e-4 * max(g.norm() for g in wanted.values())
-    captured = api.trace(model, batch, None, forms_of(model), "fp32", adapt)
+    captured = compiler.trace(model, batch, None, forms_of(model), "fp32", adapt)
     values, errors = global_values(captured, model, batch), []
     for mesh, strategy in RUNS:
         plan = make_plan(

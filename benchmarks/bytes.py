@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar import models
-from autopar.api import entry as api
+from autopar import compiler, models
 from autopar.compiler import lower
 from tests.helpers import gloo
 
@@ -132,7 +131,7 @@ def main() -> int:
     a = parser.parse_args()
     warnings.filterwarnings("ignore")
     n = a.devices
-    captured = api.trace(*models.build(MODEL, batch=BATCH, seq=SEQ))
+    captured = compiler.trace(*models.build(MODEL, batch=BATCH, seq=SEQ))
     print(f"{MODEL}, batch {BATCH} x {SEQ}, fp32, {n} gloo processes; MB sent by all")
     print(
         f"{'strategy':12} {'predicted':>10} {'counted':>10} {'formula':>10} {'loopback':>10}  largest difference to "

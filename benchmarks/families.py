@@ -20,8 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autopar import AutoparError, Mesh, rules
-from autopar.api import entry as api
+from autopar import AutoparError, Mesh, compiler, rules
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import load
 from autopar.ir.graph import is_op
@@ -45,7 +44,7 @@ def check(name: str, meshes: list[str], strategies: list[str], batch: int = BATC
     model, inputs = FAMILIES[name](batch, seq)
     result = {"kind": FAMILIES[name].kind, "right": [], "wrong": [], "refused": {}, "replicated": []}
     try:
-        captured = api.trace(model, inputs)
+        captured = compiler.trace(model, inputs)
     except AutoparError as error:
         described = {"error": f"{type(error).__name__}: {error.message}", "source": short_source(error.source)}
         return {"kind": result["kind"]} | described
@@ -81,7 +80,7 @@ def as_it_ships(name: str, mesh: str, batch: int, seq: int) -> VerifyReport:
     torch.manual_seed(0)
     with as_shipped():
         model, inputs = FAMILIES[name](batch, seq)
-    return verified(api.trace(model, inputs), "auto", mesh, name, model, inputs)
+    return verified(compiler.trace(model, inputs), "auto", mesh, name, model, inputs)
 
 
 def verified(captured: Captured, strategy: str, mesh: str, name: str, model, inputs) -> VerifyReport:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.ir.mesh import Mesh
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.plans.pipeline import Pipeline
@@ -67,7 +67,7 @@ def plan_for(n: int, names: list[str]) -> dict[str, autopar.Plan]:
     model, inputs = build()
     planned = autopar.plan(model, f"pp={n}", inputs, hardware="cpu-gloo", baselines=False, schedule="gpipe",
                            micro_batches=MICRO_BATCHES, recompute="none")  # fmt: skip
-    nodes = micro_batch(api.trace(model, inputs), MICRO_BATCHES).captured.graph.nodes
+    nodes = micro_batch(compiler.trace(model, inputs), MICRO_BATCHES).captured.graph.nodes
     forward = [node for node in nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
     plans = {}
     for name in names:

@@ -42,8 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from autopar import calibrate, models
-from autopar.api import entry as api
+from autopar import calibrate, compiler, models
 from autopar.compiler import lower
 from autopar.cost.collectives import CollectiveCost
 from autopar.cost.measured import SENT
@@ -147,7 +146,7 @@ def predict(case: Case, profile: hardware.Hardware) -> Row:
     """In this process."""
     plan, model, inputs = planned(case, profile)
     cost = CollectiveCost(profile, (mesh := Mesh.parse(case.mesh)))
-    nodes = lower(api.trace(model, inputs), plan, 0).local.graph.nodes
+    nodes = lower(compiler.trace(model, inputs), plan, 0).local.graph.nodes
     run = [n.meta["collective"] for n in nodes if n.meta.get("collective")]
     seconds = sum(
         cost.seconds(c.kind, c.axes, c.wire_bytes / SENT[c.kind](math.prod(mesh.size(a) for a in c.axes))) for c in run

@@ -20,7 +20,7 @@ import torch
 import autopar
 from autopar import models
 from autopar.adapt import order
-from autopar.api.entry import trace
+from autopar.compiler import trace
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ops.nf4 import dequantize, quantize

@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 
-from autopar import models
-from autopar.api import entry as api
+from autopar import compiler, models
 from autopar.cost.collectives import CollectiveCost
 from autopar.errors import StageError
 from autopar.hardware.profile import load
@@ -92,7 +91,7 @@ def planned(model, precision: str, hardware: str, stages: int) -> Planned:
         module, inputs = model() if callable(model) else models.build(model, batch=8, seq=512)
     if callable(model):
         module.train()
-    captured = api.trace(module, inputs, precision=precision)
+    captured = compiler.trace(module, inputs, precision=precision)
     mesh = Mesh.parse(f"pp={stages}")
     options = PlanOptions(
         load(hardware), precision=precision, baselines=False, within=mesh, refuses=False, recompute="none"

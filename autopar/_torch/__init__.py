@@ -32,7 +32,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def fake_mode():
+def fake_mode() -> Any:
     """Return a mode in which tensors have shapes and dtypes but no storage."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -221,6 +221,23 @@ def schema_names(target: Target) -> list[str]:
 def op_name(target: Target) -> str:
     """Return an ATen op's name without namespace and overload, "" for anything else."""
     return getattr(target, "_opname", "")
+
+
+def op_text(target: Target) -> str | None:
+    """Return the full name of an op, `aten::add.Tensor`, None for what is none."""
+    return (
+        f"{target.namespace}::{target._opname}.{target._overloadname}"
+        if isinstance(target, torch._ops.OpOverload)
+        else None
+    )
+
+
+def op_of_text(text: str) -> torch._ops.OpOverload | None:
+    """Return the op of a full name, None if none is registered."""
+    namespace, _, rest = text.partition("::")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload, None)
 
 
 def rename(node: fx.Node, name: str) -> None:

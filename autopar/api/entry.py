@@ -9,52 +9,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..adapt import order
-from ..adapt.lora import LoRA
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
-from ..compiler import PASSES, trace, trace_to_plan
-from ..errors import InputError, MemoryInfeasibleError, MeshError, MovedParameterError, StrategyError
-from ..frontend import export
-from ..frontend.constants import text_of
+from ..compiler import PASSES, trace_to_plan
+from ..errors import InputError, MeshError, MovedParameterError, StrategyError
 from ..frontend.export import Captured
-from ..frontend.fake_parameters import Form, forms_of
+from ..frontend.fake_parameters import forms_of
 from ..frontend.precision import compute_dtype
 from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
-from ..ir.graph import fingerprint
-from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..planner import accumulation
-from ..planner.batch import AUTO, of_samples, samples_of
+from ..planner.batch import AUTO
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
-from ..planner.options import options_of
-from ..planner.pipeline.replan import plan_same_stages, with_owners
 from ..planner.plan import Planned
 from ..planner.problem.hf_tp_plan import styles_of
-from ..planner.remedies import Refused, with_fixes
+from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
-from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime import optimizers
-from ..runtime.capture import Traced
 from ..runtime.first_call import CompiledAtFirstCall
-from ..runtime.inputs import global_example
 from ..runtime.module import ParallelModule
 from ..runtime.parameters import check_model, check_source
 from ..runtime.same_values import share_values
 from ..schedule import Schedule
 from ..schedule.catalogue import canonical
 from ..storage.weights import Weights, shapes_of
+from .call_compiler import CallCompiler
 
 
 @located
@@ -134,20 +124,7 @@ def search(
                 model, example_inputs, loss_fn, forms_of(model), precision, (*adaptations, *more), added
             )
 
-    return _found(request, traced(), bool(adaptations), traced, fixes, report)
-
-
-def _found(request: PlanRequest, captured: Captured, adapts: bool, retrace: Callable[..., Captured],
-           fixes: bool = True, report=lambda text: None) -> Planned:  # fmt: skip
-    """Return what is found for a captured call; raise a refusal with what would fit instead, if `fixes` are wanted.
-    `retrace(more)` traces the same call with more adaptations."""
-    try:
-        return request.find(captured, report)
-    except MemoryInfeasibleError as error:
-        if not fixes or request.has_stages:
-            raise
-        options = replace(request.options, micro_batches=error.micro_batches)
-        raise with_fixes(error, Refused(captured, error.mesh, options, adapts, retrace), report) from None
+    return planned_or_fixes(request, traced(), bool(adaptations), traced, fixes, report)
 
 
 @located
@@ -260,7 +237,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     seed = agree.from_rank_zero(torch.initial_seed)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
-        compiler = _Compiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
+        compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
         module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs)
         optimizers.follow(module)
         return module
@@ -271,118 +248,3 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     finally:
         if values is not None:
             values.close()
-
-
-class _Compiler:
-    """Traces and plans calls of one model, on all ranks together (see runtime/captures.py)."""
-
-    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn,
-                 options: dict, adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = ()):  # fmt: skip
-        self.adapt, self.passes = adapt, passes
-        self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
-        self.axis = axis_of(self.mesh)
-        self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
-        self.forms = forms_of(model)  # of the parameters before they are taken over
-
-    def trace(
-        self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
-    ) -> Traced:
-        """Trace a call of the model. Without `gradients` no parameter trains; else `trains` says which do, by name,
-        where that has changed. Without `adapters` LoRA's are left out."""
-        forms = self.forms.training(trains or {}) if gradients else self.forms.without_gradients()
-        whole = lambda: global_example(example_inputs, self.inputs, self.mesh)  # noqa: E731
-        return self._agreed(whole, forms, adapters, True, gradients or torch.is_grad_enabled())
-
-    def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
-        """Trace a capture's call again, for gradients of all differentiable outputs rather than of the loss alone."""
-        signature = traced.captured.signature
-        form = zip(signature.shapes, signature.dtypes, signature.differentiated)
-        whole = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
-        forms = self.forms.training(trains or {})
-        return self._agreed(lambda: (signature.rebuild(whole), traced.fixed), forms, adapters, False)
-
-    def _agreed(self, example: Callable[[], tuple], forms: Mapping[str, Form], adapters: bool, loss_alone: bool,
-                with_gradients: bool = True) -> Traced:  # fmt: skip
-        """Trace the same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's
-        tensors fix."""
-        adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
-
-        def traced():
-            whole, given = example()
-            options = self.options["precision"], adapt, loss_alone, with_gradients
-            return trace(self.model, whole, self.loss_fn, forms, *options, self.passes), given
-
-        captured, given = agree.everywhere(traced)
-        signature = captured.signature
-        shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}" for n, s, c in
-                  zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
-        found = fingerprint(captured.graph)
-        agree.check_captures(shapes, found)
-        return Traced(captured, given, found)
-
-    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
-        """Return the plan of a traced call, made or loaded on rank 0 and the same on all ranks. For a later call
-        `first` is the plan of the first one, and parameters keep their `layouts`, by name."""
-        captured = traced.captured
-
-        def made() -> dict:
-            if first is not None:
-                plan = self._later_plan(traced, first, layouts)
-            elif self.given is not None:
-                plan = self.given if isinstance(self.given, Plan) else Plan.load(self.given)
-            else:
-                plan = self._first_plan(traced)
-            if not plan.pipeline.owners and not plan.pipeline.is_one_program:
-                plan.check_fits(captured.graph, self.mesh)
-                plan = with_owners(captured, plan)
-            return plan.to_json()
-
-        agreed = Plan.from_json(agree.from_rank_zero(made))
-        agreed.check_fits(captured.graph, self.mesh)
-        pass_manager.planned(agreed)
-        export.move(captured, torch.device(self.device_mesh.device_type))
-        return agreed
-
-    def _first_plan(self, traced: Traced) -> Plan:
-        name, captured, options = type(self.model).__name__, traced.captured, self.options
-        signature = captured.signature
-        is_cut = self.axis is not None or options["micro_batches"] not in (None, 1)
-        # micro-batches are cut from the whole batch on every rank, whatever is passed
-        fixed = {} if is_cut else _by_node(captured, {"input": traced.fixed})
-        # nothing to choose from where a recipe was asked for, and nobody may look at the plan of a pipeline here
-        compares = options["strategy"] is None and self.axis is None
-        styles = styles_of(self.model)
-        request = PlanRequest.of(self.device_mesh, name, **options, fixed=fixed, baselines=compares, styles=styles)
-
-        def retrace(more: Sequence[Adaptation]) -> Captured:
-            with order.attached(self.model, more):
-                return trace_to_plan(
-                    self.model, of_samples(signature, samples_of(signature)), self.loss_fn, forms_of(self.model),
-                    options["precision"], (*self.adapt, *more), self.passes,
-                )  # fmt: skip
-
-        return _found(request, captured, bool(self.adapt), retrace).plan
-
-    def _later_plan(self, traced: Traced, first: Plan, layouts: Mapping[str, Layout] | None) -> Plan:
-        captured = traced.captured
-        known = {"parameter": layouts or {}} | ({"input": traced.fixed} if first.pipeline.is_one_program else {})
-        leaves = {n.meta["role"]: n.name for n in captured.graph.nodes if n.op == "placeholder"}
-        # gradients and optimizer state stay in memory when a graph has no backward
-        trains = any(role.kind == "parameter" and role.trainable for role in leaves)
-        held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
-        here = first.sharding.on_host & set(leaves.values())  # parameters stay where they are
-        asked = {k: self.options[k] for k in ("hardware", "optimizer", "precision", "strategy", "strict")}
-        if self.given is not None:
-            asked["strategy"] = first.strategy
-        options = options_of(
-            self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
-            fixed=_by_node(captured, known), baselines=False,
-        )  # fmt: skip
-        return plan_same_stages(captured, first, options, type(self.model).__name__)
-
-
-def _by_node(captured: Captured, known: Mapping[str, Mapping[str, Layout]]) -> dict[str, Layout]:
-    """Return layouts by the name of a placeholder, from those by kind and name of what it takes."""
-    leaves = [n for n in captured.graph.nodes if n.op == "placeholder"]
-    roles = ((n.name, n.meta["role"]) for n in leaves)
-    return {name: known[r.kind][r.name] for name, r in roles if r.name in known.get(r.kind, ())}

@@ -21,7 +21,7 @@ from torch import nn
 from .._torch import tree_flatten, tree_unflatten
 from ..errors import CaptureError, InputError
 from .constants import text_of, value_of
-from .effects import Effect, Refill
+from .effects import Effect, Refill, Slot
 from .no_cache import NoCache
 
 _PLAIN = (
@@ -189,7 +189,7 @@ class Returns:
     what a call leaves in attributes of the model (see autopar/frontend/effects.py), from outputs behind those of the
     model."""
 
-    template: object = None  # the output with _Slot(position) in place of tensors
+    template: object = None  # the output with Slot(position) in place of tensors
     count: int = 0
     loss: int | None = None  # position of the scalar loss
     loss_alone: bool = False  # whether the graph detaches the other outputs
@@ -214,17 +214,15 @@ class Returns:
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
                 self.names.append(name or "output")
-                return _Slot(len(tensors) - 1)
+                return Slot(len(tensors) - 1)
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-                return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in fields.items()})
+                return Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in fields.items()})
             if isinstance(value, Mapping):
                 items = {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value.items()}
-                return (
-                    items if type(value) is dict or not hasattr(value, "clear") else _Refilled(_emptied(value), items)
-                )
+                return items if type(value) is dict or not hasattr(value, "clear") else Refilled(_emptied(value), items)
             if isinstance(value, tuple) and hasattr(value, "_fields"):
-                return _Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
+                return Built(type(value), {k: walk(v, f"{name}.{k}".lstrip(".")) for k, v in value._asdict().items()})
             if isinstance(value, (tuple, list)):
                 return type(value)(walk(v, f"{name}[{i}]") for i, v in enumerate(value))
             if value is not None and not isinstance(value, _PLAIN):
@@ -267,11 +265,11 @@ class Returns:
 def _filled(value, tensors):
     """Return a template with the tensors in its slots. It is no nested function: one that calls itself would keep
     them until garbage is collected."""
-    if isinstance(value, _Slot):
+    if isinstance(value, Slot):
         return tensors[value.position]
-    if isinstance(value, _Built):
+    if isinstance(value, Built):
         return value.make({k: _filled(v, tensors) for k, v in value.fields.items()})
-    if isinstance(value, _Refilled):
+    if isinstance(value, Refilled):
         made = copy.copy(value.empty)
         made.update({k: _filled(v, tensors) for k, v in value.items.items()})
         return made
@@ -290,7 +288,7 @@ def _emptied(mapping: Mapping) -> Mapping:
 
 
 @dataclass(frozen=True)
-class _Refilled:
+class Refilled:
     """A mapping of another class than dict (an OrderedDict, a defaultdict)."""
 
     empty: Mapping
@@ -298,12 +296,9 @@ class _Refilled:
 
 
 @dataclass(frozen=True)
-class _Slot:
-    position: int
+class Built:
+    """A dataclass or named tuple, made from the fields that its class takes."""
 
-
-@dataclass(frozen=True)
-class _Built:
     cls: type
     fields: dict
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 from .eager_meaning import is_stand_in
+from .reads import Read
 from .snapshot import MISSING, PLAIN, Snapshot, text
 from .steps import step_of
-from .watch import Read, Watch, Write
+from .watch import Watch, Write
 
 FIX = "keep what changes in a buffer, or return it"
 
@@ -95,7 +96,7 @@ def effects_of(watch: Watch, others: Iterable[Write], outputs: list[Tensor], nam
     Raises CaptureError for what no graph can leave there."""
     found, others = [], list(others)
     for write in (*watch.changed(), *others):
-        step = step_of(write, watch.reach)
+        step = step_of(write, watch.seen.reach)
         if step:
             watch.reads.pop((id(write.owner), write.name), None)  # what is only counted on may have any value
         value = step or _template(write.now(), write, outputs, names)

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from .._torch import storage_key
 from .names import Variable
+from .reads import Read, Reads
 from .snapshot import MISSING, PLAIN, Snapshot, is_container, text
-from .watch import Read, Watch
+from .watch import Watch
 
 
 class Guards:
-    """What a capture read of attributes, globals and containers, as it was then."""
+    """What a capture read of attributes, globals and containers, as it was then. `seen`: how it got there."""
 
-    def __init__(self, reads: Iterable[Read] = ()):
-        self.reads = list(reads)
+    def __init__(self, reads: Iterable[Read] = (), seen: Reads | None = None):
+        self.reads, self.seen = list(reads), seen
         simple = [r for r in self.reads if not isinstance(r.before.value, Tensor) and not is_container(r.before.value)]
         self._attributes = [r for r in simple if not isinstance(r.owner, Variable)]
         served = {id(r) for r in self._attributes}
@@ -38,7 +39,7 @@ class Guards:
         used = {storage_key(tensor) for tensor in constants}
         for read in watch.reads.values():
             read.before.forget_values(used)
-        return Guards(watch.reads.values())
+        return Guards(watch.reads.values(), watch.seen)
 
     def copied(self, memo: Mapping[int, object]) -> Guards:
         """Return the same guards for a deep copy of the model; `memo` has the copies by the ids of their originals."""

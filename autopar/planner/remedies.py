@@ -32,6 +32,7 @@ from .batch import in_micro_batches, samples_of
 from .objective.memory_timeline import PASSING, RECOMPUTED, SAVED
 from .problem import offload
 from .problem.recipes import ALIASES, RECIPES, Restriction
+from .request import PlanRequest
 from .solver.minimize import Search
 
 SEARCH = Search(gap=2e-2, rounds=8, largest_program=0)
@@ -102,6 +103,21 @@ class Refused:
         planning."""
         options = replace(self.options, baselines=False, search=SEARCH, **options)
         return _Change(argument, option, mesh or self.mesh, options, captured or (lambda: self.captured))
+
+
+def planned_or_fixes(
+    request: PlanRequest, captured: Captured, adapts: bool, retrace: Callable[..., Captured], fixes: bool = True,
+    report: Callable[[str], None] = lambda text: None,
+) -> plan.Planned:  # fmt: skip
+    """Return what is found for a captured call; raise a refusal with what would fit instead, if `fixes` are wanted.
+    `retrace(more)` traces the same call with more adaptations."""
+    try:
+        return request.find(captured, report)
+    except MemoryInfeasibleError as error:
+        if not fixes or request.has_stages or not isinstance(error.mesh, Mesh):
+            raise
+        options = replace(request.options, micro_batches=error.micro_batches)
+        raise with_fixes(error, Refused(captured, error.mesh, options, adapts, retrace), report) from None
 
 
 def with_fixes(

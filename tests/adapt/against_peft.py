@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from autopar import LoRA, Mesh
+from autopar import LoRA, Mesh, compiler
 from autopar.adapt import order
-from autopar.api import entry as api
 from autopar.frontend.export import Captured
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
@@ -90,7 +89,7 @@ def adapted(model: nn.Module, batch: dict[str, Tensor], **config) -> Adapted:
         for name, parameter in added.items():
             if "magnitude" not in name:
                 parameter.normal_(std=0.05)
-    captured = api.trace(model, batch, None, forms_of(model), "fp32", adapt)
+    captured = compiler.trace(model, batch, None, forms_of(model), "fp32", adapt)
     reference = peft.get_peft_model(base, peft.LoraConfig(**_listed(config)))
     with torch.no_grad():
         for name, parameter in reference.named_parameters():

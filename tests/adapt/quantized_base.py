@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import Mesh, QLoRA
+from autopar import Mesh, QLoRA, compiler
 from autopar.adapt import order
-from autopar.api import entry as api
 from autopar.frontend.export import Captured
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
@@ -75,7 +74,7 @@ def adapted(kind: str, precision: str = "fp32", **config) -> Adapted:
             weight = dequantize(*parts, *[None] * (4 - len(parts)), qlora.quant_type, torch.float32)
             is_transposed = "Conv1D" in str(reference.get_submodule(name.rpartition(".")[0]))
             reference.get_parameter(name).copy_(weight.t() if is_transposed else weight)
-    captured = api.trace(model, batch, None, forms_of(model), precision, adapt)
+    captured = compiler.trace(model, batch, None, forms_of(model), precision, adapt)
     return Adapted(model, reference, batch, captured, {n: r.names for n, r in attachment.replaced.items()})
 
 

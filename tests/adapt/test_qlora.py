@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import AdaptError, LoRA, QLoRA
+from autopar import AdaptError, LoRA, QLoRA, compiler
 from autopar.adapt import order
 from autopar.adapt.parse import parse
-from autopar.api import entry as api
 from autopar.compiler import lower
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.graph import bytes_of, fingerprint
@@ -85,7 +84,9 @@ def test_towers_are_unrolled():
     adapt = order.checked(QLoRA(r=2))
     with order.attached(model, adapt):
         forms = forms_of(model)
-        graphs = [trace(model, batch, None, forms, "fp32", adapt).graph for trace in (api.trace, api.trace_to_plan)]
+        graphs = [
+            trace(model, batch, None, forms, "fp32", adapt).graph for trace in (compiler.trace, compiler.trace_to_plan)
+        ]
         assert fingerprint(graphs[0]) == fingerprint(graphs[1])
     assert not [n for n, p in model.named_parameters() if "packed" in n or not p.requires_grad]
 

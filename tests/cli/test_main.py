@@ -4,7 +4,6 @@ import sys
 import pytest
 
 from autopar import Plan, compiler, verify
-from autopar.api import entry as api
 from autopar.cli.graph import NEEDS
 from autopar.cli.main import main
 from autopar.codegen import pass_manager
@@ -231,7 +230,7 @@ def test_verify_that_does_not_match(capsys, monkeypatch):
 def test_debug_levels(level, capsys, monkeypatch):
     monkeypatch.setenv("AUTOPAR_DEBUG", level)
     module, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
-    api.trace(module, inputs)
+    compiler.trace(module, inputs)
     lines = capsys.readouterr().err.splitlines()
     assert bool(lines) == (level >= "2")
     assert (level >= "2") == any(line.startswith("clean: nodes ") for line in lines)

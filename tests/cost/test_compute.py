@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar import rules
-from autopar.api import entry as api
+from autopar import compiler, rules
 from autopar.cost.compute import FREE, ComputeCost, _local_shape, flops_of, fraction, fused_inputs, is_pointwise
 from autopar.cost.products import products_of, shapes_of
 from autopar.hardware.profile import Hardware, Tier, load
@@ -29,7 +28,7 @@ LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64"
 
 @functools.cache
 def nodes(model: str):
-    graph = api.trace(*registry.build(model, batch=2, seq=16, device="meta")).graph
+    graph = compiler.trace(*registry.build(model, batch=2, seq=16, device="meta")).graph
     return [n for n in graph.nodes if is_op(n)]
 
 
@@ -158,7 +157,9 @@ def test_the_backward_follows_from_its_ops():
     """Products: the gradients of input and weight cost what the forward does, at their own shapes; attention: 5
     products for 2, slower. No constant says so."""
     cost, model = ComputeCost(load("h100")), "llama:hidden=4096,layers=1,heads=32,kv_heads=32,ffn=8192,vocab=128"
-    found = [n for n in api.trace(*registry.build(model, batch=4, seq=2048, device="meta")).graph.nodes if is_op(n)]
+    found = [
+        n for n in compiler.trace(*registry.build(model, batch=4, seq=2048, device="meta")).graph.nodes if is_op(n)
+    ]
 
     def seconds(target) -> float:
         return sum(price(n, cost) for n in found if n.target is target)
@@ -215,7 +216,7 @@ def test_fraction_counts_all_axes():
 def test_a_large_model_takes_about_six_flops_a_parameter_and_token():
     """Kaplan et al., arXiv 2001.08361, section 2.1: 6 N for each token, and attention on top."""
     model, inputs = registry.build("llama3-8b:layers=2", batch=1, seq=1024, device="meta")
-    graph = api.trace(model, inputs).graph
+    graph = compiler.trace(model, inputs).graph
     counted = sum(flops_of(n) for n in graph.nodes if is_op(n) and "attention" not in str(n.target))
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name)
     assert counted == pytest.approx(6 * matrices * 1024, rel=1e-9)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopar
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.cli import main
 from autopar.errors import AutoparError, CaptureError
 
@@ -63,10 +63,10 @@ def test_what_eager_refuses_is_refused(name, dtype):
     model = Model(make(), loss=lambda y: (y[0] if isinstance(y, tuple) else y).float().square().mean())
     x = torch.ones(shape).to(dtype)
     if _runs(model, x):
-        api.trace(model, (x,))
+        compiler.trace(model, (x,))
     else:
         with pytest.raises(AutoparError):
-            api.trace(model, (x,))
+            compiler.trace(model, (x,))
 
 
 @settings(max_examples=20, deadline=None)
@@ -79,15 +79,18 @@ def test_targets_of_a_loss(dtype, weighted):
         with (
             contextlib.nullcontext() if dtype is not torch.uint8 else contextlib.suppress(CaptureError)
         ):  # torch cannot trace it
-            api.trace(model, (x, target))
+            compiler.trace(model, (x, target))
     else:
         with pytest.raises(AutoparError):
-            api.trace(model, (x, target))
+            compiler.trace(model, (x, target))
 
 
 def test_the_error_has_torchs_words_and_the_line(capfd):
     model = Model(nn.Linear(4, 4))
-    for call in (lambda x: autopar.plan(model, "dp=2", (x,), hardware="cpu-gloo"), lambda x: api.trace(model, (x,))):
+    for call in (
+        lambda x: autopar.plan(model, "dp=2", (x,), hardware="cpu-gloo"),
+        lambda x: compiler.trace(model, (x,)),
+    ):
         with pytest.raises(
             CaptureError, match="mat1 and mat2 must have the same dtype, but got Double and Float"
         ) as caught:
@@ -101,7 +104,7 @@ def test_the_error_has_torchs_words_and_the_line(capfd):
 
 def test_mixed_precision_casts_what_it_casts():
     model = Model(nn.Linear(4, 4))
-    api.trace(model, (torch.ones(8, 4),), precision="bf16")
+    compiler.trace(model, (torch.ones(8, 4),), precision="bf16")
 
 
 def test_on_the_command_line(tmp_path, capsys):

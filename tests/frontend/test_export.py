@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import CaptureError, InputError, UnsupportedOpError
 from autopar.frontend.export import export, move
 from autopar.ir.graph import fingerprint, output_node
@@ -30,7 +30,7 @@ MODELS = {
 def case(request):
     """(name, model, its inputs, the captured graph)."""
     model, inputs = MODELS[request.param]()
-    return request.param, model, inputs, api.trace(model, inputs)
+    return request.param, model, inputs, compiler.trace(model, inputs)
 
 
 def interpret(captured, model, inputs) -> dict[tuple[str, str], torch.Tensor]:
@@ -102,7 +102,7 @@ def test_the_device_makes_no_difference(case):
         _, model, inputs, _ = case
         memo = {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()}
         model, inputs = copy.deepcopy(model, memo), {k: v.to("meta") for k, v in inputs.items()}
-    assert fingerprint(api.trace(model, inputs).graph) == fingerprint(captured.graph)
+    assert fingerprint(compiler.trace(model, inputs).graph) == fingerprint(captured.graph)
 
 
 def test_move(case):
@@ -119,22 +119,22 @@ def test_a_model_is_left_as_it_was():
     before = {
         n: (id(p), p.clone()) for n, p in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     }
-    api.trace(model, inputs)
+    compiler.trace(model, inputs)
     after = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     assert list(after) == list(before)
     assert all(id(after[n]) == i and torch.equal(after[n], value) for n, (i, value) in before.items())
     with pytest.raises(CaptureError):
-        api.trace(model, dict(input_ids=torch.randn(2, 2)))
+        compiler.trace(model, dict(input_ids=torch.randn(2, 2)))
     assert model(**inputs).loss.requires_grad
 
 
 def test_tracing_works_without_gradients():
     x, _ = tiny.Regressor.batch()
-    expected = fingerprint(api.trace(tiny.Regressor(), (x,)).graph)
+    expected = fingerprint(compiler.trace(tiny.Regressor(), (x,)).graph)
     with torch.no_grad():
-        assert fingerprint(api.trace(tiny.Regressor(), (x,)).graph) == expected
+        assert fingerprint(compiler.trace(tiny.Regressor(), (x,)).graph) == expected
     with torch.inference_mode():
-        assert fingerprint(api.trace(tiny.Regressor(), (x,)).graph) == expected
+        assert fingerprint(compiler.trace(tiny.Regressor(), (x,)).graph) == expected
 
 
 def test_inference_tensors_are_saved_for_no_backward():
@@ -154,11 +154,11 @@ def test_inference_tensors_are_saved_for_no_backward():
     x, _ = tiny.Regressor.batch()
     for use in (torch.add, lambda y, scale: y * scale.clone()):
         Inferring(use)(x).sum().backward()
-        api.trace(Inferring(use), (x,))
+        compiler.trace(Inferring(use), (x,))
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
         Inferring(torch.mul)(x)
     with pytest.raises(CaptureError, match=r"(?s)Inference tensors cannot be saved.*source: .*self\.use\("):
-        api.trace(Inferring(torch.mul), (x,))
+        compiler.trace(Inferring(torch.mul), (x,))
 
 
 # what cannot be captured
@@ -177,11 +177,11 @@ def test_errors_name_the_line():
     x, _ = tiny.Regressor.batch()
     said = r"Branching could not be traced: (.|\n)*test_export.py:\d+: if y.sum\(\) > 0:  # this line is named"
     with pytest.raises(CaptureError, match=said):
-        api.trace(Branching(), (x,))
+        compiler.trace(Branching(), (x,))
     with pytest.raises(CaptureError, match=r"same reduction dim(.|\n)*tiny.py:\d+(.|\n)*args\[0\] \(8, 5\)"):
-        api.trace(tiny.Regressor(), (x[:, :5],))
+        compiler.trace(tiny.Regressor(), (x[:, :5],))
     with pytest.raises(CaptureError, match="unexpected keyword argument 'z'"):
-        api.trace(tiny.Regressor(), dict(z=x))
+        compiler.trace(tiny.Regressor(), dict(z=x))
     with pytest.raises(InputError, match="passes no tensor"):
         export(tiny.Regressor(), (None,))
 
@@ -197,7 +197,7 @@ class Inward(tiny.Regressor):
 
 def test_a_gradient_inside_of_the_forward_is_refused():
     with pytest.raises(CaptureError, match="takes a gradient"):
-        api.trace(Inward(), {"x": tiny.Regressor.batch()[0]})
+        compiler.trace(Inward(), {"x": tiny.Regressor.batch()[0]})
 
 
 def test_random_ops_without_a_formula_are_refused():
@@ -205,4 +205,4 @@ def test_random_ops_without_a_formula_are_refused():
     with pytest.raises(
         UnsupportedOpError, match="would draw other numbers on every device: randperm(.|\n)*fix: use one of"
     ):
-        api.trace(tiny.Shuffled(), (x,))
+        compiler.trace(tiny.Shuffled(), (x,))

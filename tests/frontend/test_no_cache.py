@@ -18,7 +18,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import AbsentError, AutoparError
 from autopar.frontend.no_cache import NoCache
 
@@ -52,7 +52,7 @@ def test_a_cache_has_its_place(kind, training, labelled):
     batch = {"input_ids": torch.arange(1, 9).view(2, 4)}
     if labelled:
         batch["labels"] = batch["input_ids"]
-    returns = api.trace(model, batch).returns
+    returns = compiler.trace(model, batch).returns
     assert list(returns.rebuild([torch.zeros(1)] * returns.count)) == list(model(**batch))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar import compiler
 from autopar.api import entry as api
 from autopar.codegen.verify_graph import collectives
 from autopar.errors import StrategyError
@@ -113,7 +114,7 @@ def test_what_is_cast(mesh):
 
 
 def test_gradients_of_a_shared_weight_are_added_wide():
-    captured = api.trace(Twice(), (torch.randn(8, 8), torch.randn(8, 8)), precision="bf16")
+    captured = compiler.trace(Twice(), (torch.randn(8, 8), torch.randn(8, 8)), precision="bf16")
     output = output_node(captured.graph)
     (gradient,) = [
         n for n, r in zip(output.args[0], output.meta["roles"]) if r.kind == "gradient" and r.name == "weight"
@@ -155,7 +156,7 @@ def test_masters_follow_fp32_for_twenty_steps():
     curves, weights = {}, {}
     for precision in ("bf16", "fp32"):
         model, inputs = MODELS["llama"]()
-        captured = api.trace(model, inputs, precision=precision)
+        captured = compiler.trace(model, inputs, precision=precision)
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
         for _ in range(20):
             outputs, gradients, _ = one_device_step(captured, global_values(captured, model, inputs))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import CaptureError
 
 
@@ -38,19 +38,19 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_way_that_is_drawn_is_refused(name):
     with pytest.raises(CaptureError, match="as a random number says") as caught:
-        api.trace(Layers(DRAWN[name]), (torch.randn(2, 4),))
+        compiler.trace(Layers(DRAWN[name]), (torch.randn(2, 4),))
     assert "test_random_branches.py" in caught.value.source and "layerdrop" in caught.value.fix
 
 
 def test_without_training_nothing_is_drawn():
-    captured = api.trace(Layers(DRAWN["item"]).eval(), (torch.randn(2, 4),))
+    captured = compiler.trace(Layers(DRAWN["item"]).eval(), (torch.randn(2, 4),))
     products = [n for n in captured.graph.nodes if n.target is torch.ops.autopar.linear.default]
     assert len(products) == 3
 
 
 def test_values_that_are_not_drawn_have_their_own_reason():
     with pytest.raises(CaptureError, match="could not be traced") as caught:
-        api.trace(Layers(lambda x: x.sum() > 0), (torch.randn(2, 4),))
+        compiler.trace(Layers(lambda x: x.sum() > 0), (torch.randn(2, 4),))
     assert "values of a tensor" in caught.value.fix
 
 
@@ -60,4 +60,4 @@ def test_masks_are_computed_with():
             mask = (torch.rand(x.shape[0], 1) < 0.9) / 0.9
             return super().forward(x * mask)
 
-    api.trace(Masked(4, 4), (torch.randn(2, 4),))
+    compiler.trace(Masked(4, 4), (torch.randn(2, 4),))

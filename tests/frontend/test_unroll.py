@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autopar import compiler, models
-from autopar.api import entry as api
 from autopar.frontend.fake_parameters import forms_of
 from autopar.frontend.unroll import repeated_blocks_of
 from autopar.ir.graph import fingerprint, output_node
@@ -60,16 +59,16 @@ def test_unrolled_is_whole(name, monkeypatch):
     model, inputs = build(name)
     assert repeated_blocks_of(model) is not None
     before = list(model.state_dict())
-    whole = api.trace(model, inputs)
+    whole = compiler.trace(model, inputs)
     traced = []
-    trace = api.trace
+    trace = compiler.trace
 
     def counting(*arguments, **options):
         traced.append(len(list(model.parameters())))
         return trace(*arguments, **options)
 
     monkeypatch.setattr(compiler, "trace", counting)
-    unrolled = api.trace_to_plan(model, inputs, None, forms_of(model))
+    unrolled = compiler.trace_to_plan(model, inputs, None, forms_of(model))
     assert len(traced) == 1 and traced[0] < len(list(model.parameters())) and list(model.state_dict()) == before
     assert fingerprint(unrolled.graph) == fingerprint(whole.graph) and unrolled.ties == whole.ties
     assert output_node(unrolled.graph).meta["roles"] == output_node(whole.graph).meta["roles"]
@@ -123,8 +122,8 @@ class Tall(nn.Module):
 def test_what_differs_is_traced_in_full(kind):
     torch.manual_seed(0)
     model, x = Tall(kind), torch.randn(4, 8)
-    whole = api.trace(copy.deepcopy(model), (x,))
-    found = api.trace_to_plan(model, (x,), None, forms_of(model))
+    whole = compiler.trace(copy.deepcopy(model), (x,))
+    found = compiler.trace_to_plan(model, (x,), None, forms_of(model))
     assert fingerprint(found.graph) == fingerprint(whole.graph)
     if kind in ("settings", "shared", "shape", "two lists"):
         assert repeated_blocks_of(model) is None
@@ -135,4 +134,4 @@ def test_plan_of_an_unrolled_graph_fits_the_model():
 
     model, inputs = build("gpt2")
     plan = autopar.plan(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", baselines=False)
-    plan.check_fits(api.trace(model, inputs).graph, plan.mesh)
+    plan.check_fits(compiler.trace(model, inputs).graph, plan.mesh)

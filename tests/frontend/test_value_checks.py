@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import CaptureError
 from autopar.frontend import value_checks
 from autopar.simulate.compare import verify_model
@@ -42,7 +42,7 @@ def test_refused(question):
             return question(self.linear(x)).square().mean()
 
     with pytest.raises(CaptureError, match="could not be traced") as caught:
-        api.trace(Asking(), (torch.randn(6, 4),))
+        compiler.trace(Asking(), (torch.randn(6, 4),))
     assert "values of a tensor" in str(caught.value)
 
 
@@ -65,15 +65,15 @@ def test_checks_of_the_users_own_are_not_dropped():
     model = Checked(4, 4)
     model.check = _raising
     with pytest.raises(CaptureError, match="raises an error if a value") as caught:
-        api.trace(model, (torch.randn(6, 4),))
+        compiler.trace(model, (torch.randn(6, 4),))
     assert "test_value_checks.py" in caught.value.source and "assert" in caught.value.fix
     model.check = _asserting
-    api.trace(model, (torch.randn(6, 4),))
+    compiler.trace(model, (torch.randn(6, 4),))
 
 
 def test_the_truth_of_tensors_is_torchs_own_afterwards():
     before = torch.Tensor.__dict__.get("__bool__"), torch.SymBool.__dict__.get("__bool__")
-    api.trace(nn.Linear(4, 4), (torch.randn(6, 4),))
+    compiler.trace(nn.Linear(4, 4), (torch.randn(6, 4),))
     assert (torch.Tensor.__dict__.get("__bool__"), torch.SymBool.__dict__.get("__bool__")) == before
     assert bool(torch.tensor(True)) and not torch.zeros(1)
     with pytest.raises(ValueError, match="scale"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import CaptureError
 from autopar.frontend.snapshot import Snapshot
 
@@ -57,7 +57,7 @@ class Reads(Base):
 
 
 def traced(model: nn.Module):
-    return api.trace(model, (torch.randn(2, 4),))
+    return compiler.trace(model, (torch.randn(2, 4),))
 
 
 def set_global(model):

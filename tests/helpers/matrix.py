@@ -13,8 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from autopar import AutoparError, Mesh
-from autopar.api import entry as api
+from autopar import AutoparError, Mesh, compiler
 from autopar.hardware.profile import load
 from autopar.planner.plan import PlanOptions, make_plan
 from autopar.simulate.compare import verify_plan
@@ -91,4 +90,4 @@ def _traced(family: str, precision: str):
     if precision == "fp64":
         model = model.double()
         inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
-    return model, inputs, api.trace(model, inputs, precision="bf16" if precision == "bf16" else "fp32")
+    return model, inputs, compiler.trace(model, inputs, precision="bf16" if precision == "bf16" else "fp32")

@@ -14,8 +14,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor, nn
 
-from autopar import models
-from autopar.api import entry as api
+from autopar import compiler, models
 from autopar.codegen.rank_program import RankProgram, StageProgram
 from autopar.codegen.split_batch import join, parts_of
 from autopar.frontend.export import Captured
@@ -58,7 +57,7 @@ class Case:
     @classmethod
     def of(cls, model: nn.Module, inputs, wide: bool = True, narrow: torch.dtype = torch.float32, **tracing) -> Case:
         """`wide`: in the next wider type wherever it has the type `narrow`."""
-        captured = api.trace(model, inputs, **tracing)
+        captured = compiler.trace(model, inputs, **tracing)
         values = global_values(captured, model, inputs)
         if wide:
             captured = upcast_capture(captured, narrow)

@@ -8,8 +8,8 @@ import copy
 import torch
 from torch import nn
 
+from autopar import compiler
 from autopar._torch.regions import grad_switch
-from autopar.api import entry as api
 from autopar.frontend.export import Captured
 from autopar.simulate.oracle import global_values, one_device_step
 
@@ -17,7 +17,7 @@ from autopar.simulate.oracle import global_values, one_device_step
 def assert_as_eager(model: nn.Module, *args, tolerance: float = 1e-6, **options) -> Captured:
     """Outputs, new values and gradients of `model(*args)`; a gradient that eager torch does not compute may be zero.
     Gradients are those of the sum of the outputs. Returns the capture."""
-    captured = api.trace(model, args, **options)
+    captured = compiler.trace(model, args, **options)
     assert torch.is_grad_enabled() and all(grad_switch(n) is None for n in captured.graph.nodes)
     found = one_device_step(captured, global_values(captured, model, args))
     eager = copy.deepcopy(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.compiler import lower_pipeline
 from autopar.ir.graph import output_node
 from autopar.passes.pipeline.add_gradients import add_gradients
@@ -18,7 +18,7 @@ from tests.runtime import tiny
 def test_a_gradient_is_added_to_its_sum(rank):
     model, batch = tiny.gpt2()
     plan = autopar.plan(model, "pp=2", batch, hardware="cpu-gloo", baselines=False, schedule="1f1b", micro_batches=2)
-    (program,) = lower_pipeline(api.trace(model, batch), plan, rank).stages.values()
+    (program,) = lower_pipeline(compiler.trace(model, batch), plan, rank).stages.values()
     roles = output_node(program.backward.graph).meta["roles"]
     following, values = add_gradients(program.backward), []
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.frontend import autocast
 from autopar.frontend.export import export
 from autopar.passes.canonicalize.autocast_kernels import traced_as
@@ -77,7 +77,7 @@ def test_a_capture_for_cuda():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Softmax(-1)), torch.randn(3, 4)
     with autocast.entered(AROUND):
-        captured = api.trace(model, (x,))
+        captured = compiler.trace(model, (x,))
     types = {str(n.target): v.dtype for n in captured.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
     assert types["autopar.linear.default"] == BF16 and types["aten._softmax.default"] == FP32
     found = one_device_step(captured, global_values(captured, model, (x,)))

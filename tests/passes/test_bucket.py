@@ -9,8 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from autopar import Mesh
-from autopar.api import entry as api
+from autopar import Mesh, compiler
 from autopar.codegen import pass_manager
 from autopar.compiler import lower
 from autopar.errors import StrategyError
@@ -125,7 +124,7 @@ def test_parameters_in_any_layout(seed):
     print(f"seed {seed}")
     random = Random(seed)
     module, inputs = build("mlp:hidden=16,layers=2", batch=8, seq=4, device="cpu")
-    captured = api.trace(module, inputs)
+    captured = compiler.trace(module, inputs)
     plan = _pinned(random, captured, module)
     assert (
         len({tuple((g, t) for g, t, _ in lower(captured, plan, r).collectives()) for r in range(plan.mesh.devices)})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import UnsupportedOpError
 from autopar.ops.counter_rng import contiguous_strides
 from autopar.simulate.oracle import global_values, one_device_step
@@ -31,7 +31,7 @@ class Drawing(nn.Module):
 def drawn(function, x=None, training=True):
     x = torch.ones(200, 300) if x is None else x
     model = Drawing(function).train(training)
-    captured = api.trace(model, (x,))
+    captured = compiler.trace(model, (x,))
     outputs, gradients, _ = one_device_step(captured, global_values(captured, model, (x,)))
     return outputs[0].double(), captured
 
@@ -85,7 +85,7 @@ def test_nothing_is_drawn_in_eval_mode():
         def forward(self, x):
             return self.layers(x) * self.one
 
-    captured = api.trace(Model().eval(), (x,))
+    captured = compiler.trace(Model().eval(), (x,))
     assert {n.meta["role"].kind for n in captured.graph.nodes if n.op == "placeholder"} == {
         "parameter",
         "input",
@@ -109,7 +109,7 @@ def test_attention_with_dropout_against_eager(monkeypatch):
     forward."""
     model, inputs = tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3)
     model.train()
-    captured = api.trace(model, inputs)
+    captured = compiler.trace(model, inputs)
     values = global_values(captured, model, inputs)
     outputs, gradients, _ = one_device_step(captured, values)
     streams = iter(range(100))
@@ -142,7 +142,7 @@ def test_attention_with_a_learned_mask(grouped):
 
     model, heads = Biased(), 2 if grouped else 4
     inputs = (torch.randn(2, 4, 5, 6), torch.randn(2, heads, 5, 6), torch.randn(2, heads, 5, 6))
-    captured = api.trace(model, inputs)
+    captured = compiler.trace(model, inputs)
     outputs, gradients, _ = one_device_step(captured, global_values(captured, model, inputs))
     expected = model(*inputs)
     expected.sum().backward()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopar import compiler
 from autopar._torch.regions import autocast_switch
-from autopar.api import entry as api
 from autopar.frontend import autocast
 from autopar.frontend.export import export
 from autopar.ir.graph import is_tensor, output_node
@@ -195,7 +195,7 @@ def test_autocast_around_the_call(x):
     for run in (plain, off_inside, inside_of_no_grad):
         assert_the_same_bits(Net(run), x, state)
     with low():
-        captured = api.trace(Net(plain), (x,))
+        captured = compiler.trace(Net(plain), (x,))
         assert autocast.ambient() == state
     dtypes = {str(n.target): n.meta["val"].dtype for n in captured.graph.nodes if is_tensor(n)}
     assert dtypes["autopar.linear.default"] == torch.bfloat16 and dtypes["autopar.linear_dw.default"] == torch.bfloat16
@@ -203,14 +203,14 @@ def test_autocast_around_the_call(x):
 
 
 def test_gradients_are_as_wide_as_parameters(x):
-    captured = api.trace(Net(two_layers), (x,))
+    captured = compiler.trace(Net(two_layers), (x,))
     output = output_node(captured.graph)
     found = {r.name: v.meta["val"].dtype for r, v in zip(output.meta["roles"], output.args[0]) if r.kind == "gradient"}
     assert set(found.values()) == {torch.float32} and len(found) == 4
 
 
 def test_an_own_function_computes_in_the_lower_precision(x):
-    products = [n for n in api.trace(Net(own_function), (x,)).graph.nodes if str(n.target) == "aten.mm.default"]
+    products = [n for n in compiler.trace(Net(own_function), (x,)).graph.nodes if str(n.target) == "aten.mm.default"]
     assert products[0].meta["val"].dtype == torch.bfloat16
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import compiler
 from autopar.adapt import order
-from autopar.api import entry as api
 from autopar.errors import AdaptError
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
@@ -26,7 +26,7 @@ MESHES = {"tp=3": "megatron", "dp=4": "fsdp"}  # benchmarks/adapt.py has more
 
 
 def _traced(model, batch, adapt, precision="fp32"):
-    return api.trace(model, batch, None, forms_of(model), precision, adapt)
+    return compiler.trace(model, batch, None, forms_of(model), precision, adapt)
 
 
 def _planned(captured, mesh: str, strategy: str | None):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.ir.graph import output_node
 
 from .against_eager import assert_as_eager
@@ -245,7 +245,7 @@ def test_every_written_tensor_is_an_output():
         rows_of_limited_norm: {"table.weight"},
     }
     for run, names in written.items():
-        roles = output_node(api.trace(Net(run), (x,)).graph).meta["roles"]
+        roles = output_node(compiler.trace(Net(run), (x,)).graph).meta["roles"]
         assert {r.name for r in roles if r.kind == "mutation"} == names
 
 
@@ -255,7 +255,7 @@ def test_random_ops_without_gradients_have_a_formula():
             keep = F.dropout(torch.ones_like(x), 0.5)
         return (net.first(x) * keep).sum()
 
-    captured = api.trace(Net(run), (torch.randn(2, 3, 4),))
+    captured = compiler.trace(Net(run), (torch.randn(2, 3, 4),))
     assert "autopar.dropout.default" in {str(n.target) for n in captured.graph.nodes}
 
 
@@ -267,5 +267,5 @@ def test_an_error_inside_leaves_gradients_on():
         return net.second(x).sum()
 
     with pytest.raises(Exception, match="values of a tensor"):
-        api.trace(Net(run), (torch.randn(2, 3, 4),))
+        compiler.trace(Net(run), (torch.randn(2, 3, 4),))
     assert torch.is_grad_enabled()

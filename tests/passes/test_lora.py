@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import autopar
-from autopar import LoRA, Mesh
+from autopar import LoRA, Mesh, compiler
 from autopar.adapt import order
-from autopar.api import entry as api
 from autopar.codegen.graph_text import graph_text
 from autopar.frontend import export
 from autopar.frontend.fake_parameters import forms_of
@@ -43,7 +42,7 @@ def adapted(name: str = LLAMA, batch: int = 4, seq: int = 8, precision: str = "f
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
                 parameter.normal_(std=0.1)
-    return model, inputs, api.trace(model, inputs, None, forms_of(model), precision, adapt)
+    return model, inputs, compiler.trace(model, inputs, None, forms_of(model), precision, adapt)
 
 
 def assert_like_one_device(model, inputs, captured, plan, tolerance: float = 1e-5) -> None:
@@ -140,7 +139,7 @@ def test_half_precision_base():
     model = model.bfloat16()
     order.attach(model, adapt := order.checked([LoRA(target_modules=["q_proj"], r=2)]), "cpu")
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
-    captured = api.trace(model, inputs, None, forms_of(model), "fp32", adapt)
+    captured = compiler.trace(model, inputs, None, forms_of(model), "fp32", adapt)
     products = [n for n in captured.graph.nodes if n.meta["module"].endswith(("lora_A", "lora_B"))
                 and n.target is torch.ops.autopar.linear.default]  # fmt: skip
     assert products and all(n.meta["val"].dtype == torch.float32 for n in products)
@@ -162,7 +161,7 @@ def test_deep_models_are_unrolled():
     )
     assert repeated_blocks_of(model) is not None
     with order.attached(model, adapt):
-        whole = api.trace(model, inputs, None, forms_of(model), "fp32", adapt)
+        whole = compiler.trace(model, inputs, None, forms_of(model), "fp32", adapt)
     assert fingerprint(short.graph) == fingerprint(whole.graph) == plan.fingerprint
 
 
@@ -172,4 +171,4 @@ def test_text_of_the_plan_and_whose_it_is():
     assert "trains " in str(plan) and "layers.*.self_attn.q_proj.lora (x2)" in str(plan)
     model, inputs = build(LLAMA, batch=4, seq=8)
     with pytest.raises(autopar.errors.PlanIncompatible):
-        plan.check_fits(api.trace(model, inputs).graph, Mesh.parse("dp=2,tp=2"))
+        plan.check_fits(compiler.trace(model, inputs).graph, Mesh.parse("dp=2,tp=2"))

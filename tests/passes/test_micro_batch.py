@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.codegen.split_batch import parts_of
 from autopar.errors import MicroBatchError
 from autopar.models.output import Output
@@ -197,7 +197,7 @@ def line_of(function, text: str) -> str:
 
 def refused(model, inputs, micro_batches: int = 2) -> MicroBatchError:
     with pytest.raises(MicroBatchError) as caught:
-        micro_batch(api.trace(model, inputs), micro_batches)
+        micro_batch(compiler.trace(model, inputs), micro_batches)
     return caught.value
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import MicroBatchError
 from autopar.passes.pipeline.micro_batch import micro_batch
 from tests.families import FAMILIES
@@ -62,7 +62,7 @@ def test_experts_of_any_number_and_load(seed):
 def test_a_loss_of_the_balance_of_the_whole_batch_is_refused():
     """It multiplies shares of tokens by mean probabilities, which are sums over the batch that the router computes."""
     model, inputs = FAMILIES["mixtral"](4, 8)
-    captured = api.trace(model, {**inputs, "output_router_logits": True})
+    captured = compiler.trace(model, {**inputs, "output_router_logits": True})
     with pytest.raises(MicroBatchError) as caught:
         micro_batch(captured, 2)
     assert "sum over all samples" in caught.value.message and "modeling_mixtral.py" in caught.value.source

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import UnsupportedOpError
 from autopar.simulate.compare import verify_model
 
@@ -22,14 +22,14 @@ class Pooled(nn.Module):
 
 def test_strides_in_order_become_views():
     model, x = Pooled(lambda y: nn.functional.adaptive_avg_pool1d(y, 1)), (torch.randn(4, 6, 8),)
-    assert not [n for n in api.trace(model, x).graph.nodes if "strided" in n.name]
+    assert not [n for n in compiler.trace(model, x).graph.nodes if "strided" in n.name]
     assert verify_model(model, x, "dp=2", strategy="ddp").match
 
 
 def test_strides_in_another_order_are_refused():
     model = Pooled(lambda y: torch.as_strided(y, (8, 4), (1, 8)))
     with pytest.raises(UnsupportedOpError, match="by strides"):
-        api.trace(model, (torch.randn(4, 8),))
+        compiler.trace(model, (torch.randn(4, 8),))
 
 
 def test_cat_ignores_an_empty_list():

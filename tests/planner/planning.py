@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.cost.redistribute import Redistributor
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import Hardware, Tier
@@ -45,7 +45,7 @@ def toy(
 @functools.cache
 def captured(model: str, batch: int = 8, seq: int = 16) -> Captured:
     """The joint graph of a registry model, without weights."""
-    return api.trace(*registry.build(model, batch=batch, seq=seq, device="meta"))
+    return compiler.trace(*registry.build(model, batch=batch, seq=seq, device="meta"))
 
 
 def make(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.frontend.export import Captured
 from autopar.frontend.fake_parameters import forms_of
 from autopar.frontend.repeated_blocks import FIRST, LAST
@@ -31,7 +31,7 @@ MODELS = {
 @functools.cache
 def deep(model: str) -> Captured:
     module, inputs = registry.build(MODELS[model], batch=8, seq=16)
-    return api.trace_to_plan(module, inputs, None, forms_of(module))
+    return compiler.trace_to_plan(module, inputs, None, forms_of(module))
 
 
 def whole_choice(small: Instance, whole: Instance, choice: dict[int, int], first: int) -> dict[int, int]:

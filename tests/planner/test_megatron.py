@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.compiler import lower
 from autopar.planner.objective.checkpoint_blocks import block_of
 
@@ -33,7 +33,7 @@ def hugging_face_gpt2():
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0,
                                      embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)  # fmt: skip
     ids = torch.zeros(4, 32, dtype=torch.long)
-    return api.trace(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids})
+    return compiler.trace(transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids})
 
 
 def collectives_of_blocks(graph, plan) -> dict[tuple[str, str], list]:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import Plan
-from autopar.api import entry as api
+from autopar import Plan, compiler
 from autopar.cli.main import main
 from autopar.errors import (
     AutoparError,
@@ -67,7 +66,7 @@ def model_of(name: str):
 
 @functools.cache
 def trace_of(name: str):
-    return api.trace(*model_of(name))
+    return compiler.trace(*model_of(name))
 
 
 # where stages begin ---------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def test_the_number_of_micro_batches_fills_the_data_axes():
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
 def test_a_batch_norm_runs_as_one_micro_batch(micro_batches):
-    graph = api.trace(Normed(), {"x": torch.randn(8, 16)})
+    graph = compiler.trace(Normed(), {"x": torch.randn(8, 16)})
     plan = planned(graph, "pp=2", micro_batches=micro_batches).plan
     assert plan.pipeline.micro_batches == 1
     (warning,) = plan.warnings

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar import rules
-from autopar.api import entry as api
+from autopar import compiler, rules
 from autopar.cost.compute import flops_of
 from autopar.ir.graph import is_op, tensor_arguments, values_of
 from autopar.ir.mesh import Mesh
@@ -35,7 +34,7 @@ def trace(kind: str):
         sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, **sizes))
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
-    return api.trace(model, {"input_ids": ids, "labels": ids})
+    return compiler.trace(model, {"input_ids": ids, "labels": ids})
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])

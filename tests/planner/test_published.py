@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.cost.compute import flops_of
 from autopar.models import registry
 from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
@@ -25,7 +25,7 @@ FIRST = 64 * 256  # of the first weight, which no backward op reads, as its inpu
 
 @pytest.fixture(scope="module")
 def narrow_mlp():
-    return api.trace(*registry.build(MLP, batch=64, seq=8), precision="bf16")
+    return compiler.trace(*registry.build(MLP, batch=64, seq=8), precision="bf16")
 
 
 @pytest.mark.parametrize("n", [4, 16, 64])
@@ -77,7 +77,7 @@ GPT = f"gpt:hidden={H},layers=3,heads={A},vocab=256,seq={S}"
 
 @pytest.fixture(scope="module")
 def narrow_gpt():
-    return api.trace(*registry.build(GPT, batch=B, seq=S), precision="bf16")
+    return compiler.trace(*registry.build(GPT, batch=B, seq=S), precision="bf16")
 
 
 def layer_bytes(instance: Instance, saved) -> float:
@@ -146,7 +146,7 @@ def test_flops_of_megatron(name):
     Without it 72 B s L h^2 + 12 B s^2 L h + 6 B s h V. Here attention is causal, half of it is masked, and its fused
     backward multiplies scores once more: 7 B s^2 L h instead of 12."""
     _, layers, hidden, devices, batch, tera, peta = SC21[name]
-    short = api.trace(*registry.build(f"{name}:layers=2", batch=batch, seq=SEQ))
+    short = compiler.trace(*registry.build(f"{name}:layers=2", batch=batch, seq=SEQ))
     found = sum(flops_of(node) for node in short.graph.nodes if node.op == "call_function")
 
     def formula(layers: int, attention: float) -> float:

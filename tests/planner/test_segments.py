@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
@@ -49,7 +49,7 @@ def chain_of(found, stages: int = 2):
 def test_segments_add_up_to_the_plan(model, options):
     graph = captured(model)
     if options.get("precision"):
-        graph = api.trace(*registry.build(model, batch=8, seq=16, device="meta"), precision="bf16")
+        graph = compiler.trace(*registry.build(model, batch=8, seq=16, device="meta"), precision="bf16")
     found = planned(graph, **options)
     (problem, e), passes = found.whole, found.options.micro_batches
     parts = Parts(problem, e, found.pricer, chain_of(found).starts).found
@@ -118,7 +118,7 @@ class Skips(nn.Module):
 
 
 def test_skips_pass_every_cut_between_their_ends():
-    graph = api.trace(Skips(), {"x": torch.randn(8, 32)})
+    graph = compiler.trace(Skips(), {"x": torch.randn(8, 32)})
     found = planned(graph, micro_batches=2)
     starts = chain_of(found).starts
     assert len(starts) >= 4
@@ -165,7 +165,7 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
 ])  # fmt: skip
 def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
     model, inputs = registry.build("gpt:hidden=32,layers=20,heads=4,vocab=64,seq=16", batch=8, seq=16, device="meta")
-    micro = micro_batch(api.trace_to_plan(model, inputs, None, forms_of(model), "bf16"), 4).captured
+    micro = micro_batch(compiler.trace_to_plan(model, inputs, None, forms_of(model), "bf16"), 4).captured
     assert micro.compact is not None and len(micro.compact.graph.nodes) < len(micro.graph.nodes) / 2
     mesh = Mesh.parse(mesh)
     options = PlanOptions(toy(), within=mesh, micro_batches=4, baselines=False, precision="bf16", **asked)

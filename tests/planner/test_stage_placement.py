@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import StageError
 from autopar.ir.graph import is_op, tensor_of
 from autopar.ir.stage_placement import StagePlacement, first_of, is_sum
@@ -99,7 +99,7 @@ def test_parameters_are_where_they_are_read(captured):
 def test_a_chain_of_layers_sends_one_value_each_way():
     """Layer i's ops of both phases are on stage i, and its weight's gradient is made there."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)], nn.Linear(4, 1))
-    captured = api.trace(model, (torch.randn(4, 4),), lambda output: output.square().mean())
+    captured = compiler.trace(model, (torch.randn(4, 4),), lambda output: output.square().mean())
     modules = {n.name: n.meta["module"] for n in captured.graph.nodes}
     ops = staged.forward_ops(captured)
     cuts = [next(name for name in ops if modules[name].split(".")[0] == str(i)) for i in range(1, 6)]
@@ -162,7 +162,7 @@ def test_a_backward_op_begins_no_stage():
 
 
 def test_a_parameter_that_only_an_output_reads_is_on_the_last_stage():
-    captured = api.trace(staged.Apart(), (torch.randn(4, 6),))
+    captured = compiler.trace(staged.Apart(), (torch.randn(4, 6),))
     placement = StagePlacement(captured.graph, staged.even_cuts(captured, 2))
     apart = next(n for n in placement.parameters if n.meta["role"].name == "apart")
     assert stages_of(placement.parameters[apart]) == {1}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import MeshError, StrategyError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -116,7 +116,7 @@ def test_axes_with_a_wrong_name_have_roles_by_place(strategy):
 
 def test_optimizers_and_precisions_have_their_bytes():
     count = elements(MODELS["gpt"])
-    narrow = api.trace(*registry.build(MODELS["gpt"], batch=8, seq=16, device="meta"), precision="bf16")
+    narrow = compiler.trace(*registry.build(MODELS["gpt"], batch=8, seq=16, device="meta"), precision="bf16")
     for optimizer, precision, bytes_ in (("adamw", "fp32", 16), ("sgd", "fp32", 8), ("sgd_momentum", "fp32", 12),
                                          ("adamw", "bf16", 18), ("sgd", "bf16", 10)):  # fmt: skip
         model = narrow if precision == "bf16" else MODELS["gpt"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.ir.graph import is_op, tensor_arguments
 from autopar.rules import rule_of
 
@@ -206,7 +206,7 @@ def test_the_vocabulary_of_a_smoothed_loss_may_be_sharded():
         def forward(self, x, t):
             return F.cross_entropy(self.head(x), t, label_smoothing=0.1)
 
-    graph = api.trace(Head(), dict(x=torch.randn(6, 16), t=torch.randint(0, 40, (6,)))).graph
+    graph = compiler.trace(Head(), dict(x=torch.randn(6, 16), t=torch.randint(0, 40, (6,)))).graph
     over_vocabulary = 0
     for node in filter(is_op, graph.nodes):
         shapes = [tuple(a.meta["val"].shape) for a in tensor_arguments(node)]

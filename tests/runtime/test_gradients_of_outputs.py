@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
 from autopar.models.output import Output
@@ -194,7 +194,7 @@ def test_hooks_and_evaluation(alone):
 def test_simulated(mesh, strategy):
     """The program with tangents for the loss and the scores, against eager torch."""
     model, arguments = TwoHeads(norm=True), batch(7)
-    captured = api.trace(model, arguments, loss_alone=False)
+    captured = compiler.trace(model, arguments, loss_alone=False)
     tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
     options = options_of(mesh, "cpu-gloo", None, "adamw", "fp32", strategy, None, False, {}, False)
     plan = make_plan(captured, Mesh.parse(mesh), options, "TwoHeads")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.simulate.oracle import global_values, one_device_step
 from tests.helpers import gloo
 
@@ -20,7 +20,7 @@ STEPS = 2
 def _one_device(precision: str) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of each step of SGD on one device, from the seed 7."""
     model, batch = tiny.gpt2(**DROPPED)
-    captured = api.trace(model.train(), batch, precision=precision)
+    captured = compiler.trace(model.train(), batch, precision=precision)
     optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(STEPS):
         values = global_values(captured, model, batch) | {"r_state": torch.tensor([7, step])}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.graph import fingerprint
 from autopar.ops.counter_rng import stream_of
@@ -81,8 +81,8 @@ class Tall(nn.Module):
 
 def test_unrolled_blocks_draw_from_streams_of_their_own():
     model, inputs = Tall(), (torch.randn(4, 8),)
-    whole = api.trace(model, inputs)
-    unrolled = api.trace_to_plan(model, inputs, None, forms_of(model))
+    whole = compiler.trace(model, inputs)
+    unrolled = compiler.trace_to_plan(model, inputs, None, forms_of(model))
     assert fingerprint(whole.graph) == fingerprint(unrolled.graph)
     streams = [stream_of(n) for n in unrolled.graph.nodes if stream_of(n) is not None]
     assert streams[:19] == list(range(19)) and sorted(streams[19:]) == list(range(2, 19))  # x needs no gradient
@@ -90,7 +90,7 @@ def test_unrolled_blocks_draw_from_streams_of_their_own():
 
 def test_planning_ties_the_masks_of_equal_blocks():
     """Stream numbers differ from block to block and change no price."""
-    vertices, uses = vertices_of(api.trace(Tall(6), (torch.randn(4, 8),)).graph)
+    vertices, uses = vertices_of(compiler.trace(Tall(6), (torch.randn(4, 8),)).graph)
     folded = fold(vertices, uses)
     masks = [folded[v.index] for v in vertices if v.kind == "op" and v.node.target is torch.ops.autopar.dropout.default]
     assert len(masks) == 2 * 13 - 2 and len(set(masks)) < 20

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.models import build
 from autopar.simulate import step as simulated
 from autopar.simulate.compare import verify_model, verify_plan
@@ -87,7 +87,7 @@ def test_a_window_of_attention(mesh, strategy):
     ))  # fmt: skip
     report = verify_model(module, inputs, mesh, strategy=strategy)
     assert report.match and module.config.sliding_window < ids.shape[1], str(report)
-    constants = [n for n in api.trace(module, inputs).graph.nodes if n.op == "get_attr"]
+    constants = [n for n in compiler.trace(module, inputs).graph.nodes if n.op == "get_attr"]
     assert len({n.target for n in constants}) == 1 and constants[0].meta["val"].shape == (1, 1, 16, 16)
 
 

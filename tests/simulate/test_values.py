@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.api import entry as api
+from autopar import compiler
 from autopar.errors import CaptureError
 
 
@@ -33,14 +33,14 @@ def loops(y):
 
 def test_the_line_of_a_branch_is_named():
     with pytest.raises(CaptureError) as caught:
-        api.trace(Model(branches), (torch.randn(4, 8),))
+        compiler.trace(Model(branches), (torch.randn(4, 8),))
     assert f"test_values.py:{branches.__code__.co_firstlineno + 1}: return y if" in caught.value.source
 
 
 @pytest.mark.parametrize("act", [branches, picks, loops])
 def test_values_are_not_known_when_tracing(act):
     with pytest.raises(CaptureError) as caught:
-        api.trace(Model(act), (torch.randn(4, 8),))
+        compiler.trace(Model(act), (torch.randn(4, 8),))
     assert "test_values.py:" in caught.value.source
     assert "values of a tensor" in caught.value.fix
 
@@ -50,7 +50,7 @@ def test_a_check_of_values_is_left_out():
         torch._check(y.sum().item() < 1e9)
         return y
 
-    captured = api.trace(Model(checked), (torch.randn(4, 8),))
+    captured = compiler.trace(Model(checked), (torch.randn(4, 8),))
     assert not [n for n in captured.graph.nodes if "item" in n.name or "assert" in n.name]
 
 
@@ -58,4 +58,4 @@ def test_a_model_may_take_the_eager_way():
     def act(y):
         return (None if torch.compiler.is_compiling() else y).relu()
 
-    assert [n for n in api.trace(Model(act), (torch.randn(4, 8),)).graph.nodes if n.name.startswith("relu")]
+    assert [n for n in compiler.trace(Model(act), (torch.randn(4, 8),)).graph.nodes if n.name.startswith("relu")]
