@@ -18,6 +18,8 @@ CALLS = {
     "permute": lambda x, y: (aten.permute.default, (x, [1, 0]), {}),
     "slice": lambda x, y: (aten.slice.Tensor, (x, 1, 1, 3), {}),
     "select": lambda x, y: (aten.select.int, (x, 0, 1), {}),
+    "reshape of a slice": lambda x, y: (aten.reshape.default, (x[1:], [-1]), {}),
+    "reshape of columns that copies": lambda x, y: (aten.reshape.default, (x[:, 1:], [-1]), {}),
     "slice of a slice": lambda x, y: (aten.slice.Tensor, (x[1:], 0, 1, 2), {}),
     "expand": lambda x, y: (aten.expand.default, (x[:, :1], [-1, 5]), {}),
     "split": lambda x, y: (aten.split.Tensor, (x, 1, 0), {}),
