@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 from .utils.format import size
@@ -217,6 +218,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(word, names, n=3, cutoff=0.5) or names)
 
 
+added: list[str] = []  # what code outside of autopar has registered
+
+
 def check_new(error: type[AutoparError], what: str, name: object, known: Iterable[str], replace: bool) -> None:
     """Raise `error` unless `name` can be that of a new thing: text without "+", and not one of the `known` names that it
     is not to `replace`."""
@@ -226,3 +230,5 @@ def check_new(error: type[AutoparError], what: str, name: object, known: Iterabl
         raise error(
             f"there is a {what} {name} already", fix="use another name, or put it in that one's place with replace=True"
         )
+    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != "autopar":
+        added.append(name)

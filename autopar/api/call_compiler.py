@@ -6,10 +6,12 @@ plan out. What each rank does by itself is to lower the one by the other.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..adapt import order
@@ -17,6 +19,7 @@ from ..adapt.lora import LoRA
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
 from ..compiler import trace, trace_to_plan
+from ..errors import AutoparError
 from ..frontend import export
 from ..frontend.constants import text_of
 from ..frontend.export import Captured
@@ -28,15 +31,18 @@ from ..ir.mesh import Mesh
 from ..planner.batch import of_samples, samples_of
 from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
+from ..planner.plan import PlanOptions
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
 from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree
-from ..processes.shared_capture import shared_capture
 from ..runtime.capture import Traced
 from ..runtime.inputs import global_example
+from ..storage.compile_cache import CompileCache
+from .cache_keys import capture_key, plan_key
+from .shared_capture import shared_capture
 
 
 class CallCompiler:
@@ -49,6 +55,7 @@ class CallCompiler:
         self.axis = axis_of(self.mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
+        self.cache = CompileCache.of_environment() if dist.get_rank() == 0 else None
 
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
@@ -74,16 +81,17 @@ class CallCompiler:
         adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
         whole, given = agree.everywhere(example)
         options = self.options["precision"], adapt, loss_alone, with_gradients
-        captured = shared_capture(
-            lambda: trace(self.model, whole, self.loss_fn, forms, *options, self.passes),
-            self.model, whole, self.loss_fn, forms,
+        call = self.model, whole, self.loss_fn, forms
+        captured, content = shared_capture(
+            lambda: trace(*call, *options, self.passes), *call, self.cache,
+            capture_key(*call, *options) if self.cache is not None and not self.passes else None,
         )  # fmt: skip
         signature = captured.signature
         shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}" for n, s, c in
                   zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
         found = fingerprint(captured.graph)
         agree.check_captures(shapes, found)
-        return Traced(captured, given, found)
+        return Traced(captured, given, found, content)
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
         """Return the plan of a traced call, made or loaded on rank 0 and the same on all ranks. For a later call
@@ -91,16 +99,26 @@ class CallCompiler:
         captured = traced.captured
 
         def made() -> dict:
-            if first is not None:
-                plan = self._later_plan(traced, first, layouts)
-            elif self.given is not None:
-                plan = self.given if isinstance(self.given, Plan) else Plan.load(self.given)
+            if first is None and self.given is not None:
+                return owned(self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
+            asked = self._request(traced) if first is None else self._options_of_later(traced, first, layouts)
+            key = plan_key(traced.content, asked, first, layouts) if self.cache is not None else None
+            if key is not None and (kept := self._kept(key, captured)) is not None:
+                return kept
+            if first is None:
+                plan = planned_or_fixes(asked, captured, bool(self.adapt), self._retrace_of(traced)).plan
             else:
-                plan = self._first_plan(traced)
-            if not plan.pipeline.owners and not plan.pipeline.is_one_program:
-                plan.check_fits(captured.graph, self.mesh)
-                plan = with_owners(captured, plan)
-            return plan.to_json()
+                plan = plan_same_stages(captured, first, asked, type(self.model).__name__)
+            data = owned(plan).to_json()
+            if key is not None:
+                self.cache.put(key, json.dumps(data))
+            return data
+
+        def owned(plan: Plan) -> Plan:
+            if plan.pipeline.owners or plan.pipeline.is_one_program:
+                return plan
+            plan.check_fits(captured.graph, self.mesh)
+            return with_owners(captured, plan)
 
         agreed = Plan.from_json(agree.from_rank_zero(made))
         agreed.check_fits(captured.graph, self.mesh)
@@ -108,27 +126,44 @@ class CallCompiler:
         export.move(captured, torch.device(self.device_mesh.device_type))
         return agreed
 
-    def _first_plan(self, traced: Traced) -> Plan:
-        name, captured, options = type(self.model).__name__, traced.captured, self.options
-        signature = captured.signature
+    def _kept(self, key: str, captured: Captured) -> dict | None:
+        """Return the plan that the cache has under a key, if it is one of this capture."""
+        found = self.cache.get(key)
+        if found is None:
+            return None
+        try:
+            data = json.loads(found[0])
+            Plan.from_json(data).check_fits(captured.graph, self.mesh)
+            return data
+        except (AutoparError, ValueError):
+            return None
+
+    def _request(self, traced: Traced) -> PlanRequest:
+        """Return what is asked of the plan of the first call."""
+        captured, options = traced.captured, self.options
         is_cut = self.axis is not None or options["micro_batches"] not in (None, 1)
         # micro-batches are cut from the whole batch on every rank, whatever is passed
         fixed = {} if is_cut else _by_node(captured, {"input": traced.fixed})
         # nothing to choose from where a recipe was asked for, and nobody may look at the plan of a pipeline here
         compares = options["strategy"] is None and self.axis is None
-        styles = styles_of(self.model)
-        request = PlanRequest.of(self.device_mesh, name, **options, fixed=fixed, baselines=compares, styles=styles)
+        name, styles = type(self.model).__name__, styles_of(self.model)
+        return PlanRequest.of(self.device_mesh, name, **options, fixed=fixed, baselines=compares, styles=styles)
+
+    def _retrace_of(self, traced: Traced) -> Callable[[Sequence[Adaptation]], Captured]:
+        """Return what traces the same call with more adaptations."""
+        signature = traced.captured.signature
 
         def retrace(more: Sequence[Adaptation]) -> Captured:
             with order.attached(self.model, more):
                 return trace_to_plan(
                     self.model, of_samples(signature, samples_of(signature)), self.loss_fn, forms_of(self.model),
-                    options["precision"], (*self.adapt, *more), self.passes,
+                    self.options["precision"], (*self.adapt, *more), self.passes,
                 )  # fmt: skip
 
-        return planned_or_fixes(request, captured, bool(self.adapt), retrace).plan
+        return retrace
 
-    def _later_plan(self, traced: Traced, first: Plan, layouts: Mapping[str, Layout] | None) -> Plan:
+    def _options_of_later(self, traced: Traced, first: Plan, layouts: Mapping[str, Layout] | None) -> PlanOptions:
+        """Return what is asked of the plan of a later call, in which parameters stay where they are."""
         captured = traced.captured
         known = {"parameter": layouts or {}} | ({"input": traced.fixed} if first.pipeline.is_one_program else {})
         leaves = {n.meta["role"]: n.name for n in captured.graph.nodes if n.op == "placeholder"}
@@ -139,11 +174,10 @@ class CallCompiler:
         asked = {k: self.options[k] for k in ("hardware", "optimizer", "precision", "strategy", "strict")}
         if self.given is not None:
             asked["strategy"] = first.strategy
-        options = options_of(
+        return options_of(
             self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
             fixed=_by_node(captured, known), baselines=False,
         )  # fmt: skip
-        return plan_same_stages(captured, first, options, type(self.model).__name__)
 
 
 def _by_node(captured: Captured, known: Mapping[str, Mapping[str, Layout]]) -> dict[str, Layout]:

@@ -8,6 +8,7 @@ own. A capture that reads or leaves what cannot be described so is not portable:
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import types
 from collections.abc import Callable
@@ -49,11 +50,11 @@ def capture_data(captured: Captured) -> tuple[str, list[torch.Tensor]]:
     graph, constants = graph_data(captured.graph_module)
     places, guards = _Places(reads), captured.guards.reads
     data = {
-        "call": _call(captured.signature),
+        "call": call_data(captured.signature),
         "graph": graph,
         "ties": captured.ties,
         "lasting": lasting.names(reads.model),
-        "code": code_hash(reads.reach.functions),
+        "code": code_hash(reads.reach.functions.values()),
         "classes": places.classes,
         "asked": list(reads.asked),
         "reads": [[places.of(read), described(read.before, reads), read.source] for read in guards],
@@ -72,7 +73,7 @@ def captured_from(
     """Return the capture of this process's own model for a call of this signature. Raises NotPortable if the call, the
     code or the Python state that was read is another one here."""
     data = json.loads(text)
-    if json.loads(json.dumps(_call(signature))) != data["call"]:
+    if json.loads(json.dumps(call_data(signature))) != data["call"]:
         raise NotPortable("another call")
     lasting.install(model, data["lasting"])
     reads = Reads(model, loss_fn, [held.container for held in forms.held])
@@ -80,7 +81,7 @@ def captured_from(
         reads.repeat((number, name) for number, name in data["asked"])
     except Exception as error:  # what an attribute of the user's raises
         raise NotPortable(f"other objects: {error}") from error
-    if code_hash(reads.reach.functions) != data["code"]:
+    if code_hash(reads.reach.functions.values()) != data["code"]:
         raise NotPortable("other code")
     places, guards = _Places(reads), []
     if places.classes != data["classes"]:
@@ -102,7 +103,7 @@ def _names(code: types.CodeType) -> frozenset[str]:
     return names.read | names.attributes
 
 
-def _call(signature: CallSignature) -> list:
+def call_data(signature: CallSignature) -> list:
     """Return what the calls of two processes have in common if they are captured alike."""
     s = signature
     constants = [None if c is ... else text_of(c) for c in s.constants]
@@ -171,7 +172,10 @@ def _of_data(kind: str, content: Any) -> object:
     if kind == "slot":
         return Slot(content)
     if kind == "built":
-        return Built(named(*content[:2]), decode(content[2], _of_data))
+        cls = named(*content[:2])
+        if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")):
+            raise NotPortable(f"{content[1]}, which is no dataclass")
+        return Built(cls, decode(content[2], _of_data))
     if kind == "ordered":
         return Refilled(collections.OrderedDict(), decode(content, _of_data))
     if kind in ("no_cache", "missing"):

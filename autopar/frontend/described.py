@@ -43,7 +43,7 @@ def described(snapshot: Snapshot, reads: Reads) -> Any:
     if hasattr(value, "__array_interface__"):  # numpy
         return ["array", str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, types.FunctionType):
-        return ["code", code_hash([value.__code__])]
+        return ["code", code_hash([value])]
     text = repr(value)
     if _ADDRESS.search(text) and not isinstance(value, torch.nn.Module):
         raise NotPortable(f"{text:.80}")
@@ -70,9 +70,10 @@ def form_of(tensor: torch.Tensor) -> list:
     return ["form", list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
 
 
-def code_hash(functions: Iterable[types.CodeType]) -> str:
-    """Return a hash of functions' code, in whatever order."""
-    return hashlib.sha256("".join(sorted(map(_code_hash, functions))).encode()).hexdigest()
+def code_hash(functions: Iterable[types.FunctionType]) -> str:
+    """Return a hash of functions' code and defaults, in whatever order."""
+    found = [f"{_code_hash(f.__code__)} {_text(f.__defaults__)} {_text(f.__kwdefaults__)}" for f in functions]
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
 
 
 def _code_hash(code: types.CodeType) -> str:
@@ -88,13 +89,17 @@ def _code_hash(code: types.CodeType) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+def _text(value: object) -> str:
+    return _ADDRESS.sub("", repr(value))
+
+
 def class_of(value: object) -> str:
     """Return the full name of a value's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _key(key: object) -> Any:
-    return _ADDRESS.sub("", repr(key))
+    return _text(key)
 
 
 def _hash(tensor: torch.Tensor) -> str:

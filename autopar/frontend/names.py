@@ -102,12 +102,12 @@ class Variable:
 
 class Reach:
     """Follows functions from the ones that are called. `variables` are the values that they reach, each once,
-    `functions` their code."""
+    `functions` themselves, by their code."""
 
     def __init__(self, methods: Iterable[type]):
         self.classes = [c for c in methods if not is_library(c.__module__)]
         self.variables: dict[tuple[int, str], Variable] = {}
-        self.functions: set[types.CodeType] = set()
+        self.functions: dict[types.CodeType, types.FunctionType] = {}
         self._attributes: set[str] = set()
 
     def follow(self, function: object) -> Iterator[Variable]:
@@ -117,7 +117,7 @@ class Reach:
             found = _function_of(waiting.pop())
             if found is None or found.__code__ in self.functions or is_library(found.__module__):
                 continue
-            self.functions.add(found.__code__)
+            self.functions[found.__code__] = found
             names = names_in(found.__code__)
             module = sys.modules.get(found.__module__ or "")
             label = getattr(module, "__name__", "globals")

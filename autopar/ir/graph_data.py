@@ -7,13 +7,14 @@ Constants travel beside the data, as tensors.
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import _torch
-from ..utils.plain_data import NotPortable, decode, encode, name_of, named
+from ..utils.plain_data import NotPortable, decode, encode
 from .graph import OutputRole, Role
 
 
@@ -39,7 +40,7 @@ def graph_data(module: fx.GraphModule) -> tuple[dict[str, Any], list[torch.Tenso
         target: Any = None
         if node.op == "call_function":
             op = _torch.op_text(node.target)
-            target = op if op is not None else name_of(node.target)
+            target = op if op is not None else _function_name(node.target)
         elif node.op == "get_attr":
             constant = getattr(module, node.target)
             if not isinstance(constant, torch.Tensor):
@@ -78,7 +79,7 @@ def graph_of(data: dict[str, Any], constants: list[torch.Tensor], device: torch.
     for op, name, target, arguments, form, meta in data["nodes"]:
         args, kwargs = decode(arguments, node_or_form)
         if op == "call_function":
-            target = _torch.op_of_text(target) if isinstance(target, str) else named(*target)
+            target = _torch.op_of_text(target) if isinstance(target, str) else getattr(operator, target[0])
             if target is None:
                 raise NotPortable("an op that is not registered here")
         value = forms[form]
@@ -98,3 +99,11 @@ def graph_of(data: dict[str, Any], constants: list[torch.Tensor], device: torch.
             node.meta["role"] = Role(*role[0])
         nodes.append(node)
     return _torch.graph_module(attributes, graph)
+
+
+def _function_name(target: Any) -> list[str]:
+    """Return the name of one of Python's operators, such as getitem. Raises NotPortable for another function."""
+    name = getattr(target, "__name__", "")
+    if getattr(operator, name, None) is not target:
+        raise NotPortable(f"a call of {name or target}")
+    return [name]

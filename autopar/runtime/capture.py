@@ -20,11 +20,13 @@ from .step import Step
 
 @dataclass(frozen=True)
 class Traced:
-    """The joint graph of a call, and the layouts by input name in which the user passes tensors that are not whole."""
+    """The joint graph of a call, and the layouts by input name in which the user passes tensors that are not whole.
+    `content`: a hash of all that is said of the graph, None if it has none."""
 
     captured: Captured
     fixed: Mapping[str, Layout]
     fingerprint: str
+    content: str | None = None
 
     def computes_as(self, other: Traced) -> bool:
         """Return whether the same program serves both."""

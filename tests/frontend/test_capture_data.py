@@ -150,7 +150,11 @@ def test_another_closure_or_global_is_not_taken_for_the_same(monkeypatch):
 
 def test_another_call_is_not_taken_for_the_same():
     captured = compiler.trace(Model(), {"x": torch.randn(3, 4)})
-    for inputs in ({"x": torch.randn(2, 4)}, {"x": torch.randn(3, 4), "flag": False}, {"x": torch.randn(3, 4).double()}):
+    for inputs in (
+        {"x": torch.randn(2, 4)},
+        {"x": torch.randn(3, 4), "flag": False},
+        {"x": torch.randn(3, 4).double()},
+    ):
         with pytest.raises(NotPortable, match="call"):
             taken(captured, Model(), inputs)
 

@@ -1,0 +1,133 @@
+"""Under what a capture and a plan are kept in the cache (autopar/storage/compile_cache.py).
+
+A key has all that is known before the work is done: versions of what does it, by content where that can be read, the
+model's classes, forms and code, the call, the options. What a forward reads beyond is compared when an entry is taken
+over (autopar/frontend/capture_data.py). A None for a key: this cannot be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
+
+import torch
+from torch import nn
+
+from .. import errors, models, passes
+from ..adapt.order import Adaptation
+from ..frontend import autocast
+from ..frontend.call_signature import CallSignature, split_example
+from ..frontend.capture_data import call_data
+from ..frontend.described import class_of, code_hash
+from ..frontend.fake_parameters import Forms
+from ..frontend.names import is_library
+from ..ir.layout import Layout
+from ..plans.plan import Plan
+
+PACKAGE = Path(__file__).resolve().parent.parent
+DEPENDENCIES = ("numpy", "ortools", "networkx")  # that decide what a plan is, beside torch
+
+
+def capture_key(
+    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms, precision: str,
+    adapt: Sequence[Adaptation], loss_alone: bool, with_gradients: bool,
+) -> str | None:  # fmt: skip
+    """Return the key of a model's call, which is given on global shapes."""
+    if loss_fn is not None and not isinstance(loss_fn, FunctionType):
+        return None  # what it holds beside code is not compared
+    sources = _sources({cls for module in model.modules() for cls in type(module).__mro__})
+    if None in sources.values():
+        return None
+    around = autocast.ambient()
+    parts = [
+        _versions(), sources, [[name, class_of(module), module.training] for name, module in model.named_modules()],
+        code_hash([loss_fn]) if loss_fn is not None else "",
+        {name: repr(form) for name, form in forms.items()},
+        {name: repr(form) for name, form in forms.buffers.items()},
+        call_data(CallSignature.of(*split_example(example_inputs))[0]),
+        [precision, repr(adapt), loss_alone, with_gradients],
+        [repr(around), autocast.device_of(model, around), str(torch.get_default_dtype()), *_switches()],
+    ]  # fmt: skip
+    return _key("capture", parts)
+
+
+def plan_key(
+    content: str | None, asked: object, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None
+) -> str | None:
+    """Return the key of the plan of a capture with this content. `asked`: a PlanRequest, or PlanOptions for a call that
+    is planned with the `first` one's `layouts`. None where the user has added rules, strategies and the like."""
+    if content is None or errors.added:
+        return None
+    later = None if first is None else [first.hash, {name: str(x) for name, x in (layouts or {}).items()}]
+    return _key("plan", [_versions(), content, repr(asked), later])
+
+
+def _key(kind: str, parts: list) -> str | None:
+    text = json.dumps([kind, *parts], sort_keys=True)
+    return None if " at 0x" in text else text  # an object that has no other text than where it is
+
+
+def _switches() -> list[bool]:
+    """Return what of torch's global settings ops may be chosen by."""
+    cuda = torch.backends.cuda
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    return [*attention, torch.are_deterministic_algorithms_enabled()]
+
+
+def _versions() -> dict[str, str]:
+    """Return versions of what traces and plans."""
+    found = {"python": sys.version, "torch": torch.__version__, "autopar": _own_sources()}
+    return found | {name: _version(name) for name in DEPENDENCIES}
+
+
+def _sources(classes: Iterable[type]) -> dict[str, str | None]:
+    """Return what a model is written in: hashes of the files that define its classes, with the functions that are there
+    now, and of all modules that are no library's; versions of the libraries. None for a file that cannot be read."""
+    found: dict[str, str | None] = {}
+    for name in {cls.__module__ for cls in classes}:
+        root = name.partition(".")[0]
+        if root not in ("torch", "builtins", "autopar"):
+            found |= {root: _version(root), name: _file_hash(name), f"names of {name}": _names_in(name)}
+    roots = {name.partition(".")[0] for name in list(sys.modules)}
+    own = {root for root in roots if root == "__main__" or not is_library(root)}
+    return found | {name: _file_hash(name) or "" for name in list(sys.modules) if name.partition(".")[0] in own}
+
+
+def _names_in(module: str) -> str:
+    """Return a hash of where the functions and classes in a module's globals come from: others may have been put there
+    since it was imported."""
+    held = vars(sys.modules[module]).items() if module in sys.modules else ()
+    places = [f"{name} {x.__module__} {x.__qualname__}" for name, x in held if isinstance(x, (FunctionType, type))]
+    return hashlib.sha256("\n".join(sorted(places)).encode()).hexdigest()
+
+
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _file_hash(module: str) -> str | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
+    except OSError:  # an interpreter's or a notebook's
+        return None
+
+
+@functools.cache
+def _own_sources() -> str:
+    """Return the hash of autopar's own code."""
+    found = hashlib.sha256()
+    for folder in (PACKAGE, *passes.__path__, *models.__path__):
+        for file in sorted(Path(folder).rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,101 @@
+"""What a job found out when it started, on the disk for the next one that starts with the same.
+
+An entry is a safetensors file under the hash of its key: text, and tensors. It is data alone, and what reads it checks
+it against the model at hand (autopar/frontend/capture_data.py, autopar/plans/file.py). Jobs may share the folder: an
+entry appears whole or not at all, one that is damaged counts as none, and the cache never stops a job.
+
+AUTOPAR_CACHE names the folder, or is "off"; without it it is autopar in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+LIMIT_BYTES = 1 << 30  # of all entries; those that were used the longest ago go
+OFF = ("off", "0", "no", "none")
+TEXT = "text"
+
+_log = logging.getLogger("autopar")
+
+
+class CompileCache:
+    """A folder of entries, of `limit_bytes` together."""
+
+    def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES):
+        self.folder, self.limit_bytes = Path(folder), limit_bytes
+
+    @staticmethod
+    def of_environment() -> CompileCache | None:
+        """Return the user's cache, None if there is to be none."""
+        asked = os.environ.get("AUTOPAR_CACHE")
+        if asked is not None and asked.strip().lower() in OFF:
+            return None
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        return CompileCache(asked or os.path.join(home, "autopar"))
+
+    def get(self, key: str) -> tuple[str, list[torch.Tensor]] | None:
+        """Return the entry of a key, None if there is none that is whole."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+            found = safetensors.torch.load(data)
+            text = found.pop(TEXT).numpy().tobytes()
+            tensors = [found[str(at)] for at in range(len(found) - 1)]
+            whole = found[str(len(tensors))].numpy().tobytes() == _hash(key, text, tensors)
+            if whole:
+                os.utime(path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a file that is no entry
+            _log.info("%s is no entry of the cache: %s", path, error)
+            return None
+        return (text.decode(), tensors) if whole else None
+
+    def put(self, key: str, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Keep an entry under a key."""
+        path, content = self._path(key), text.encode()
+        named = {str(at): t.detach().cpu().contiguous().clone() for at, t in enumerate(tensors)}
+        digest = _hash(key, content, list(named.values()))
+        named |= {TEXT: _bytes(content), str(len(tensors)): _bytes(digest)}
+        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unfinished.write_bytes(safetensors.torch.save(named))
+            os.replace(unfinished, path)
+            self._make_room()
+        except Exception as error:  # no room, no right to write, a type that the format has not
+            unfinished.unlink(missing_ok=True)
+            _log.info("%s was not kept: %s", path, error)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
+
+    def _make_room(self) -> None:
+        entries = [(f.stat(), f) for f in self.folder.glob("*.safetensors")]
+        total = sum(stat.st_size for stat, _ in entries)
+        for stat, file in sorted(entries, key=lambda entry: entry[0].st_mtime):
+            if total <= self.limit_bytes:
+                break
+            file.unlink(missing_ok=True)
+            total -= stat.st_size
+
+
+def _bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _hash(key: str, text: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return the sha256 of an entry, its key included."""
+    found = hashlib.sha256(key.encode() + b"\0" + text)
+    for tensor in tensors:
+        found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return found.digest()
