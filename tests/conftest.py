@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
 # Graphs are many small objects that stay: looking for garbage in them took a tenth of the time.
 gc.set_threshold(20_000, 20, 20)
+os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
 
 

@@ -19,7 +19,6 @@ from ..adapt.lora import LoRA
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
 from ..compiler import trace, trace_to_plan
-from ..errors import AutoparError
 from ..frontend import export
 from ..frontend.constants import text_of
 from ..frontend.export import Captured
@@ -103,8 +102,9 @@ class CallCompiler:
                 return owned(self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             asked = self._request(traced) if first is None else self._options_of_later(traced, first, layouts)
             key = plan_key(traced.content, asked, first, layouts) if self.cache is not None else None
-            if key is not None and (kept := self._kept(key, captured)) is not None:
-                return kept
+            kept = self.cache.get(key) if key is not None else None
+            if kept is not None:
+                return json.loads(kept[0])
             if first is None:
                 plan = planned_or_fixes(asked, captured, bool(self.adapt), self._retrace_of(traced)).plan
             else:
@@ -125,18 +125,6 @@ class CallCompiler:
         pass_manager.planned(agreed)
         export.move(captured, torch.device(self.device_mesh.device_type))
         return agreed
-
-    def _kept(self, key: str, captured: Captured) -> dict | None:
-        """Return the plan that the cache has under a key, if it is one of this capture."""
-        found = self.cache.get(key)
-        if found is None:
-            return None
-        try:
-            data = json.loads(found[0])
-            Plan.from_json(data).check_fits(captured.graph, self.mesh)
-            return data
-        except (AutoparError, ValueError):
-            return None
 
     def _request(self, traced: Traced) -> PlanRequest:
         """Return what is asked of the plan of the first call."""

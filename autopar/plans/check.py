@@ -17,7 +17,10 @@ from ..ir.casts import CAST, own_casts
 from ..ir.graph import PARTNERS, describe, is_op, outputs_of, tensor_arguments, tensor_of, values_of
 from ..ir.layout import Layout, is_even, is_legal
 from ..ir.mesh import Mesh
+from ..rules.rule import Strategy
 from .sharding import NodeSharding, Sharding
+
+Offered = dict[tuple[int, tuple[str, ...], tuple[torch.Size, ...], tuple[torch.Size, ...]], Strategy | None]
 
 
 def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
@@ -37,8 +40,9 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
         if unknown := sorted(set(names) - known):
             raise PlanIncompatible(f"the plan decides about {unknown[0]:.80}, an unknown {what}", fix="plan again")
     reduced_after = set(own_casts(graph).values())
+    offered: Offered = {}
     for name, decision in sharding.nodes.items():
-        if not _is_offered(nodes[name], decision, mesh, nodes[name] in reduced_after):
+        if not _is_offered(nodes[name], decision, mesh, nodes[name] in reduced_after, offered):
             raise _wrong(nodes[name], f"the plan shards {name} in a way that its rule does not offer")
     _check_partial(graph, sharding)
     for name, layout in sharding.leaves.items():
@@ -91,11 +95,11 @@ def _check_outputs(graph: fx.Graph, sharding: Sharding) -> None:
                 raise _wrong(value, f"the plan returns the {role.kind} of {role.name} as {layout}, not as {wanted}")
 
 
-def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh, reduced_after: bool) -> bool:
+def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh, reduced_after: bool, offered: Offered) -> bool:
     """Return whether the op's rule offers a decision. `reduced_after`: it casts a gradient to its parameter's type, in
-    which the gradient is reduced."""
-    inputs = [a.meta["val"].shape for a in tensor_arguments(node)]
-    outputs = [v.shape for v in values_of(node)]
+    which the gradient is reduced; `offered`: what rules offered to ops before, which repeated blocks ask for again."""
+    inputs = tuple(a.meta["val"].shape for a in tensor_arguments(node))
+    outputs = tuple(v.shape for v in values_of(node))
     if all(x.is_replicated for x in (*decision.inputs, *decision.outputs)):
         dims = [len(x.dims) for x in (*decision.inputs, *decision.outputs)]
         return (len(decision.inputs), dims) == (len(inputs), [len(shape) for shape in (*inputs, *outputs)])
@@ -107,7 +111,12 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh, reduced_after
         is_linear = reduced_after or (rule is not None and frozenset({0}) in rule.linear)
         sums = not terms or (is_linear and terms == {"sum"})
         return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)
-    found = rule and rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
+    if rule is None:
+        return False
+    key = id(rule), decision.choice, inputs, outputs
+    if key not in offered:
+        offered[key] = rules.strategy_of(rule, decision.choice, inputs, outputs, mesh)
+    found = offered[key]
     return found is not None and (found.inputs, found.outputs) == (decision.inputs, decision.outputs)
 
 
