@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 
@@ -31,22 +31,34 @@ from ..ir.layout import Layout
 from ..plans.plan import Plan
 
 PACKAGE = Path(__file__).resolve().parent.parent
+GENERATED = {"_remote_module_non_scriptable"}  # torch writes it when parts of it are loaded
 DEPENDENCIES = ("numpy", "ortools", "networkx")  # that decide what a plan is, beside torch
 
 
+def sources(model: nn.Module) -> dict[str, str | None]:
+    """Return what a model is written in: hashes of the files that define its classes, with the functions that are there
+    now, and of all modules that are no library's; versions of the libraries. None for a file that cannot be read."""
+    found: dict[str, str | None] = {}
+    for name in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
+        root = name.partition(".")[0]
+        if root not in ("torch", "builtins", "autopar"):
+            found |= {root: _version(root), name: _file_hash(name), f"names of {name}": _names_in(name)}
+    roots = {name.partition(".")[0] for name in list(sys.modules)}
+    own = {root for root in roots - GENERATED if root == "__main__" or not is_library(root)}
+    hashes = {name: _file_hash(name) for name in list(sys.modules) if name.partition(".")[0] in own}
+    return found | {name: known for name, known in hashes.items() if known is not None}
+
+
 def capture_key(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms, precision: str,
-    adapt: Sequence[Adaptation], loss_alone: bool, with_gradients: bool,
+    sources: Mapping[str, str | None], model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms,
+    precision: str, adapt: Sequence[Adaptation], loss_alone: bool, with_gradients: bool,
 ) -> str | None:  # fmt: skip
-    """Return the key of a model's call, which is given on global shapes."""
-    if loss_fn is not None and not isinstance(loss_fn, FunctionType):
-        return None  # what it holds beside code is not compared
-    sources = _sources({cls for module in model.modules() for cls in type(module).__mro__})
-    if None in sources.values():
-        return None
+    """Return the key of a model's call, which is given on global shapes. `sources`: as `sources` gives them."""
+    if None in sources.values() or (loss_fn is not None and not isinstance(loss_fn, FunctionType)):
+        return None  # what a loss holds beside code is not compared
     around = autocast.ambient()
     parts = [
-        _versions(), sources, [[name, class_of(module), module.training] for name, module in model.named_modules()],
+        _versions(), dict(sources), [[name, class_of(module), module.training] for name, module in model.named_modules()],
         code_hash([loss_fn]) if loss_fn is not None else "",
         {name: repr(form) for name, form in forms.items()},
         {name: repr(form) for name, form in forms.buffers.items()},
@@ -84,19 +96,6 @@ def _versions() -> dict[str, str]:
     """Return versions of what traces and plans."""
     found = {"python": sys.version, "torch": torch.__version__, "autopar": _own_sources()}
     return found | {name: _version(name) for name in DEPENDENCIES}
-
-
-def _sources(classes: Iterable[type]) -> dict[str, str | None]:
-    """Return what a model is written in: hashes of the files that define its classes, with the functions that are there
-    now, and of all modules that are no library's; versions of the libraries. None for a file that cannot be read."""
-    found: dict[str, str | None] = {}
-    for name in {cls.__module__ for cls in classes}:
-        root = name.partition(".")[0]
-        if root not in ("torch", "builtins", "autopar"):
-            found |= {root: _version(root), name: _file_hash(name), f"names of {name}": _names_in(name)}
-    roots = {name.partition(".")[0] for name in list(sys.modules)}
-    own = {root for root in roots if root == "__main__" or not is_library(root)}
-    return found | {name: _file_hash(name) or "" for name in list(sys.modules) if name.partition(".")[0] in own}
 
 
 def _names_in(module: str) -> str:

@@ -40,7 +40,7 @@ from ..processes import agree
 from ..runtime.capture import Traced
 from ..runtime.inputs import global_example
 from ..storage.compile_cache import CompileCache
-from .cache_keys import capture_key, plan_key
+from .cache_keys import capture_key, plan_key, sources
 from .shared_capture import shared_capture
 
 
@@ -55,6 +55,7 @@ class CallCompiler:
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
         self.cache = CompileCache.of_environment() if dist.get_rank() == 0 else None
+        self.sources = sources(model) if self.cache is not None else {}
 
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
@@ -83,7 +84,7 @@ class CallCompiler:
         call = self.model, whole, self.loss_fn, forms
         captured, content = shared_capture(
             lambda: trace(*call, *options, self.passes), *call, self.cache,
-            capture_key(*call, *options) if self.cache is not None and not self.passes else None,
+            capture_key(self.sources, *call, *options) if self.cache is not None and not self.passes else None,
         )  # fmt: skip
         signature = captured.signature
         shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}" for n, s, c in

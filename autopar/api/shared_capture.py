@@ -18,6 +18,7 @@ from ..processes import agree
 from ..storage.compile_cache import CompileCache
 from ..utils.plain_data import NotPortable
 
+VARIANTS = 4  # of a model and a call, by what the forward reads beyond
 _log = logging.getLogger("autopar")
 
 
@@ -41,10 +42,15 @@ def shared_capture(
     first: list[Captured] = []
 
     def sent() -> tuple[str, list[torch.Tensor]] | None:
-        found = cache.get(key) if cache is not None and key is not None else None
-        if found is not None and (captured := taken(*found)) is not None:
-            first.append(captured)
-            return found
+        free = f"{key} {VARIANTS - 1}"
+        for variant in range(VARIANTS if cache is not None and key is not None else 0):
+            found = cache.get(f"{key} {variant}")
+            if found is None:
+                free = f"{key} {variant}"
+                break
+            if (captured := taken(*found)) is not None:
+                first.append(captured)
+                return found
         first.append(trace())
         if dist.get_world_size() == 1 and key is None:
             return None
@@ -54,7 +60,7 @@ def shared_capture(
             _log.info("every rank traces for itself: the capture of rank 0 has %s", reason)
             return None
         if cache is not None and key is not None:
-            cache.put(key, *found)
+            cache.put(free, *found)
         return found
 
     data = agree.from_rank_zero(sent)

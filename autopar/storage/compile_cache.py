@@ -9,6 +9,7 @@ AUTOPAR_CACHE names the folder, or is "off"; without it it is autopar in the use
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -72,7 +73,8 @@ class CompileCache:
             os.replace(unfinished, path)
             self._make_room()
         except Exception as error:  # no room, no right to write, a type that the format has not
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
             _log.info("%s was not kept: %s", path, error)
 
     def _path(self, key: str) -> Path:
