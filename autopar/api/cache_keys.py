@@ -115,7 +115,7 @@ def _version(package: str) -> str:
 
 
 def _file_hash(module: str) -> str | None:
-    file = getattr(sys.modules.get(module), "__file__", None)
+    file: str | None = getattr(sys.modules.get(module), "__file__", None)
     try:
         return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
     except OSError:  # an interpreter's or a notebook's

@@ -54,8 +54,8 @@ class CallCompiler:
         self.axis = axis_of(self.mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
-        self.cache = CompileCache.of_environment() if dist.get_rank() == 0 else None
-        self.sources = sources(model) if self.cache is not None else {}
+        self.cache = CompileCache.of_environment() if dist.get_rank() == 0 else CompileCache(None)
+        self.sources = sources(model) if self.cache.folder is not None else None
 
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
@@ -84,7 +84,7 @@ class CallCompiler:
         call = self.model, whole, self.loss_fn, forms
         captured, content = shared_capture(
             lambda: trace(*call, *options, self.passes), *call, self.cache,
-            capture_key(self.sources, *call, *options) if self.cache is not None and not self.passes else None,
+            capture_key(self.sources, *call, *options) if self.sources is not None and not self.passes else None,
         )  # fmt: skip
         signature = captured.signature
         shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}" for n, s, c in
@@ -101,18 +101,20 @@ class CallCompiler:
         def made() -> dict:
             if first is None and self.given is not None:
                 return owned(self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
-            asked = self._request(traced) if first is None else self._options_of_later(traced, first, layouts)
-            key = plan_key(traced.content, asked, first, layouts) if self.cache is not None else None
-            kept = self.cache.get(key) if key is not None else None
-            if kept is not None:
+            if first is None:
+                request = self._request(traced)
+                key = plan_key(traced.content, request)
+            else:
+                options = self._options_of_later(traced, first, layouts)
+                key = plan_key(traced.content, options, first, layouts)
+            if (kept := self.cache.get(key)) is not None:
                 return json.loads(kept[0])
             if first is None:
-                plan = planned_or_fixes(asked, captured, bool(self.adapt), self._retrace_of(traced)).plan
+                plan = planned_or_fixes(request, captured, bool(self.adapt), self._retrace_of(traced)).plan
             else:
-                plan = plan_same_stages(captured, first, asked, type(self.model).__name__)
+                plan = plan_same_stages(captured, first, options, type(self.model).__name__)
             data = owned(plan).to_json()
-            if key is not None:
-                self.cache.put(key, json.dumps(data))
+            self.cache.put(key, json.dumps(data))
             return data
 
         def owned(plan: Plan) -> Plan:

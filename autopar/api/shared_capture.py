@@ -24,12 +24,12 @@ _log = logging.getLogger("autopar")
 
 def shared_capture(
     trace: Callable[[], Captured], model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms,
-    cache: CompileCache | None = None, key: str | None = None,
+    cache: CompileCache, key: str | None,
 ) -> tuple[Captured, str | None]:  # fmt: skip
     """Return a capture of this rank's model, which `trace` gives too, and a hash of what it computes, None if that
     cannot be told. All ranks call it together; a rank traces for itself where rank 0's capture cannot be sent, or where
-    the model, the call or what the forward read is not rank 0's. If tracing fails on a rank, every rank raises. With a
-    `key` rank 0 looks into the `cache` first."""
+    the model, the call or what the forward read is not rank 0's. If tracing fails on a rank, every rank raises. Rank 0
+    looks for the `key` in the `cache` first."""
 
     def taken(text: str, constants: list[torch.Tensor]) -> Captured | None:
         try:
@@ -42,11 +42,9 @@ def shared_capture(
     first: list[Captured] = []
 
     def sent() -> tuple[str, list[torch.Tensor]] | None:
-        free = f"{key} {VARIANTS - 1}"
-        for variant in range(VARIANTS if cache is not None and key is not None else 0):
-            found = cache.get(f"{key} {variant}")
-            if found is None:
-                free = f"{key} {variant}"
+        keys = [f"{key} {variant}" if key is not None else None for variant in range(VARIANTS)]
+        for variant in keys:
+            if (found := cache.get(variant)) is None:
                 break
             if (captured := taken(*found)) is not None:
                 first.append(captured)
@@ -59,8 +57,7 @@ def shared_capture(
         except NotPortable as reason:
             _log.info("every rank traces for itself: the capture of rank 0 has %s", reason)
             return None
-        if cache is not None and key is not None:
-            cache.put(free, *found)
+        cache.put(variant, *found)
         return found
 
     data = agree.from_rank_zero(sent)

@@ -28,23 +28,25 @@ _log = logging.getLogger("autopar")
 
 
 class CompileCache:
-    """A folder of entries, of `limit_bytes` together."""
+    """A folder of entries, of `limit_bytes` together. Without a folder, or a key, nothing is kept."""
 
-    def __init__(self, folder: str | Path, limit_bytes: int = LIMIT_BYTES):
-        self.folder, self.limit_bytes = Path(folder), limit_bytes
+    def __init__(self, folder: str | Path | None, limit_bytes: int = LIMIT_BYTES):
+        self.folder, self.limit_bytes = Path(folder) if folder is not None else None, limit_bytes
 
     @staticmethod
-    def of_environment() -> CompileCache | None:
-        """Return the user's cache, None if there is to be none."""
+    def of_environment() -> CompileCache:
+        """Return the user's cache."""
         asked = os.environ.get("AUTOPAR_CACHE")
         if asked is not None and asked.strip().lower() in OFF:
-            return None
+            return CompileCache(None)
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         return CompileCache(asked or os.path.join(home, "autopar"))
 
-    def get(self, key: str) -> tuple[str, list[torch.Tensor]] | None:
+    def get(self, key: str | None) -> tuple[str, list[torch.Tensor]] | None:
         """Return the entry of a key, None if there is none that is whole."""
-        path = self._path(key)
+        if self.folder is None or key is None:
+            return None
+        path = self._path(self.folder, key)
         try:
             data = path.read_bytes()
             found = safetensors.torch.load(data)
@@ -60,9 +62,11 @@ class CompileCache:
             return None
         return (text.decode(), tensors) if whole else None
 
-    def put(self, key: str, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def put(self, key: str | None, text: str, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Keep an entry under a key."""
-        path, content = self._path(key), text.encode()
+        if self.folder is None or key is None:
+            return
+        path, content = self._path(self.folder, key), text.encode()
         named = {str(at): t.detach().cpu().contiguous().clone() for at, t in enumerate(tensors)}
         digest = _hash(key, content, list(named.values()))
         named |= {TEXT: _bytes(content), str(len(tensors)): _bytes(digest)}
@@ -71,17 +75,18 @@ class CompileCache:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             unfinished.write_bytes(safetensors.torch.save(named))
             os.replace(unfinished, path)
-            self._make_room()
+            self._make_room(self.folder)
         except Exception as error:  # no room, no right to write, a type that the format has not
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             _log.info("%s was not kept: %s", path, error)
 
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
+    @staticmethod
+    def _path(folder: Path, key: str) -> Path:
+        return folder / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
 
-    def _make_room(self) -> None:
-        entries = [(f.stat(), f) for f in self.folder.glob("*.safetensors")]
+    def _make_room(self, folder: Path) -> None:
+        entries = [(f.stat(), f) for f in folder.glob("*.safetensors")]
         total = sum(stat.st_size for stat, _ in entries)
         for stat, file in sorted(entries, key=lambda entry: entry[0].st_mtime):
             if total <= self.limit_bytes:

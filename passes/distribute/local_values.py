@@ -54,7 +54,7 @@ class _Result:
 
 def local_value(target: Callable, args: Sequence, kwargs: dict, mode):
     """Return `target(*args, **kwargs)` of fake tensors, under a fake mode."""
-    key = None
+    key: tuple | None = None
     tensors: list[Tensor] = []
     if len(_known) >= LIMIT:
         _known.clear()
@@ -65,7 +65,7 @@ def local_value(target: Callable, args: Sequence, kwargs: dict, mode):
             return known.make(mode, tensors)
     if target in VIEWS and len(tensors) == 1 and not kwargs:
         result = _result_of_view(target, args, tensors[0])
-        if result is not None:
+        if result is not None and key is not None:
             _known[key] = result
             return result.make(mode, tensors)
     with mode:
@@ -84,7 +84,8 @@ def _result_of_view(target: Callable, args: Sequence, tensor: Tensor) -> _Result
     result = _result(target(twin, *args[1:]), [twin])
     if result is None:
         return None
-    return _Result(tuple(replace(v, device=tensor.device) for v in result.values), result.is_tuple)  # type: ignore
+    values = (replace(v, device=tensor.device) if isinstance(v, _Value) else v for v in result.values)
+    return _Result(tuple(values), result.is_tuple)
 
 
 def _form(value: object, tensors: list[Tensor]):

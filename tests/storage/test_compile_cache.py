@@ -44,7 +44,7 @@ def test_an_entry_under_another_name_is_none(tmp_path):
     cache = CompileCache(tmp_path)
     cache.put("a", "text")
     (file,) = tmp_path.iterdir()
-    os.rename(file, cache._path("b"))
+    os.rename(file, cache._path(tmp_path, "b"))
     assert cache.get("b") is None
 
 
@@ -52,7 +52,7 @@ def test_the_oldest_go(tmp_path):
     cache = CompileCache(tmp_path, limit_bytes=10_000)
     for at, key in enumerate("abc"):
         cache.put(key, key * 3_000)
-        os.utime(cache._path(key), (at, at))
+        os.utime(cache._path(tmp_path, key), (at, at))
     assert cache.get("a") is not None  # used, and so the youngest
     cache.put("d", "d" * 3_000)
     assert [cache.get(key) is not None for key in "abcd"] == [True, False, True, True]
@@ -100,4 +100,4 @@ def test_where_it_is(monkeypatch, said, folder):
     if said is not None:
         monkeypatch.setenv("AUTOPAR_CACHE", said)
     cache = CompileCache.of_environment()
-    assert (cache and str(cache.folder)) == folder
+    assert (cache.folder and str(cache.folder)) == folder
