@@ -1,4 +1,4 @@
-"""`hf:PATH`: a Hugging Face model from its config.json alone, with random weights. Nothing is fetched."""
+"""`hf:PATH`: a Hugging Face model from its config.json alone, with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .inputs import floats, fresh_weights, integers
 
 
 def build_from_config(
-    path: str, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int
+    path: str | Path, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build the model that config.json describes and keyword inputs for it, labels included if it takes any.
 
@@ -36,7 +36,7 @@ def build_from_config(
     return model, _example_inputs(model, batch, seq, dtype, device, seed)
 
 
-def _read_config(path: str, transformers):
+def _read_config(path: str | Path, transformers):
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -55,7 +55,7 @@ def _read_config(path: str, transformers):
     return known[model_type].from_dict(described)
 
 
-def _model(config, path: str, dtype: torch.dtype, transformers) -> nn.Module:
+def _model(config, path: str | Path, dtype: torch.dtype, transformers) -> nn.Module:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)(config)

@@ -3,7 +3,8 @@
     gpt2                               a published size
     gpt:hidden=64,layers=2             a builder with options
     llama3-8b:layers=4                 a published size with options changed
-    hf:FOLDER                          a Hugging Face config.json, or the folder that holds one
+    hf:FOLDER, or a path with a slash  a Hugging Face config.json, or the folder that holds one
+    org/name                           the same from the cache of Hugging Face, if it is there
     path/model.py:function             a user's function that returns (model, example_inputs)
 
 An option that is left out keeps the value of the published size or the builder's default; a builder's longest sequence
@@ -18,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError, nearest
+from .hub import folder_of, is_hub
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +148,9 @@ def names() -> list[str]:
 
 def check(text: str) -> None:
     """Raise ModelError, with the nearest names, if `text` names a model that is not known; a path is not looked at."""
-    if not text.startswith("hf:") and ".py:" not in text:
+    if is_hub(text):
+        folder_of(text)
+    elif ".py:" not in text:
         _name_and_options(text)
 
 
@@ -156,7 +160,7 @@ def _name_and_options(text: str) -> tuple[str, str]:
     if name not in names():
         raise ModelError(
             f"there is no model named {name!r}",
-            fix=f"use {nearest(name, names())}, hf:FOLDER with a config.json, or file.py:function",
+            fix=f"use {nearest(name, names())}, hf:FOLDER with a config.json, org/name, or file.py:function",
         )
     return name, options
 
@@ -184,10 +188,10 @@ def build(
     from .inputs import fresh_weights
 
     device, dtype = torch.device(device), dtype or torch.get_default_dtype()
-    if text.startswith("hf:"):
+    if is_hub(text):
         from .huggingface import build_from_config
 
-        return build_from_config(text.removeprefix("hf:"), batch, seq, dtype, device, seed)
+        return build_from_config(folder_of(text), batch, seq, dtype, device, seed)
     if ".py:" in text:
         from .user_file import build_from_file
 

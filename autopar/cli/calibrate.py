@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         measured = calibrate.measurements(backend, world, args.quick)
     profile = calibrate.to_profile(measured, base, out.stem, mark)
     out.write_text(calibrate.text(calibrate.to_table(profile), as_json=out.suffix == ".json"))
-    print(summary(profile), end="")
+    common.show(summary(profile))
     print(f"written to {out}: use it with --hardware {out}")
     return 0
 

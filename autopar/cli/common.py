@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import models
-from ..errors import PipelineError, StrategyError
+from ..errors import MeshError, PipelineError, StrategyError
 from ..hardware import profile
 from ..ir.mesh import Mesh
 from ..planner.problem.recipes import RECIPES, Restriction
 from ..plans.pipeline import check_staged, inside
 from ..schedule.catalogue import KINDS, canonical
+from ..utils.format import fit
 
 if TYPE_CHECKING:
     from ..planner.objective.timeline import Timeline
@@ -38,15 +39,15 @@ def command(subparsers, name: str, summary: str, example: str, run: Callable[[ar
     return parser
 
 
-def add_model(parser, batch: int | None = 8, seq: int | None = 64, devices: bool = False) -> None:
-    """Add --model, --mesh, --batch and --seq; a size without a default is required. `devices`: whether a number of them
-    will do."""
-    model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, or file.py:function"
+def add_model(parser, batch: int | None = 8, seq: int | None = 64, searches: bool = False) -> None:
+    """Add --model, --mesh, --devices, --batch and --seq; a size without a default is required. `searches`: whether a
+    number of devices will do for a mesh."""
+    model = "a name (gpt2, llama3-8b), NAME:key=value,..., hf:FOLDER with a config.json, org/name, or file.py:function"
     parser.add_argument("--model", required=True, metavar="M", help=model)
-    where = parser.add_mutually_exclusive_group(required=True) if devices else parser
-    where.add_argument("--mesh", required=not devices, help="axes and sizes, outermost first: dp=8,tp=8")
-    if devices:
-        where.add_argument("--devices", type=count, metavar="N", help="plan for the best mesh of N devices")
+    mesh = "axes and sizes, outermost first: dp=8,tp=8; one may be -1, the rest of the devices"
+    parser.add_argument("--mesh", required=not searches, help=mesh)
+    devices = "how many devices there are, for -1 in --mesh" + ("; without --mesh the best one" if searches else "")
+    parser.add_argument("--devices", type=count, metavar="N", help=devices)
     for name, default, what in (("--batch", batch, "global batch"), ("--seq", seq, "sequence length")):
         after = "" if default is None else f" (default {default})"
         parser.add_argument(name, type=count, default=default, required=default is None, metavar="N", help=what + after)
@@ -60,7 +61,7 @@ def add_planning(parser, hardware: str) -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"
     parser.add_argument("--strategy", help=known)
-    parser.add_argument("--memory", help="memory limit of a device, such as 40GiB (default: the hardware's)")
+    parser.add_argument("--memory", help="memory limit of a device, such as 40GiB or 80GB (default: the hardware's)")
     pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
     offload = (
         "parameters that train on the host, with their optimizer's state: where memory is short, or all (default none)"
@@ -71,7 +72,7 @@ def add_planning(parser, hardware: str) -> None:
 
 def add_search(parser, baselines: bool = False) -> None:
     """Add all arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
-    add_model(parser, batch=None, seq=None, devices=True)
+    add_model(parser, batch=None, seq=None, searches=True)
     add_passes(parser)
     add_planning(parser, hardware="h100")
     add_adapting(parser)
@@ -233,14 +234,21 @@ def planning(args: argparse.Namespace) -> dict:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise the errors of a model's name, mesh, profile, strategy, pin or folder to write to before a model is built."""
+    """Raise the errors of a model's name, mesh, profile, strategy, pin or folder to write to before a model is built.
+    Afterwards args.mesh has all sizes."""
     if ".py:" in args.model:
         from ..models.user_file import load
 
         load(args.model)  # which may register the strategy, schedule or optimizer that is asked for
     models.check(args.model)
+    if args.mesh is None and args.devices is None:
+        raise MeshError("there is no --mesh", fix="add --mesh dp=8,tp=8, or --devices 64 for the best mesh of as many")
     if args.mesh is not None:
-        mesh = Mesh.parse(args.mesh)
+        mesh = Mesh.parse(args.mesh, args.devices)
+        if args.devices not in (None, mesh.devices):
+            raise MeshError(f"--mesh {mesh} has {mesh.devices} devices, --devices says {args.devices}",
+                            fix="give one of the two, or -1 for a size")  # fmt: skip
+        args.mesh = str(mesh)
         Restriction.of(args.strategy, inside(mesh))
         check_staged(mesh, getattr(args, "schedule", None), getattr(args, "stages_per_rank", None))
     if (schedule := getattr(args, "schedule", None)) not in (None, "auto"):
@@ -258,6 +266,11 @@ def check(args: argparse.Namespace) -> None:
 def quiet() -> None:
     """Hide torch's warning that autopar's own ops differentiate through a fallback, which they mean to."""
     warnings.filterwarnings("ignore", message="(?s).*an autograd kernel was not registered")
+
+
+def show(text: object) -> None:
+    """Print text that ends with a line, its lines broken where the terminal ends."""
+    print(fit(str(text)), end="")
 
 
 @contextmanager

@@ -21,8 +21,5 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the saved plans side by side, named after their files."""
     names = [Path(path).stem for path in args.plans]
-    print(
-        side_by_side([Plan.load(path) for path in args.plans], names if len(set(names)) == len(names) else args.plans),
-        end="",
-    )
+    common.show(side_by_side(list(map(Plan.load, args.plans)), names if len({*names}) == len(names) else args.plans))
     return 0

@@ -22,5 +22,5 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what differs between two saved plans; the exit code says whether anything does."""
     text = diff_text(Plan.load(args.before), Plan.load(args.after))
-    print(text, end="")
+    common.show(text)
     return 1 if text else 0

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(text)
     else:
-        print(found, end="")
+        common.show(found)
         if args.json:
             Path(args.json).write_text(text + "\n")
     return 0

@@ -37,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
     with common.progress() as report:
         planned = common.search(args, report)
         explanation = api.explain(planned, args.pattern, alternatives=args.alternatives, report=report)
-    print(explanation, end="")
+    common.show(explanation)
     return 0

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json == "-":
         print(json.dumps(plan.to_json(), indent=1, sort_keys=True, allow_nan=False))
     else:
-        print(plan, end="")
+        common.show(plan)
         if args.json:
             plan.save(args.json)
     if args.emit:

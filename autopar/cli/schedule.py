@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         played = play(make(args.schedule, args.ranks, args.micro_batches, args.stages_per_rank))
         title = f"{played.schedule.name}, F, I and W of equal length"
-    print(text(played), end="")
+    common.show(text(played))
     if args.out:
         files.save(args.out, played, title)
         print(f"written to {args.out}")

@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
             model, args.mesh, inputs, report=report, micro_batches=args.micro_batches, schedule=args.schedule or "auto",
             stages_per_rank=args.stages_per_rank, **common.planning(args),
         )  # fmt: skip
-    print(result, end="")
+    common.show(result)
     return 0 if result.match else 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,13 +43,31 @@ class Mesh:
             raise MeshError(f"axis sizes must be positive integers, got {self}", fix="write sizes of 1 or more")
 
     @staticmethod
-    def parse(text: str) -> Mesh:
-        """Read a mesh from text such as "dp=2,tp=4". Raises MeshError on anything else."""
+    def parse(text: str, devices: int | None = None) -> Mesh:
+        """Read a mesh from text such as "dp=2,tp=4". One size may be -1: what the other axes leave of `devices`, by
+        default of the processes that torchrun started. Raises MeshError on anything else."""
         pairs = [part.strip() for part in str(text).split(",") if part.strip()]
-        found = [m.groups() for part in pairs if (m := re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(\d+)", part))]
+        found = [m.groups() for part in pairs if (m := re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*(-1|\d+)", part))]
         if not pairs or len(found) < len(pairs):
             raise MeshError(f"cannot read {text!r} as a mesh", fix='write axes as name=size, such as "dp=2,tp=4"')
-        return Mesh(tuple(name for name, _ in found), tuple(int(size) for _, size in found))
+        return Mesh._filled(tuple(name for name, _ in found), tuple(int(size) for _, size in found), devices)
+
+    @staticmethod
+    def _filled(names: tuple[str, ...], sizes: tuple[int, ...], devices: int | None = None) -> Mesh:
+        """Return a mesh in which a single size of -1 is what the others leave of the devices."""
+        given = [size for size in sizes if size != -1]
+        if len(given) != len(sizes) - 1 or any(not isinstance(size, int) or size < 1 for size in given):
+            return Mesh(names, sizes)  # or what is wrong with it
+        others = math.prod(given)
+        written = ",".join(f"{name}={size}" for name, size in zip(names, sizes))
+        devices = devices or int(os.environ.get("WORLD_SIZE", 0))
+        if not devices:
+            raise MeshError(f"the -1 in {written} needs the number of devices, which is not known",
+                            fix="write the size, say --devices N, or start with torchrun")  # fmt: skip
+        if devices % others:
+            raise MeshError(f"{devices} devices cannot be split as {written}: {others} does not divide {devices}",
+                            fix="choose axes whose product divides the number of devices")  # fmt: skip
+        return Mesh(names, tuple(devices // others if size == -1 else size for size in sizes))
 
     @staticmethod
     def of(mesh: object) -> Mesh:
@@ -59,7 +78,7 @@ class Mesh:
         if isinstance(mesh, str):
             return Mesh.parse(mesh)
         if isinstance(mesh, dict):
-            return Mesh(tuple(mesh), tuple(mesh.values()))
+            return Mesh._filled(tuple(mesh), tuple(mesh.values()))
         if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh"):
             sizes = tuple(mesh.mesh.shape)
             return Mesh(tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(len(sizes)))), sizes)

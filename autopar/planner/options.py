@@ -13,19 +13,6 @@ from ..errors import StrategyError
 from ..hardware.profile import load as load_hardware
 from .plan import PlanOptions
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 1e3,
-    "mb": 1e6,
-    "gb": 1e9,
-    "tb": 1e12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
              micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
@@ -75,11 +62,12 @@ def _default_hardware(mesh) -> str:
 
 
 def bytes_of_text(memory: float | str | None) -> float | None:
-    """Return a memory limit in bytes, from a number or from text such as "40GiB"; None stays None. Raise StrategyError
-    for anything else."""
+    """Return a memory limit in bytes, from a number or from text such as "40GiB" (binary) or "80GB", "80G" (decimal);
+    None stays None. Raise StrategyError for anything else."""
     if memory is None:
         return None
-    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*)\s*", str(memory))
-    if not match or match.group(2).lower() not in _UNITS or not 0 < float(match.group(1)) < math.inf:
-        raise StrategyError(f"cannot read {memory!r} as a memory limit", fix='give bytes, or text such as "40GiB"')
-    return float(match.group(1)) * _UNITS[match.group(2).lower()]
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*(?:([kmgt])(i?))?b?\s*", str(memory), re.I)
+    if not match or not 0 < float(match[1]) < math.inf:
+        fix = 'give bytes, or text such as "40GiB" (2**30) or "80GB" (1e9)'
+        raise StrategyError(f"cannot read {memory!r} as a memory limit", fix=fix)
+    return float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index((match[2] or " ").lower())

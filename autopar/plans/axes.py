@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..errors import StrategyError
 from ..ir.layout import Layout
+from ..utils.format import ms
 from .plan import Plan
 
 BATCH, INPUTS, PARAMETERS, VALUES = "the batch", "another dim of the inputs", "parameters", "values between ops"
@@ -50,6 +51,24 @@ def axis_lines(plan: Plan) -> list[str]:
         elif axis in PROMISES:
             lines.append(f"axis {axis} carries {' and '.join(kinds)}: its name gives it no part of {PROMISES[axis]}")
     return lines
+
+
+def unsharded_lines(plan: Plan) -> list[str]:
+    """Return a line that says why, if a plan of several devices cuts neither the batch nor a parameter, by the fastest
+    of the plans beside it that are known."""
+    cut = {kind for kinds in carried(plan).values() for kind in kinds}
+    if plan.mesh.devices == 1 or plan.strategy != "auto" or plan.pipeline.is_staged or cut - {VALUES}:
+        return []
+    others = [a for a in plan.alternatives if a.step_seconds is not None and a.fits]
+    best = min(others, key=lambda a: a.step_seconds or 0.0, default=None)
+    why = f"of {ms(plan.compute_seconds)} of compute it would save less than its collectives take"
+    if best is not None and best.step_seconds > plan.step_seconds:
+        communication = (best.communication_seconds or 0.0) - plan.communication_seconds
+        saved = max(0.0, plan.step_seconds + communication - best.step_seconds)
+        why = (
+            f"{best.name}, the next fastest, saves {ms(saved)} of compute and adds {ms(communication)} of communication"
+        )
+    return [f"neither batch nor parameters are sharded: {why}"]
 
 
 def check_axes(plan: Plan, strict: bool) -> None:

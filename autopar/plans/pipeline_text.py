@@ -4,12 +4,12 @@ grid."""
 from __future__ import annotations
 
 from ..schedule.text import grid
-from ..utils.format import byte_column, column, percent, table
+from ..utils.format import byte_column, column, percent, table, text_width
 from .pipeline import sizes_of
 from .plan import Plan
 
 MOST_RANKS, MOST_MICRO_BATCHES = 8, 8  # of a schedule that is drawn
-COLUMNS = 40
+COLUMNS, FEWEST = 40, 20
 
 
 def pipeline_line(plan: Plan) -> str:
@@ -51,6 +51,10 @@ def pipeline_lines(plan: Plan) -> list[str]:
     header = ["stage", "holds", "rank", "parameters", "forward ms", *backward, f"{unit} sent", f"peak {peak_unit}"]
     lines = table(header, list(rows), left=2)
     if p.ranks <= MOST_RANKS and p.micro_batches <= MOST_MICRO_BATCHES:
-        played = p.played()
-        lines += ["", *grid(played, played.seconds / COLUMNS or None).splitlines()]
+        played, width = p.played(), text_width()
+        for columns in range(COLUMNS, FEWEST - 1, -1):  # as many as fit
+            drawn = grid(played, played.seconds / columns or None, width).splitlines()
+            if len(drawn) == p.ranks:
+                break
+        lines += ["", *drawn]
     return lines

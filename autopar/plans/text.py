@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..utils.format import byte_column, byte_unit, column, ms, percent, size, table
-from .axes import axis_lines
+from .axes import axis_lines, unsharded_lines
 from .file import MEMORY_KINDS
 from .pipeline_text import batches_text, pipeline_line, pipeline_lines
 from .plan import Alternative, Plan, Region
@@ -37,6 +37,7 @@ def _result(plan: Plan) -> list[str]:
         or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *unsharded_lines(plan),
         *axis_lines(plan),
         *batch_lines(plan),
         *_trained(plan),

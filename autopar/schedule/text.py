@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import pairwise
 
-from ..utils.format import ms
+from ..utils.format import ms, text_width
 from .actions import KINDS, Action
 from .played import Played
 
@@ -15,7 +17,10 @@ def text(played: Played | Mapping[str, Played]) -> str:
     """Return the summary, a grid that fits a window and what its letters are; of several runs by their names, each on
     its own scale."""
     runs = {"": played} if isinstance(played, Played) else played
-    blocks = [f"{f'{name}: ' if name else ''}{summary(run)}\n{grid(run, _unit(run))}\n" for name, run in runs.items()]
+    blocks = [
+        f"{f'{name}: ' if name else ''}{summary(run)}\n{grid(run, _unit(run), text_width())}\n"
+        for name, run in runs.items()
+    ]
     return "\n".join(blocks) + legend(*runs.values()) + "\n"
 
 
@@ -37,12 +42,12 @@ def legend(*runs: Played) -> str:
     return f"{letters}; {where}; . waits, - goes on"
 
 
-def grid(played: Played, unit_seconds: float | None = None) -> str:
+def grid(played: Played, unit_seconds: float | None = None, width: float = math.inf) -> str:
     """Draw a run: `F0` is the forward of micro-batch 0; with several stages a rank, `2F0` that of stage 2. `.` waits,
     `-` goes on.
 
     A column shows what the rank did in the middle of it; one with a `+`, as `I0+W0`, also what came and went between
-    two middles. `unit_seconds`: one column, by default the shortest action.
+    two middles. `unit_seconds`: one column, by default the shortest action. What exceeds `width` goes on in rows below.
     """
     times = [(rank, action, start - played.first, end - played.first) for rank, action, start, end in played]
     unit = unit_seconds or min((end - start for *_, start, end in times if end > start), default=1.0)
@@ -55,11 +60,20 @@ def grid(played: Played, unit_seconds: float | None = None) -> str:
         first = min(first, columns - 1)
         rows[rank][first] = f"{rows[rank][first]}+{label(action, played)}".removeprefix(".+").removeprefix("-+")
         rows[rank][first + 1 : last] = ["-"] * (min(last, columns) - first - 1)
-    width = max((len(label(action, played)) for _, action, *_ in times), default=1)
-    widths = [max(width, *map(len, column)) for column in zip(*rows)]
+    longest = max((len(label(action, played)) for _, action, *_ in times), default=1)
+    widths = [max(longest, *map(len, column)) for column in zip(*rows)]
     digits = len(str(len(rows) - 1))
-    lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(f"rank {rank:>{digits}}: {line}" for rank, line in enumerate(lines))
+    room = width - len("rank : ") - digits
+    bands, taken = [0], 0  # the first column of each
+    for column, wide in enumerate(widths):
+        taken += wide + 1
+        if taken > room + 1 and column > bands[-1]:
+            bands, taken = [*bands, column], wide + 1
+    lines = [
+        [f"rank {rank:>{digits}}: {' '.join(map(str.ljust, row[a:b], widths[a:b])).rstrip()}"
+         for rank, row in enumerate(rows)] for a, b in pairwise([*bands, columns])
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(band) for band in lines)
 
 
 def label(action: Action, played: Played) -> str:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 
+NARROWEST, FIXED = 80, 120  # columns of text: for a terminal, and where there is none
+WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
+DOTS = re.compile(r"(\s+|(?<=[._]))")  # where a name may be broken
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
@@ -62,12 +70,55 @@ def byte_column(values: Sequence[float | None], suits: float = math.inf) -> tupl
     return name, column([None if v is None else v / scale for v in values])
 
 
+def text_width() -> int:
+    """Return how many columns text may have: those of the terminal that stdout is, 80 at least; FIXED elsewhere."""
+    is_terminal = getattr(sys.stdout, "isatty", bool)()
+    return max(NARROWEST, shutil.get_terminal_size((FIXED, 24)).columns) if is_terminal else FIXED
+
+
+def fit(text: str) -> str:
+    """Return text with its lines broken at the width of the terminal; as it is where stdout is none, because programs
+    read whole lines."""
+    if not getattr(sys.stdout, "isatty", bool)():
+        return text
+    width = text_width()
+    return "".join(
+        line if len(line) <= width else textwrap.fill(line, width, subsequent_indent="  ", **WHOLE_WORDS) + "\n"
+        for line in text.splitlines(keepends=True)
+    )
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a table whose first `left` columns are aligned left, the others right."""
+    """Return the lines of a table whose first `left` columns are aligned left, the others right. Where it is wider than
+    `text_width`, words of a cell go on in the line below: in columns of text first, then in headers, then in names."""
     cells = [header, *rows]
-    widths = [max(len(row[c]) for row in cells) for c in range(len(header))]
+    widths = _widths(list(zip(*cells)), left)
 
-    def line(row: Sequence[str]) -> str:
-        return "  ".join(x.ljust(w) if c < left else x.rjust(w) for c, (x, w) in enumerate(zip(row, widths))).rstrip()
+    def lines(row: Sequence[str]) -> list[str]:
+        broken = [[x] if len(x) <= w else _broken(x, w, c == 0) for c, (x, w) in enumerate(zip(row, widths))]
+        return [
+            "  ".join(x.ljust(w) if c < left else x.rjust(w) for c, (x, w) in enumerate(zip(line, widths))).rstrip()
+            for line in itertools.zip_longest(*broken, fillvalue="")
+        ]
 
-    return [line(header), *(line(row) for row in rows)]
+    return [line for row in cells for line in lines(row)]
+
+
+def _widths(columns: Sequence[Sequence[str]], left: int) -> list[int]:
+    """Return the widths of a table's columns: those of their longest cells, less where the table would be too wide, but
+    no less than their longest words."""
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(len(part) for x in column for part in _broken(x, 1, c == 0)) for c, column in enumerate(columns)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - text_width()
+    for group in (range(1, left), range(left, len(widths)), range(1)):
+        while excess > 0 and (open_ := [c for c in group if widths[c] > least[c]]):
+            widths[max(open_, key=lambda c: widths[c])] -= 1
+            excess -= 1
+    return widths
+
+
+def _broken(cell: str, width: int, is_name: bool) -> list[str]:
+    """Return a cell in lines of at most `width`, words whole; the words of a name end at its dots."""
+    wrapper = textwrap.TextWrapper(width, **WHOLE_WORDS | {"break_on_hyphens": is_name})
+    wrapper.wordsep_re = DOTS  # type: ignore[misc]
+    return wrapper.wrap(cell) or [""]

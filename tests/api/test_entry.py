@@ -95,7 +95,20 @@ def test_models_that_compute_little(model):
 
 
 @pytest.mark.parametrize(
-    "text, bytes_", [("40GiB", 40 * 2**30), ("1.5 gb", 1.5e9), (1000, 1000.0), ("2e9", 2e9), (None, None)]
+    "text, bytes_",
+    [
+        ("40GiB", 40 * 2**30),
+        ("80 GiB", 80 * 2**30),
+        ("80Gi", 80 * 2**30),
+        ("1.5 gb", 1.5e9),
+        ("80G", 80e9),
+        ("80 GB", 80e9),
+        ("512m", 512e6),
+        ("7B", 7.0),
+        (1000, 1000.0),
+        ("2e9", 2e9),
+        (None, None),
+    ],
 )
 def test_memory_limits(text, bytes_):
     assert bytes_of_text(text) == bytes_

@@ -47,6 +47,11 @@ def test_version(capsys):
         (["plan", *MLP, "--model", "gtp2"], "no model named 'gtp2'", "gpt2"),
         (["plan", *MLP, "--mesh", "8x8"], "'8x8' as a mesh", "dp=2,tp=4"),
         (["plan", *MLP, "--mesh", "dp=0"], "positive", "1 or more"),
+        (["plan", *MLP, "--mesh", "dp=-1,tp=2"], "-1 in dp=-1,tp=2", "--devices N"),
+        (["plan", *MLP, "--mesh", "dp=-1,tp=2", "--devices", "7"], "2 does not divide 7", "product"),
+        (["plan", *MLP, "--devices", "8"], "has 4 devices, --devices says 8", "one of the two"),
+        (["plan", *MLP[:2], *MLP[4:]], "no --mesh", "--devices 64"),
+        (["plan", *MLP, "--model", "some/model-7b"], "nothing is downloaded", "hf download some/model-7b"),
         (["plan", *MLP, "--hardware", "h1000"], "'h1000'", "h100"),
         (["plan", *MLP, "--strategy", "megatorn"], "'megatorn'", "megatron"),
         (["plan", *MLP, "--mesh", "dp=4", "--strategy", "hsdp"], "has 1", "fsdp"),
@@ -108,6 +113,23 @@ def test_plan_text_and_files(capsys, tmp_path):
     code = (tmp_path / "rank0.py").read_text()
     compile(code, "rank0.py", "exec")
     assert "def forward(" in code and "def backward(" in code and "# blocks.0.up" in code
+
+
+def test_plan_of_a_mesh_with_what_is_left(capsys):
+    assert main(plan("--mesh", "dp=-1,tp=2", "--devices", "8", "--memory", "80G")) == 0
+    out = capsys.readouterr().out
+    assert "on mesh dp=4,tp=2 (8 devices" in out and "of 74.51 GiB" in out
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_text_ends_where_the_terminal_does(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    words = ["--mesh", "pp=2,dp=2,tp=2", "--micro-batches", "4", "--batch", "16", "--schedule", "1f1b"]
+    for command in (plan(*words), ["schedule", "zbv"], ["verify", *MLP]):
+        assert main(command) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines and max(map(len, lines)) <= columns
 
 
 def test_plan_json_on_stdout(capsys):

@@ -31,6 +31,16 @@ def test_impossible_meshes_are_refused(names, sizes):
         Mesh(names, sizes)
 
 
+def test_a_size_of_what_is_left(monkeypatch):
+    assert Mesh.parse("dp=-1,tp=2", 8) == Mesh.parse("dp=4,tp=2") and Mesh.parse("dp=-1", 3).sizes == (3,)
+    for wrong, devices, message in (("dp=-1,tp=3", 8, "3 does not divide 8"), ("dp=-1,tp=-1", 8, "positive"),
+                                    ("dp=-1,tp=0", 8, "positive"), ("dp=-1,tp=2", None, "not known")):  # fmt: skip
+        with pytest.raises(MeshError, match=message):
+            Mesh.parse(wrong, devices)
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert Mesh.of("dp=-1,tp=2") == Mesh.of({"dp": -1, "tp": 2}) == Mesh.parse("dp=3,tp=2")
+
+
 def test_from_what_users_have():
     mesh = Mesh(("dp", "tp"), (2, 4))
     device_mesh = SimpleNamespace(mesh=torch.arange(8).reshape(2, 4), mesh_dim_names=("dp", "tp"))

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from autopar.errors import ModelError
-from autopar.models import build, names, resolve
+from autopar.models import build, check, names, resolve
+from autopar.models.hub import folder_of
 from autopar.models.registry import PUBLISHED, builders
 
 COUNTS = {  # parameters of the released checkpoints, tied ones once; GPT-3's were never released
@@ -270,3 +271,29 @@ def test_a_builder_has_room_for_the_sequence_and_a_published_size_has_its_own():
     assert resolve("gpt:layers=2,seq=16", 8)[1].seq == 16 and resolve("gpt2", 3000)[1].seq == 1024
     with pytest.raises(ModelError, match="longer than the model's 16"):
         build("gpt:layers=2,seq=16", batch=1, seq=17)
+
+
+def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
+    """By ORG/NAME, with or without hf:, the revision that is called main first; without it the error says what to do."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for text in ("some/model-7b", "hf:some/model-7b"):
+        with pytest.raises(ModelError, match="nothing is downloaded") as caught:
+            check(text)
+        assert "hf download some/model-7b" in caught.value.fix and "hf:FOLDER" in caught.value.fix
+    repository = tmp_path / "models--some--model-7b"
+    for revision in ("0", "1", "2"):
+        (repository / "snapshots" / revision).mkdir(parents=True)
+        (repository / "snapshots" / revision / "config.json").write_text("{}")
+    assert folder_of("some/model-7b").name == "0"
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1")
+    assert folder_of("hf:some/model-7b") == repository / "snapshots" / "1"
+    check("some/model-7b")
+
+
+def test_a_folder_needs_no_prefix(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gpt2", n_embd=16, n_layer=1, n_head=2)))
+    assert type(build(str(tmp_path), batch=1, seq=4)[0]) is type(build(f"hf:{tmp_path}", batch=1, seq=4)[0])
+    with pytest.raises(ModelError, match="cannot read no/such/folder"):
+        build("./no/such/folder", batch=1, seq=1)

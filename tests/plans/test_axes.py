@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,9 @@ from torch import nn
 
 import autopar
 from autopar.errors import StrategyError
-from autopar.plans.axes import BATCH, carried
+from autopar.models import build
+from autopar.plans.axes import BATCH, carried, unsharded_lines
+from autopar.utils.format import ms
 from tests.runtime import tiny
 
 NAMES = ("dp", "fsdp", "data", "tp", "cp", "sp", "ep", "other")
@@ -63,3 +67,15 @@ def test_inside_of_stages():
     assert "axis cp carries" in str(found) and "axis pp" not in str(found)
     with pytest.raises(StrategyError, match="axis dp would carry nothing"):
         autopar.plan(Small(), "pp=2,dp=2", (torch.randn(1, 1),), hardware="cpu-gloo", strategy="ddp", strict=True)
+
+
+def test_a_model_too_small_to_shard_says_why():
+    model, inputs = build("mlp-tiny", batch=8, seq=64)
+    found = autopar.plan(model, "dp=2,tp=2", inputs, hardware="h100")
+    line = next(line for line in str(found).splitlines() if line.startswith("neither batch nor parameters are sharded"))
+    best = min((a for a in found.alternatives if a.step_seconds), key=lambda a: a.step_seconds)
+    more = best.communication_seconds - found.communication_seconds
+    assert f": {best.name}, the next fastest, saves " in line and f"adds {ms(more)} of communication" in line
+    assert unsharded_lines(replace(found, alternatives=()))[0].endswith("less than its collectives take")
+    cut = replace(plan("dp=2", 4, strategy="ddp"), strategy="auto")  # the batch is
+    assert not unsharded_lines(replace(found, strategy="ddp")) and not unsharded_lines(cut)

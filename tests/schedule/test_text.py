@@ -88,3 +88,11 @@ def test_a_large_picture_has_a_bounded_width_and_no_links():
     assert float(ElementTree.fromstring(picture).get("width")) < 4200
     assert "prefers-color-scheme: dark" in picture
     assert re.findall(r"https?://\S+", picture) == ['http://www.w3.org/2000/svg"']
+
+
+def test_a_wide_grid_goes_on_below():
+    played = play(make("zbv", 4, 8))
+    whole, folded = grid(played).splitlines(), grid(played, width=100).splitlines()
+    assert max(map(len, whole)) > 200 and max(map(len, folded)) <= 100
+    rows = [" ".join(line.partition(": ")[2] for line in folded[rank::5]) for rank in range(4)]  # an empty line each
+    assert [row.split() for row in rows] == [line.partition(": ")[2].split() for line in whole]

@@ -1,6 +1,10 @@
+import io
+import sys
+
 import pytest
 
-from autopar.utils.format import byte_column, column, ms, percent, size, table
+from autopar.utils import format as text
+from autopar.utils.format import byte_column, column, fit, ms, percent, size, table, text_width
 
 
 @pytest.mark.parametrize(
@@ -43,3 +47,33 @@ def test_a_byte_column_has_the_unit_of_its_largest():
 
 def test_table():
     assert table(["a", "n"], [["long", "1"], ["x", "200"]]) == ["a       n", "long    1", "x     200"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns, width", [("40", 80), ("100", 100), ("300", 300)])
+def test_text_is_as_wide_as_the_terminal_but_80_at_least(columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert text_width() == 120 and fit("word " * 60 + "\n") == "word " * 60 + "\n"  # no terminal
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    lines = fit("short\n" + "word " * 80 + "\n").splitlines()
+    assert text_width() == width and lines[0] == "short" and all(line.startswith("  word") for line in lines[2:])
+    assert width - 5 <= max(map(len, lines)) <= width and " ".join(" ".join(lines[1:]).split()) == "word " * 79 + "word"
+
+
+def test_a_table_that_is_too_wide_goes_on_below(monkeypatch):
+    """Text is broken first, then headers, names last and at their dots; nothing is lost, and no word is cut."""
+    header, row = ["module", "what", "step ms"], ["layers.attention.query", "one two three", "1.0"]
+    expected = {
+        46: ["module                  what           step ms", "layers.attention.query  one two three      1.0"],
+        36: ["module                  what    step", "                                  ms",
+             "layers.attention.query  one      1.0", "                        two", "                        three"],
+        24: ["module       what   step", "                      ms", "layers.      one     1.0", "attention.   two",
+             "query        three"],
+    }  # fmt: skip
+    for width, lines in expected.items():
+        monkeypatch.setattr(text, "text_width", lambda width=width: width)
+        assert table(header, [row], left=2) == lines
