@@ -39,6 +39,12 @@ def folder_of(text: str) -> Path:
     )
 
 
+def files_of(text: str) -> Path | None:
+    """Return the folder of a Hugging Face model, in which its weights and tokenizer may be; None for any other text."""
+    path = folder_of(text) if is_hub(text) else None
+    return path.parent if path is not None and path.is_file() else path
+
+
 def _cache() -> Path:
     """Return the folder in which huggingface_hub keeps snapshots, by the environment variables that it reads."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"

@@ -53,9 +53,10 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, searches: boo
         parser.add_argument(name, type=count, default=default, required=default is None, metavar="N", help=what + after)
 
 
-def add_planning(parser, hardware: str) -> None:
-    """Add --hardware, --precision, --strategy, --memory, --offload and --pin."""
-    profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware})"
+def add_planning(parser, hardware: str | None) -> None:
+    """Add --hardware, --precision, --strategy, --memory, --offload and --pin. `hardware`: the default, None for that of
+    the devices here."""
+    profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware or 'that of this machine'})"
     parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = "fp32: the model's own types (default); bf16: compute in bfloat16, parameters stay as they are"
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help=precision)
@@ -253,7 +254,8 @@ def check(args: argparse.Namespace) -> None:
         check_staged(mesh, getattr(args, "schedule", None), getattr(args, "stages_per_rank", None))
     if (schedule := getattr(args, "schedule", None)) not in (None, "auto"):
         canonical(schedule)
-    profile.load(args.hardware)
+    if args.hardware is not None:
+        profile.load(args.hardware)
     pins(args)
     if hasattr(args, "forbid"):
         forbidden(args)

@@ -1,17 +1,23 @@
-"""`autopar train`: a short training run on gloo processes of its own, or on those of torchrun, with what was predicted
-beside what was measured."""
+"""`autopar train`: a training run on processes of its own, or on those of torchrun, with what was predicted beside what
+was measured. GPUs are used where there is one for each process, processors elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import models
-from ..errors import AdaptError, AutoparError, CheckpointError, MeshError, PipelineError
+from ..errors import AdaptError, AutoparError, CheckpointError, InputError, MeshError, PipelineError
 from ..ir.mesh import Mesh
 from ..plans.pipeline import axis_of
 from ..schedule import files
 from . import common
+
+if TYPE_CHECKING:
+    from torch import nn
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
 GRACE_SECONDS = 4  # for processes to end by themselves when another one failed
@@ -21,7 +27,7 @@ def add(subparsers) -> None:
     """Declare `autopar train` and its arguments."""
     parser = common.command(subparsers, "train", "train a model on processes of this machine", EXAMPLE, run)
     common.add_model(parser)
-    common.add_planning(parser, hardware="cpu-gloo")
+    common.add_planning(parser, hardware=None)
     common.add_adapting(parser)
     common.add_pipeline(parser)
     trace = (
@@ -29,6 +35,13 @@ def add(subparsers) -> None:
     )
     common.add_micro_batches(parser)
     parser.add_argument("--trace", metavar="FILE", help=trace)
+    data = (
+        "text, or JSONL with a field text, to train on, by the tokenizer of a folder, else by bytes (default a corpus)"
+    )
+    parser.add_argument("--data", metavar="FILE", help=data)
+    device = "what to train on (default cuda, if there is a GPU for each process of this machine)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
+    parser.add_argument("--save", metavar="FOLDER", help="write the trained model there at the end, as save_pretrained")
     parser.add_argument(
         "--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format"
     )
@@ -49,6 +62,11 @@ def add(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the arguments, then train in processes of its own, or in this one if torchrun started it."""
     common.check(args)
+    devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
+    args.device, here = _device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    args.hardware = args.hardware or here
+    if args.data is not None and not Path(args.data).expanduser().is_file():
+        raise InputError(f"there is no file {args.data}", fix="give --data a text or JSONL file")
     if args.checkpoint is None and (args.every or args.keep or args.resume):
         raise CheckpointError(
             "--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
@@ -57,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     adapt = common.adaptations(args)
     if args.save_adapter and args.lora is None and args.qlora is None:
         raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora or --qlora")
-    models.build(args.model, batch=args.batch, seq=args.seq)  # on meta: raises here rather than in every process
+    module, inputs = models.build(args.model, batch=args.batch, seq=args.seq)  # raises here, not in every process
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
-    devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
+    settings["flops"] = flops_of_step(module, inputs, args) if sys.stdout.isatty() else 0.0
     if "RANK" not in os.environ or world is None:
         return _spawn(settings, devices)
     if int(world) != devices:
@@ -69,6 +87,36 @@ def run(args: argparse.Namespace) -> int:
 
     train(int(os.environ["RANK"]), devices, "env://", settings)
     return 0
+
+
+def _device(asked: str | None, processes: int) -> tuple[str, str]:
+    """Return the type of device to train on, as asked, else cuda if this machine has a GPU for each of its processes,
+    and what such devices call themselves."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if asked == "cuda" and found < processes:
+        raise MeshError(f"--device cuda needs {processes} GPUs here, there are {found}", fix="leave it out, or use cpu")
+    is_gpu = asked != "cpu" and found >= processes
+    return ("cuda", torch.cuda.get_device_name()) if is_gpu else ("cpu", "cpu-gloo")
+
+
+def flops_of_step(module: nn.Module, inputs, args: argparse.Namespace) -> float:
+    """Return the FLOPs of a step by the model's mathematics: of the forward, as much for the gradients of values, and
+    for those of weights if all of them train. 0.0 for a model that cannot run on the meta device."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from .._torch import tree_map
+    from ..frontend.call_signature import split_example
+
+    words, named = tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, split_example(inputs))
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counted:
+            module.to("meta")(*words, **named)
+    except Exception:  # such as what depends on values
+        return 0.0
+    return counted.get_total_flops() * (3.0 if args.lora is args.qlora is None else 2.0)
 
 
 def _check_pipeline(args: argparse.Namespace) -> None:
@@ -82,7 +130,6 @@ def _check_pipeline(args: argparse.Namespace) -> None:
 def _spawn(settings: dict, devices: int) -> int:
     """Run one process a device. All have ended when this returns (the exit code) or raises, however it does."""
     import logging
-    import sys
     import tempfile
 
     import torch.multiprocessing as mp

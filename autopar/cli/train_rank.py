@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,24 +20,28 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from .. import models, schedule
-from .._torch import tree_flatten
+from .._torch import tree_flatten, tree_map
 from ..api import entry
 from ..calibrate import stale
-from ..errors import AutoparError, CheckpointMismatch, ModelError
+from ..cost.compute import DTYPE_NAMES
+from ..errors import AutoparError, CheckpointMismatch, InputError, ModelError
 from ..frontend.call_signature import split_example
 from ..hardware import profile
 from ..ir.mesh import Mesh
+from ..models import corpus, text_data
 from ..models.corpus import batches
+from ..models.hub import files_of
 from ..plans.plan import Plan
 from ..plans.text import summary
 from ..processes import agree, process_groups, watch
 from ..storage import checkpoint
 from ..utils.allocation_tracker import Allocations
-from ..utils.format import ms, size
+from ..utils.format import fit, ms, size
 from . import common
+from .shown_steps import shown_steps
 
 WARM_UP = 2  # steps that are not timed
-OF_A_RUN = ("model", "batch", "seq", "seed", "lr")  # settings that stay when a run goes on
+OF_A_RUN = ("model", "batch", "seq", "seed", "lr", "data")  # settings that stay when a run goes on
 
 
 def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
@@ -59,14 +65,15 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
     common.quiet()
     if settings["timeout"]:
         os.environ["AUTOPAR_TIMEOUT_S"] = str(settings["timeout"])
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=devices)
+    is_gpu = settings["device"] == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"  # parameters may be offloaded to the processor
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=devices)
     try:
         mesh = Mesh.parse(settings["mesh"])
-        _run(
-            init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names),
-            settings,
-            say=print if rank == 0 else _silent,
-        )
+        device_mesh = init_device_mesh(settings["device"], mesh.sizes, mesh_dim_names=mesh.names)
+        _run(device_mesh, settings, say=print if rank == 0 else _silent)
     finally:
         process_groups.end()
 
@@ -74,38 +81,51 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
 def _run(device_mesh, settings: dict, say) -> None:
     batch, seq, steps = settings["batch"], settings["seq"], settings["steps"]
     torch.manual_seed(settings["seed"])
-    source, inputs = models.build(settings["model"], batch=batch, seq=seq, device="cpu", seed=settings["seed"])
-    stream = _stream(source, inputs, settings)
-    if warning := stale(profile.load(settings["hardware"]), dist.get_backend()):
+    folder = files_of(settings["model"])
+    weights = folder if folder is not None and any(folder.glob("*.safetensors")) else None
+    if folder is not None:
+        say(f"weights of {folder}" if weights else f"{folder} has no *.safetensors: weights are random")
+    sizes = {"batch": batch, "seq": seq, "seed": settings["seed"]}
+    source, inputs = models.build(settings["model"], device="meta" if weights else "cpu", **sizes)
+    inputs = tree_map(partial(_on, torch.device(settings["device"])), inputs)
+    stream = _stream(source, inputs, folder, settings, say)
+    hardware = profile.load(settings["hardware"])
+    if warning := stale(hardware, "nccl" if settings["device"] == "cuda" else "gloo"):
         say(f"warning: {warning}")
     say("planning ...", flush=True)
     planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
     staged = {"schedule": settings["schedule"] or "auto"} | {
         k: settings[k] for k in ("micro_batches", "stages_per_rank")
     }
-    model = entry.compile(source, device_mesh, inputs, **planning, **staged)
+    dtype = DTYPE_NAMES.get(next((p.dtype for p in source.parameters()), torch.float32), "fp32")
+    model = entry.compile(source, device_mesh, inputs, weights=weights, **planning, **staged)
     trained = [p for p in model.parameters() if p.requires_grad] or [
         torch.zeros(0, requires_grad=True)
     ]  # stages may be frozen
     optimizer = torch.optim.AdamW(trained, lr=settings["lr"])
-    say(summary(replace(model.plan, model=settings["model"])), "", sep="\n")
+    say(fit(summary(replace(model.plan, model=settings["model"])) + "\n"))
     done = _resume(model, optimizer, stream, settings, say)
+    kind = dtype if settings["precision"] == "fp32" else settings["precision"]  # in which products are computed
+    peak_flops = device_mesh.size() * hardware.flops_per_second.get(kind, math.inf)
     seconds, peak = [], 0
-    for step in range(done + 1, steps + 1):
-        call = split_example(next(stream))
-        follows = step == min(done + WARM_UP, steps)
-        start = time.perf_counter()
-        with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
-            args, kwargs = call
-            loss = _loss_of(model(*args, **kwargs))
-            loss.backward()
-            seconds.append(time.perf_counter() - start)
-            optimizer.step()
-        peak = max(peak, most())
-        optimizer.zero_grad()
-        whole = time.perf_counter() - start
-        say(f"step {step:{len(str(steps))}d}  loss {loss.item():.4f}  {batch * seq / whole:,.0f} tokens/s", flush=True)
-        _save(step, model, optimizer, stream, settings)
+    with shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:
+        for step in range(done + 1, steps + 1):
+            call = split_example(tree_map(partial(_on, torch.device(settings["device"])), next(stream)))
+            follows = step == min(done + WARM_UP, steps)
+            start = _now()
+            with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
+                args, kwargs = call
+                loss = _loss_of(model(*args, **kwargs))
+                loss.backward()
+                seconds.append(_now() - start)
+                optimizer.step()
+            peak = max(peak, most())
+            optimizer.zero_grad()
+            show(step, loss.item(), _now() - start)
+            _save(step, model, optimizer, stream, settings)
+    if settings["save"]:
+        model.save_pretrained(settings["save"])
+        say(f"model saved in {settings['save']}")
     if settings["save_adapter"]:
         model.save_adapter(settings["save_adapter"])
         say(f"adapter saved in {settings['save_adapter']}")
@@ -114,7 +134,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     timed = seconds[WARM_UP:] or seconds
     figures = torch.tensor([statistics.median(timed), float(peak)], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    say("", _comparison(model.plan, *figures.tolist(), len(timed)), sep="\n")
+    say(fit("\n" + _comparison(model.plan, *figures.tolist(), len(timed))))
     if settings["trace"]:
         _trace(model, settings, say)
 
@@ -178,13 +198,39 @@ def _save(step: int, model, optimizer, stream, settings: dict) -> None:
         )
 
 
-def _stream(source: nn.Module, inputs, settings: dict) -> Iterator:
-    """Iterate over batches of the corpus for a model that reads tokens, else over its example inputs, without end."""
-    if "input_ids" not in split_example(inputs)[1]:
+def _stream(source: nn.Module, inputs, folder: Path | None, settings: dict, say) -> Iterator:
+    """Iterate without end over batches of the user's data or the corpus for a model that learns the next token, else
+    over its example inputs. Raises InputError for data that the model cannot take."""
+    named, data = split_example(inputs)[1], settings["data"]
+    ids, labels = named.get("input_ids"), named.get("labels")
+    if ids is None or labels is None or ids.shape != labels.shape:
+        if data is not None:
+            raise InputError(f"{settings['model']} does not take input_ids and labels of one shape, which --data makes",
+                             fix="use a model that learns the next token, or a script of your own")  # fmt: skip
         return iter(lambda: inputs, None)
     config = getattr(source, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = getattr(config, "vocab", None) or getattr(config, "vocab_size", None) or 256
-    return batches(settings["batch"], settings["seq"], vocab, settings["seed"])
+    sizes = settings["batch"], settings["seq"]
+    if data is None and (folder is None or not text_data.has_tokenizer(folder)):
+        return batches(*sizes, vocab, settings["seed"])
+    packed = text_data.Packed(text_data.tokens_of(data or corpus.FILE, folder, vocab), *sizes, settings["seed"])
+    say(f"{data or 'the corpus'}: {len(packed.tokens):,} tokens, {packed.sequences:,} sequences an epoch")
+    return packed
+
+
+def _on(device: torch.device, value: object) -> object:
+    """Return a tensor on a device, one without values as zeros; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
+
+
+def _now() -> float:
+    """Return the time in seconds when the device has done all that was asked of it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _loss_of(output: object) -> torch.Tensor:

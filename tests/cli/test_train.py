@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.cli.main import main
+from autopar.cli.shown_steps import shown_steps
+from autopar.cli.train import flops_of_step
+from autopar.models import build
+from autopar.models.text_data import Packed, tokens_of
 from tests.storage.damage import Killed, end_test
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
@@ -92,7 +101,135 @@ def test_train_under_torchrun(tmp_path):
     ]
 
 
-def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """This process is what torchrun started, and the only one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog",
+    "a stitch in time saves nine",
+    "all that glitters is not gold",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Hugging Face folder of a config, weights and a tokenizer of words, and beside it texts in two forms."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    texts = SENTENCES * 20
+    (folder.parent / "data.jsonl").write_text("\n".join(json.dumps({"text": text, "source": 1}) for text in texts))
+    (folder.parent / "data.txt").write_text("\n".join(texts))
+    return folder
+
+
+def losses_of(out: str) -> list[float]:
+    return [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
+
+
+def test_train_a_folder_on_a_file(folder, tmp_path, alone, capsys):
+    """The first loss is that of the folder's weights on the file's tokens; it falls; a resumed run goes on with the
+    batches that come next; what is saved is a folder again."""
+    from transformers import AutoModelForCausalLM
+
+    data, runs = folder.parent / "data.jsonl", tmp_path / "runs"
+    words = ["train", "--model", str(folder), "--data", str(data), "--mesh", "dp=-1", "--batch", "4", "--seq", "16"]
+    words += ["--lr", "0.01", "--checkpoint"]
+    assert main([*words, str(tmp_path / "whole"), "--steps", "8", "--save", str(tmp_path / "saved")]) == 0
+    out = capsys.readouterr().out
+    losses = losses_of(out)
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
+    assert f"weights of {folder}" in out and "tokens, " in out and out.splitlines()[-2].startswith("predicted ")
+    stream = Packed(tokens_of(data, folder, 48), 4, 16)
+    first = AutoModelForCausalLM.from_pretrained(folder)(**next(stream)).loss.item()
+    assert losses[0] == pytest.approx(first, abs=2e-4)
+    for _ in range(7):
+        next(stream)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(**next(stream)).loss.item()
+    assert saved < losses[-1]
+    assert main([*words, str(runs), "--steps", "5"]) == main([*words, str(runs), "--steps", "8", "--resume"]) == 0
+    assert losses_of(capsys.readouterr().out) == losses
+    assert main([*words, str(runs), "--steps", "9", "--resume", "--data", str(folder.parent / "data.txt")]) == 2
+    assert "has --data " in capsys.readouterr().err
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("flags", [["--lora", "r=4"], ["--qlora", "r=4,block_size=16"], ["--qat", "int8"]], ids=str)
+def test_train_an_adapted_folder(flags, folder, alone, capsys):
+    words = ["--mesh", "dp=1", "--batch", "4", "--seq", "16", "--steps", "6", "--lr", "0.02"]
+    assert main(["train", "--model", f"hf:{folder}", "--data", str(folder.parent / "data.txt"), *words, *flags]) == 0
+    out = capsys.readouterr().out
+    losses = losses_of(out)
+    assert losses[-1] < losses[0] - 0.05 and ("\ntrains " in out) == (flags[0] != "--qat")
+
+
+@pytest.mark.gloo
+def test_train_a_folder_on_two_processes(folder):
+    words = ["--model", str(folder), "--mesh", "dp=-1", "--devices", "2", "--batch", "4", "--seq", "16", "--steps", "3"]
+    process = autopar("train", *words, "--data", str(folder.parent / "data.jsonl"))
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and len(losses_of(out)) == 3 and "on mesh dp=2 (2 devices, cpu-gloo)" in out, err
+    assert not left_of(process)
+
+
+@pytest.mark.parametrize(
+    "model, data, message",
+    [
+        ("FOLDER", "{}", 'line 1 of DATA has no "text"'),
+        ("FOLDER", "nothing in it", 'line 1 of DATA has no "text"'),
+        ("FOLDER", "", "cannot be cut from 0 tokens"),
+        ("gpt:hidden=16,layers=1,heads=2,vocab=64,seq=16", '{"text": "zzz zzz zzz zzz"}', "the token 122"),
+        ("mlp-tiny:layers=1", '{"text": "zzz"}', "does not take input_ids and labels"),
+    ],
+)
+def test_data_that_cannot_be_used(model, data, message, folder, tmp_path, alone, capsys):
+    file = tmp_path / "data.jsonl"
+    file.write_text(data)
+    words = ["--mesh", "dp=1", "--batch", "2", "--seq", "8", "--data", str(file)]
+    assert main(["train", "--model", model.replace("FOLDER", str(folder)), *words]) == 2
+    err = capsys.readouterr().err
+    assert message.replace("DATA", str(file)) in err and len(err.splitlines()) == 1
+
+
+def test_a_terminal_has_a_bar_with_the_utilization(monkeypatch, capsys):
+    with shown_steps(3, 0, 100, 0.01, print) as show:
+        show(1, 2.5, 0.1)
+    plain = capsys.readouterr().out
+    assert plain == "step 1  loss 2.5000  1,000 tokens/s\n"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with shown_steps(3, 0, 100, 0.01, print) as show:
+        show(1, 2.5, 0.1)
+        show(3, 2.25, 0.05)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert plain in shown.replace("\r", "") and "3/3" in shown and "2,000 tokens/s  MFU 20.0%" in shown
+
+
+def test_flops_of_a_step_are_those_of_the_mathematics():
+    model, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    for lora, passes in ((None, 3), ("r=2", 2)):
+        assert flops_of_step(model, inputs, Namespace(lora=lora, qlora=None)) == passes * 2 * weights * 16
+
+
+def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys, alone):
     """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the
     name of the run and the time, which are in the manifest)."""
     from autopar.cli import train_rank
@@ -109,11 +246,6 @@ def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
         "8",
     ]
     words += ["--steps", "6", "--every", "2", "--keep", "2", "--resume", "--checkpoint"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
     assert main([*words, str(tmp_path / "whole")]) == 0
     assert f"no checkpoint in {tmp_path / 'whole'}: starting with step 1" in capsys.readouterr().out
 
@@ -132,13 +264,8 @@ def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
     assert all((tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
 
 
-def test_two_runs_in_one_folder(tmp_path, monkeypatch, capsys):
+def test_two_runs_in_one_folder(tmp_path, capsys, alone):
     """The checkpoints of the earlier run stay, however far it came, and the later one is resumed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, value)
     words = ["train", *MLP, "--mesh", "dp=1", "--every", "1", "--keep", "1", "--checkpoint", str(tmp_path)]
     assert main([*words, "--steps", "6"]) == 0
     assert main([*words, "--steps", "3"]) == 0
