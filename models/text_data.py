@@ -81,7 +81,7 @@ def _documents(file: Path) -> Iterator[str]:
     if file.suffix not in JSON_LINES:
         yield text
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield json.loads(line)["text"] + ""

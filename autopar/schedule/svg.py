@@ -9,9 +9,10 @@ from ..utils.format import ms
 from .actions import KINDS
 from .played import Played
 
-ROW, GAP, LEFT, TOP, BOX = 24, 4, 62, 34, 22  # pixels; BOX: the shortest action, if the whole then fits into WIDEST
+ROW, GAP, LEFT, BOX = 24, 4, 62, 22  # pixels; BOX: the shortest action, if the whole then fits into WIDEST
 CAPTION = 26  # over each of several runs
-NARROWEST, WIDEST = 520, 4000  # the legend needs as much
+LINE, LETTER = 18, 6.8  # of the legend: the height of a line, the width of a letter
+NARROWEST, WIDEST = 520, 4000
 FAR_LONGER = 4.0  # times as long as the shortest run: on one scale nothing could be seen of that
 PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -44,10 +45,8 @@ def svg(played: Played | Mapping[str, Played], title: str | None = None, widest:
     is_one_scale = longest <= FAR_LONGER * min(run.seconds for run in runs.values())
     scale = max(min(BOX / shortest, (widest - LEFT) / longest), (NARROWEST - LEFT) / longest)
     title = some.schedule.name if title is None else title
-    used = [kind for kind in KINDS if any(action.kind == kind for run in runs.values() for _, action, *_ in run)]
-    parts = [f'<rect class="{kind}" x="{LEFT + 120 * n}" y="8" width="12" height="12" rx="2"/>'
-             f'<text x="{LEFT + 120 * n + 17}" y="18">{KINDS[kind]}</text>' for n, kind in enumerate(used)]  # fmt: skip
-    top = TOP
+    width = LEFT + longest * scale + 8
+    parts, top = _legend(list(runs.values()), width)
     for name, run in runs.items():
         if name:
             said = (
@@ -57,10 +56,29 @@ def svg(played: Played | Mapping[str, Played], title: str | None = None, widest:
             top += CAPTION
         parts += _rows(run, top, scale if is_one_scale else scale * longest / (run.seconds or 1.0))
         top += run.schedule.ranks * (ROW + GAP) + 4
-    width = LEFT + longest * scale + 8
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{width:.0f}" height="{top}" '
             f'viewBox="0 0 {width:.0f} {top}" role="img"><title>{escape(title)}</title><style>{STYLE}</style>')  # fmt: skip
     return "\n".join([head, *parts, "</svg>"])
+
+
+def _legend(runs: list[Played], width: float) -> tuple[list[str], float]:
+    """Return what the colours and numbers mean, in as many lines as the width needs, and where it ends."""
+    used = [kind for kind in KINDS if any(action.kind == kind for run in runs for _, action, *_ in run)]
+    entries = [(kind, KINDS[kind]) for kind in used]
+    if any(run.schedule.stages_per_rank > 1 for run in runs):
+        entries.append((f"{used[0]} odd", "lighter: every second stage of a rank"))
+    entries += [("idle", "the rank waits"), ("", "number: the micro-batch")]
+    parts, x, y = [], float(LEFT), 8
+    for class_, said in entries:
+        box = 17 if class_ else 0
+        wide = box + LETTER * len(said) + 16
+        if x > LEFT and x + wide > width:
+            x, y = float(LEFT), y + LINE
+        if class_:
+            parts.append(f'<rect class="{class_}" x="{x:.0f}" y="{y}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text x="{x + box:.0f}" y="{y + 10}">{said}</text>')
+        x += wide
+    return parts, y + LINE + 8
 
 
 def page(played: Played | Mapping[str, Played], title: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+MANY = 9  # columns of a table that no narrow window has room for
 VOID = ("meta", "br", "hr", "img", "input", "link")  # these have no closing tag
 
 
@@ -32,8 +33,9 @@ def joined(children) -> Html:
 
 
 def rows_of(header: list[str], rows: list[list[object]], left: int = 1, bars: int | None = None) -> Html:
-    """Make a table that scrolls sideways in a narrow window; all but the first `left` columns are numbers, and `bars`
-    is the one with bars, which a narrow window leaves out."""
+    """Make a table whose words wrap where it would be wider than the window; all but the first `left` columns are
+    numbers, and `bars` is the one with bars, which a narrow window leaves out. Headers of many columns stand upright in
+    a window that is not wide."""
 
     def cells(name: str, row) -> Html:
         classes = ("bars" if i == bars else None if i < left else "number" for i in range(len(row)))
@@ -41,7 +43,7 @@ def rows_of(header: list[str], rows: list[list[object]], left: int = 1, bars: in
 
     head = tag("thead", tag("tr", cells("th", header)))
     body = tag("tbody", joined(tag("tr", cells("td", row)) for row in rows))
-    return tag("div", tag("table", head, body), class_="scroll")
+    return tag("div", tag("table", head, body), class_="scroll many" if len(header) > MANY else "scroll")
 
 
 def bar(share: float, class_: str = "bar") -> Html:

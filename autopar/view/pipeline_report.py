@@ -52,8 +52,8 @@ def _summary(plan: Plan) -> Html:
     p = plan.pipeline
     trained = f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"
     shown = [
-        ("step", ms(plan.step_seconds), f"an even split without waiting takes {ms(plan.bound)} or more"),
-        (p.schedule, f"{p.micro_batches} × {-(-plan.samples // p.micro_batches)}", "micro-batches × samples"),
+        ("micro-batches × samples", f"{p.micro_batches} × {-(-plan.samples // p.micro_batches)}",
+         p.schedule.replace("_", " ")),
         ("stages", str(len(p.costs)), f"slowest {p.balance:.2f} times the mean"),
         ("waiting", ms(waiting_seconds(plan)), f"of the mean rank, bubble {percent(p.played().bubble, 1.0)}"),
         ("peak memory", size(plan.peak_bytes),

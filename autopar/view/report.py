@@ -51,7 +51,7 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
 
 
 def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
-    """Return the page of a plan with the sections that have a content."""
+    """Return the page of a plan: the seconds of a step as its headline, then the sections that have a content."""
     title = f"{plan.model} on mesh {plan.mesh}"
     head = tag(
         "head", tag("meta", charset="utf-8"), tag("meta", name="viewport",
@@ -60,7 +60,8 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
     )  # fmt: skip
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     made = f"{devices}, {plan.hardware}, {plan.precision}, {plan.optimizer}, strategy {plan.strategy}"
-    main = [tag("header", tag("h1", title), tag("p", made))]
+    step = tag("p", tag("b", ms(plan.step_seconds)), f" a step of {samples_text(plan)}, predicted", class_="headline")
+    main = [tag("header", tag("h1", title), tag("p", made), step, tag("p", f"{bound_text(plan)} (gap {plan.gap:.2%})"))]
     main += [tag("section", tag("h2", name), content) for name, content in sections if content]
     body = tag("body", tag("main", *main), tag("script", Html((FOLDER / "report.js").read_text())))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -69,7 +70,6 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
 def _summary(planned: Planned, timeline: Timeline) -> Html:
     plan = planned.plan
     shown = [
-        ("step", ms(plan.step_seconds), f"{bound_text(plan)} (gap {plan.gap:.2%})"),
         ("with overlap", *_overlapped(planned, timeline)),
         ("compute", ms(plan.compute_seconds), _recomputed(plan)),
         ("communication", ms(plan.communication_seconds), _communicated(plan)),
@@ -79,12 +79,17 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
          f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
     if plan.offloaded.parameters:
-        shown.insert(4, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
+        shown.insert(3, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
     return cards(shown)
 
 
+def samples_text(plan: Plan) -> str:
+    """Return the batch of a step as text."""
+    return f"{plan.samples:,} sample{'s' if plan.samples != 1 else ''}"
+
+
 def cards(shown: list[tuple[str, str, str]]) -> Html:
-    """Show (name, value, note) as large numbers next to each other."""
+    """Show (name, value, note) next to each other."""
     return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value,
                         note in shown),
                class_="cards")  # fmt: skip

@@ -22,9 +22,9 @@ def test_every_sequence_is_there_once_an_epoch():
 
 
 def test_without_a_tokenizer_a_token_is_a_byte(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n{"text": "\u00e9", "more": 1}\n', encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n{"text": "\u00e9\u2028", "more": 1}\n', encoding="utf-8")
     (tmp_path / "x.txt").write_text("b\nc")
-    assert bytes(tokens_of(tmp_path / "x.jsonl", None, 256).tolist()) == "a\n\u00e9\n".encode()
+    assert bytes(tokens_of(tmp_path / "x.jsonl", None, 256).tolist()) == "a\n\u00e9\u2028\n".encode()
     assert bytes(tokens_of(tmp_path / "x.txt", tmp_path, 256).tolist()) == b"b\nc\n"
 
 

@@ -75,10 +75,12 @@ def test_the_picture(name):
     assert [box.find(f"{space}title").text.split(":")[0] for box in boxes] == [str(action) for _, action, *_ in played]
     assert all(0 <= float(box.get("x")) and float(box.get("x")) + float(box.get("width")) <= width for box in boxes)
     assert root.find(f"{space}title").text == "a < b & c"
-    legend = {text.text for text in root.iter(f"{space}text")} & set(
-        "forward,backward,input gradient,weight gradient".split(",")
-    )
-    assert ("backward" in legend) == any(action.kind == "B" for _, action, *_ in played)
+    legend = [rect for rect in root.iter(f"{space}rect") if rect.find(f"{space}title") is None and rect.get("rx")]
+    assert {rect.get("class") for rect in legend} >= {box.get("class").split()[0] for box in boxes} | {"idle"}
+    assert any(" odd" in rect.get("class") for rect in legend) == any(" odd" in box.get("class") for box in boxes)
+    assert max(float(rect.get("y")) for rect in legend) + 12 < min(float(box.get("y")) for box in boxes)
+    words = {text.text: float(text.get("x")) for text in root.iter(f"{space}text")}
+    assert words["number: the micro-batch"] + 130 < width and {"the rank waits", "forward"} <= set(words)
     numbers = [text.text for text in root.iter(f"{space}text") if text.get("class") == "number"]
     assert len(numbers) == len(boxes)
 

@@ -21,7 +21,7 @@ from autopar.utils.format import ms
 from autopar.view.pipeline_report import pipeline_page
 from autopar.view.pipeline_trace import pipeline_trace_of
 
-from .test_report import Page
+from .test_report import Page, widest_of
 
 MODEL = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
 
@@ -74,6 +74,8 @@ def test_the_report(planned, explained):
     assert all(kind in said for held in planned.staged.evaluated.memory for kind in held)
     titles = [t for t in page.texts if t.startswith(("0F", "1F", "0B", "1B"))]
     assert len(titles) == sum(map(len, plan.pipeline.orders.orders))
+    assert page.texts.count(ms(plan.step_seconds)) >= 1 and "the rank waits" in page.texts  # of the legend
+    assert widest_of(text) < 1148
     assert "Other micro-batches" in said and "Other micro-batches" not in pipeline_page(planned)
 
 

@@ -98,6 +98,41 @@ def test_tables_are_those_of_the_text(planned, table_of):
         assert line == [name, "", *numbers]
 
 
+def test_one_number_is_the_headline(planned):
+    page, css = Page(report_page(planned)), (FOLDER / "report.css").read_text()
+    assert [a["class"] for name, a in page.elements if a.get("class") == "headline"] == ["headline"]
+    after = page.texts[page.texts.index(ms(planned.plan.step_seconds)) + 1]
+    assert after == " a step of 8 samples, predicted"
+    sizes = {float(size): rule for rule, size in re.findall(r"^([^{}\n]+) \{[^}]*font-size: ([\d.]+)rem", css, re.M)}
+    assert sizes[max(sizes)] == ".headline b"
+
+
+def test_no_table_is_cut_off(planned):
+    assert widest_of(report_page(planned)) < 1148 and not clipped()
+
+
+def clipped() -> list[str]:
+    """The rules of the style sheet that keep words of tables on one line, but for numbers."""
+    rules = re.findall(r"^ *([^{}\n]+) \{([^}]*)\}", (FOLDER / "report.css").read_text(), re.M)
+    kept = [name for rule, style in rules if "nowrap" in style for name in rule.split(",")]
+    return [name for name in kept if re.search(r"\b(th|td|table|code)\b", name) and "number" not in name]
+
+
+def widest_of(text: str) -> float:
+    """Pixels that the widest table needs at least: of its numbers and longest words, at 8 a letter."""
+    needed = []
+    for table in re.findall(r"<table>(.*?)</table>", text):
+        rows = re.findall(r"<tr>(.*?)</tr>", table)
+        cells = [re.findall(r"<(t[dh])( class=\"number\")?[^>]*>(.*?)</t[dh]>", row) for row in rows]
+        words = [
+            [len(max([x] if kind == "td" and number else x.split() or [""], key=len))
+             for kind, number, x in ((k, n, unescape(re.sub(r"<[^>]*>", "", c))) for k, n, c in row)]
+            for row in cells
+        ]  # fmt: skip
+        needed.append(sum(12 + 8 * max(column) for column in zip(*words)))
+    return max(needed)
+
+
 def test_every_colour_is_defined(planned):
     page, css = Page(report_page(planned)), (FOLDER / "report.css").read_text()
     drawn = {a["class"] for name, a in page.elements if name in ("i", "rect", "path") and "class" in a}
