@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Show = Callable[[int, float, float], None]
+Show = Callable[[int, float, float], object]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def _run(device_mesh, settings: dict, say) -> None:
         k: settings[k] for k in ("micro_batches", "stages_per_rank")
     }
     dtype = DTYPE_NAMES.get(next((p.dtype for p in source.parameters()), torch.float32), "fp32")
-    model = entry.compile(source, device_mesh, inputs, weights=weights, **planning, **staged)
+    model: Any = entry.compile(source, device_mesh, inputs, weights=weights, **planning, **staged)
     trained = [p for p in model.parameters() if p.requires_grad] or [
         torch.zeros(0, requires_grad=True)
     ]  # stages may be frozen
@@ -208,7 +209,7 @@ def _stream(source: nn.Module, inputs, folder: Path | None, settings: dict, say)
             raise InputError(f"{settings['model']} does not take input_ids and labels of one shape, which --data makes",
                              fix="use a model that learns the next token, or a script of your own")  # fmt: skip
         return iter(lambda: inputs, None)
-    config = getattr(source, "config", None)
+    config: Any = getattr(source, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = getattr(config, "vocab", None) or getattr(config, "vocab_size", None) or 256
     sizes = settings["batch"], settings["seq"]

@@ -59,14 +59,14 @@ def unsharded_lines(plan: Plan) -> list[str]:
     cut = {kind for kinds in carried(plan).values() for kind in kinds}
     if plan.mesh.devices == 1 or plan.strategy != "auto" or plan.pipeline.is_staged or cut - {VALUES}:
         return []
-    others = [a for a in plan.alternatives if a.step_seconds is not None and a.fits]
-    best = min(others, key=lambda a: a.step_seconds or 0.0, default=None)
+    steps = {a.step_seconds: a for a in reversed(plan.alternatives) if a.step_seconds is not None and a.fits}
     why = f"of {ms(plan.compute_seconds)} of compute it would save less than its collectives take"
-    if best is not None and best.step_seconds > plan.step_seconds:
-        communication = (best.communication_seconds or 0.0) - plan.communication_seconds
-        saved = max(0.0, plan.step_seconds + communication - best.step_seconds)
+    if (seconds := min(steps, default=0.0)) > plan.step_seconds:
+        communication = (steps[seconds].communication_seconds or 0.0) - plan.communication_seconds
+        saved = max(0.0, plan.step_seconds + communication - seconds)
         why = (
-            f"{best.name}, the next fastest, saves {ms(saved)} of compute and adds {ms(communication)} of communication"
+            f"{steps[seconds].name}, the next fastest, saves {ms(saved)} of compute and adds {ms(communication)} of "
+            f"communication"
         )
     return [f"neither batch nor parameters are sharded: {why}"]
 

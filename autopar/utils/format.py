@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Sequence
 
 NARROWEST, FIXED = 80, 120  # columns of text: for a terminal, and where there is none
-WHOLE_WORDS = {"break_long_words": False, "break_on_hyphens": False}
 DOTS = re.compile(r"(\s+|(?<=[._]))")  # where a name may be broken
 UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
@@ -83,7 +82,7 @@ def fit(text: str) -> str:
         return text
     width = text_width()
     return "".join(
-        line if len(line) <= width else textwrap.fill(line, width, subsequent_indent="  ", **WHOLE_WORDS) + "\n"
+        line if len(line) <= width else "\n  ".join(_broken(line, width - 2)) + "\n"
         for line in text.splitlines(keepends=True)
     )
 
@@ -117,8 +116,8 @@ def _widths(columns: Sequence[Sequence[str]], left: int) -> list[int]:
     return widths
 
 
-def _broken(cell: str, width: int, is_name: bool) -> list[str]:
+def _broken(cell: str, width: int, is_name: bool = False) -> list[str]:
     """Return a cell in lines of at most `width`, words whole; the words of a name end at its dots."""
-    wrapper = textwrap.TextWrapper(width, **WHOLE_WORDS | {"break_on_hyphens": is_name})
-    wrapper.wordsep_re = DOTS  # type: ignore[misc]
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=is_name)
+    wrapper.wordsep_re = DOTS
     return wrapper.wrap(cell) or [""]
