@@ -63,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
     """Check the arguments, then train in processes of its own, or in this one if torchrun started it."""
     common.check(args)
     devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
-    args.device, here = _device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
-    args.hardware = args.hardware or here
     if args.data is not None and not Path(args.data).expanduser().is_file():
         raise InputError(f"there is no file {args.data}", fix="give --data a text or JSONL file")
     if args.checkpoint is None and (args.every or args.keep or args.resume):
@@ -75,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     adapt = common.adaptations(args)
     if args.save_adapter and args.lora is None and args.qlora is None:
         raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora or --qlora")
+    args.device, here = _device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    args.hardware = args.hardware or here
     module, inputs = models.build(args.model, batch=args.batch, seq=args.seq)  # raises here, not in every process
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
     settings["flops"] = flops_of_step(module, inputs, args) if sys.stdout.isatty() else 0.0
