@@ -41,7 +41,7 @@ def _choice(e: Explanation, c: Choice) -> list[str]:
     bytes_ = _signed([i.bytes_ / scale for i in fitting])
     rows = [[i.text, *cells[n :: len(fitting)], bytes_[n]] for n, i in enumerate(fitting)]
     rows += [[i.text, "does not fit", *["-"] * len(columns)] for i in c.instead if not i.fits]
-    lines += [f"  {line}" for line in table(["instead", *columns, unit], rows)]
+    lines += table(["instead", *columns, unit], rows, indent="  ")
     if c.left_out:
         lines.append(f"  {c.left_out} more by their bound no better")
     return lines

@@ -81,34 +81,35 @@ def fit(text: str) -> str:
     if not getattr(sys.stdout, "isatty", bool)():
         return text
     width = text_width()
-    return "".join(
-        line if len(line) <= width else "\n  ".join(_broken(line, width - 2)) + "\n"
-        for line in text.splitlines(keepends=True)
-    )
+    lines = (line if len(line) <= width else "\n  ".join(_broken(line, width - 2)) for line in text.split("\n"))
+    return "\n".join(lines)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, indent: str = "") -> list[str]:
     """Return the lines of a table whose first `left` columns are aligned left, the others right. Where it is wider than
     `text_width`, words of a cell go on in the line below: in columns of text first, then in headers, then in names."""
     cells = [header, *rows]
-    widths = _widths(list(zip(*cells)), left)
+    widths = _widths(list(zip(*cells)), left, text_width() - len(indent))
 
     def lines(row: Sequence[str]) -> list[str]:
         broken = [[x] if len(x) <= w else _broken(x, w, c == 0) for c, (x, w) in enumerate(zip(row, widths))]
         return [
-            "  ".join(x.ljust(w) if c < left else x.rjust(w) for c, (x, w) in enumerate(zip(line, widths))).rstrip()
+            indent
+            + "  ".join(x.ljust(w) if c < left else x.rjust(w) for c, (x, w) in enumerate(zip(line, widths))).rstrip()
             for line in itertools.zip_longest(*broken, fillvalue="")
         ]
 
     return [line for row in cells for line in lines(row)]
 
 
-def _widths(columns: Sequence[Sequence[str]], left: int) -> list[int]:
-    """Return the widths of a table's columns: those of their longest cells, less where the table would be too wide, but
-    no less than their longest words."""
+def _widths(columns: Sequence[Sequence[str]], left: int, width: int) -> list[int]:
+    """Return the widths of a table's columns: those of their longest cells, less where the table would be wider than
+    `width`, but no less than their longest words."""
     widths = [max(map(len, column)) for column in columns]
+    excess = sum(widths) + 2 * (len(widths) - 1) - width
+    if excess <= 0:
+        return widths
     least = [max(len(part) for x in column for part in _broken(x, 1, c == 0)) for c, column in enumerate(columns)]
-    excess = sum(widths) + 2 * (len(widths) - 1) - text_width()
     for group in (range(1, left), range(left, len(widths)), range(1)):
         while excess > 0 and (open_ := [c for c in group if widths[c] > least[c]]):
             widths[max(open_, key=lambda c: widths[c])] -= 1

@@ -59,6 +59,7 @@ def test_text_is_as_wide_as_the_terminal_but_80_at_least(columns, width, monkeyp
     monkeypatch.setenv("COLUMNS", columns)
     assert text_width() == 120 and fit("word " * 60 + "\n") == "word " * 60 + "\n"  # no terminal
     monkeypatch.setattr(sys, "stdout", Terminal())
+    assert fit(f"{'x ' * (width // 2)}\n") == f"{'x ' * (width // 2)}\n"  # fits
     lines = fit("short\n" + "word " * 80 + "\n").splitlines()
     assert text_width() == width and lines[0] == "short" and all(line.startswith("  word") for line in lines[2:])
     assert width - 7 <= max(map(len, lines)) <= width and " ".join(" ".join(lines[1:]).split()) == "word " * 79 + "word"
@@ -77,3 +78,4 @@ def test_a_table_that_is_too_wide_goes_on_below(monkeypatch):
     for width, lines in expected.items():
         monkeypatch.setattr(text, "text_width", lambda width=width: width)
         assert table(header, [row], left=2) == lines
+        assert table(header, [["x", "", "1"]], left=2, indent="  ")[0] == "  module  what  step ms"
