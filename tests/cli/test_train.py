@@ -181,6 +181,7 @@ def test_train_an_adapted_folder(flags, folder, alone, capsys):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_train_a_folder_on_two_processes(folder):
     words = ["--model", str(folder), "--mesh", "dp=-1", "--devices", "2", "--batch", "4", "--seq", "16", "--steps", "3"]
     process = autopar("train", *words, "--data", str(folder.parent / "data.jsonl"))
