@@ -41,7 +41,9 @@ def add(subparsers) -> None:
     parser.add_argument("--data", metavar="FILE", help=data)
     device = "what to train on (default cuda, if there is a GPU for each process of this machine)"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
-    parser.add_argument("--save", metavar="FOLDER", help="write the trained model there at the end, as save_pretrained")
+    parser.add_argument(
+        "--save", metavar="FOLDER", help="write the trained model, with --lora merged, there at the end"
+    )
     parser.add_argument(
         "--save-adapter", metavar="FOLDER", help="write the trained adapter there at the end, in PEFT's format"
     )
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     adapt = common.adaptations(args)
     if args.save_adapter and args.lora is None and args.qlora is None:
         raise AdaptError("--save-adapter saves the adapter that was trained", fix="add --lora or --qlora")
+    if args.save and args.qlora is not None:
+        raise AdaptError("--save writes whole weights, and --qlora has them in 4 bits", fix="use --save-adapter")
     args.device, here = _device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
     args.hardware = args.hardware or here
     module, inputs = models.build(args.model, batch=args.batch, seq=args.seq)  # raises here, not in every process

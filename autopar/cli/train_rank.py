@@ -124,12 +124,14 @@ def _run(device_mesh, settings: dict, say) -> None:
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)
             _save(step, model, optimizer, stream, settings)
-    if settings["save"]:
-        model.save_pretrained(settings["save"])
-        say(f"model saved in {settings['save']}")
     if settings["save_adapter"]:
         model.save_adapter(settings["save_adapter"])
         say(f"adapter saved in {settings['save_adapter']}")
+    if settings["save"]:
+        if settings["lora"] is not None:
+            model.merge_adapter()
+        model.save_pretrained(settings["save"])
+        say(f"model saved in {settings['save']}")
     if not seconds:
         return say(f"all {steps} steps were taken before")
     timed = seconds[WARM_UP:] or seconds

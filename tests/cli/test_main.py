@@ -86,6 +86,8 @@ def test_version(capsys):
         (["train", *MLP, "--checkpoint", "x", "--keep", "0"], "--keep: 0 is not 1 or more", ""),
         (["train", *MLP, "--checkpoint", "x", "--keep", "-1"], "--keep: -1 is not 1 or more", ""),
         (["train", *MLP, "--checkpoint", "x", "--keep", "2.0"], "--keep: invalid count value: '2.0'", ""),
+        (["train", *MLP, "--qlora", "--save", "there"], "has them in 4 bits", "--save-adapter"),
+        (["train", *MLP, "--data", "/no/such/file.txt"], "no file /no/such/file.txt", "text or JSONL"),
         (["train", *MLP, "--save-adapter", "there"], "--save-adapter", "--lora"),
         (plan("--lora", "rank=2"), "no 'rank'", "r"),
         (plan("--lora", "r=2,target_modules=upp"), "'upp'", "up"),
