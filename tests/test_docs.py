@@ -17,7 +17,12 @@ from autopar import compiler
 from autopar.cli.main import main
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```\n\$ autopar (?P<command>[^\n]*)\n(?P<printed>.*?)^```$", re.MULTILINE | re.DOTALL)
 # A refused plan is planned again with each change that might let it fit; README.md has the first one too.
 LONG = [("planning.md", "--memory 40GiB"), ("planning.md", "--precision bf16")]

@@ -252,7 +252,7 @@ class ParallelModule(OfSource):
             local = [optimizers.local_gradient(p) for p in trained.values()]
             counted = [gradient for gradient, name in zip(local, trained) if self._counts(name)]
             mine = torch.nn.utils.get_total_norm(counted, norm_type)
-            dist.all_gather_into_tensor(norms, mine.to(norms)[None])
+            dist.all_gather(list(norms), mine.to(norms))
         norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local), torch.float32))
         if local:
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
