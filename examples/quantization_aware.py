@@ -40,9 +40,8 @@ with torch.no_grad():
         read = autopar.load_quantized(fresh, "output/int8-model")(**unseen)
 difference = (trained.logits - converted.logits).abs().max() / trained.logits.abs().max()  # reading gathers: all ranks
 if is_first:
-    layer = plain.h[0].mlp.c_fc
     print(f"loss {trained.loss.item():.4f}, of the exported model {converted.loss.item():.4f}")
     print(f"logits differ by {difference.item():.1e} of the largest one")
     print(f"read from the folder: equal {torch.equal(read.logits, converted.logits)}")
-    print(f"weights of {type(layer).__name__}: {layer.weight.dtype}")
+    print(plain.get_submodule("h.0.mlp"))
 dist.destroy_process_group()

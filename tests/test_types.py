@@ -1,5 +1,6 @@
-"""Types are as mypy checks them (pyproject.toml has the rules): nothing is wrong in the folders of STRICT, and elsewhere
-no more lines than tests/golden/mypy_errors.txt counts. `pytest --update-golden` writes lower counts, never higher ones.
+"""Types are as mypy checks them (pyproject.toml has the rules): nothing is wrong in the folders of STRICT, in README's
+program and in examples/, and elsewhere no more lines than tests/golden/mypy_errors.txt counts. `pytest --update-golden`
+writes lower counts, never higher ones.
 
 Lines are counted, not messages: mypy says of one wrong line as many things as a union of torch's has members.
 """
@@ -13,29 +14,73 @@ import warnings
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
+
+from autopar.api import words
+from autopar.cost import memory
+from autopar.planner import fixed_recompute
+from autopar.planner.problem import offload, recipes
+from autopar.planner.solver import minimize
+from autopar.schedule import catalogue
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "tests" / "golden" / "mypy_errors.txt"
 STRICT = ("ir", "plans", "rules", "schedule")
+NAMES_OF_README = """
+from collections.abc import Iterable
+from torch import nn
+model: nn.Module = nn.Linear(1, 1)
+batch: dict[str, torch.Tensor] = {}
+loader: Iterable[dict[str, torch.Tensor]] = []
+"""
+REVEALED = """
+import autopar
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+model = autopar.compile(nn.Linear(1, 1), mesh)
+reveal_type(model)
+reveal_type(model.plan)
+reveal_type(autopar.plan(nn.Linear(1, 1), "dp=2", None, strategy="megatron_sp+zero1"))
+autopar.compile(nn.Linear(1, 1), mesh, inputs="globl")
+"""
 
 
-def errors(folder: Path) -> dict[str, dict[str, str]]:
-    """Return {folder of autopar: {"file:line": first message}}. `folder` gets links that give every module its name."""
-    package = folder / "autopar"
+def messages(folder: Path) -> str:
+    """Return what mypy says of autopar, of examples/ and of the programs above. `folder` gets links that give every
+    module its name."""
+    package, programs = folder / "autopar", folder / "programs"
     package.mkdir()
     for part in (*(ROOT / "autopar").iterdir(), ROOT / "passes", ROOT / "models"):
         (package / part.name).symlink_to(part)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "autopar"]
-    run = subprocess.run([*command, "--cache-dir", "/dev/null"], cwd=folder, capture_output=True, text=True)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    programs.mkdir()
+    readme = re.search(r"^```python\n(import .*?\n)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
+    assert readme is not None
+    (programs / "readme.py").write_text(readme[1] + NAMES_OF_README + readme[2])
+    (programs / "revealed.py").write_text(REVEALED)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "/dev/null"]
+    packages = ["-p", "autopar", "-p", "examples", "-p", "programs"]
+    run = subprocess.run([*command, *packages], cwd=folder, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stdout + run.stderr  # 2: it could not check
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for place, part, message in re.findall(r"^(autopar/(\w+)\S*:\d+): error: (.*)$", run.stdout, re.MULTILINE):
-        found[part].setdefault(place, message)
-    return found
+    return run.stdout
 
 
 def test_mypy(tmp_path, request):
-    found = errors(tmp_path)
+    said = messages(tmp_path)
+    of_users = re.findall(r"^((?:examples|programs)/.*)$", said, re.MULTILINE)
+    at = "programs/revealed.py"
+    assert [re.sub(r"\d+: ", "", line) for line in of_users] == [
+        f'{at}:note: Revealed type is "autopar.runtime.module.ParallelModule"',
+        f'{at}:note: Revealed type is "autopar.plans.plan.Plan"',
+        f'{at}:note: Revealed type is "autopar.plans.plan.Plan"',
+        f'{at}:error: Argument "inputs" to "compile" has incompatible type "Literal[\'globl\']"; '
+        "expected \"Literal['global', 'local']\"  [arg-type]",
+    ]
+    found: dict[str, dict[str, str]] = defaultdict(dict)  # {folder of autopar: {"file:line": first message}}
+    for place, part, message in re.findall(r"^(autopar/(\w+)\S*:\d+): error: (.*)$", said, re.MULTILINE):
+        found[part].setdefault(place, message)
     known = {part: int(count) for part, count in re.findall(r"^(\w+) (\d+)$", FILE.read_text(), re.MULTILINE)}
     assert not known.keys() & set(STRICT)
     head = f"lines that mypy {version('mypy')} finds wrong with torch {version('torch')}"
@@ -48,3 +93,15 @@ def test_mypy(tmp_path, request):
         FILE.write_text("\n".join([f"# {head}", *lines]) + "\n")
     elif fewer:
         warnings.warn(f"{head} in {', '.join(fewer)} are fewer than in {FILE.name}: pytest --update-golden")
+
+
+def test_words_are_those_that_are_known():
+    def listed(alias) -> set[str]:
+        return {word for part in get_args(alias) for word in (get_args(part) or [part]) if isinstance(word, str)}
+
+    assert listed(words.Offload) == {offload.NONE, offload.AUTO, offload.OPTIMIZER}
+    assert listed(words.Recompute) == {*fixed_recompute.LEVELS}
+    assert listed(words.Solver) == {minimize.DUAL, minimize.ILP}
+    assert listed(words.Strategy) <= {*recipes.RECIPES, recipes.MODELS_OWN} and len(listed(words.Strategy)) == 8
+    assert listed(words.Optimizer) <= {*memory.OPTIMIZERS} and len(listed(words.Optimizer)) == 5
+    assert listed(words.Schedule) <= {"auto", *catalogue.KINDS} and len(listed(words.Schedule)) == 12

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..adapt import order
 from ..adapt.order import Adaptation
@@ -44,20 +46,21 @@ from ..runtime.same_values import share_values
 from ..schedule import Schedule
 from ..schedule.catalogue import canonical
 from ..storage.weights import Weights, shapes_of
+from . import words
 from .call_compiler import CallCompiler
 
 
 @located
 def plan(
     model: nn.Module,
-    mesh,
-    example_inputs,
+    mesh: str | int | Mesh | DeviceMesh | Mapping[str, int],
+    example_inputs: Any,
     *,
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
-    optimizer: str = "adamw",
+    optimizer: words.Optimizer = "adamw",
     precision: str = "fp32",
-    strategy: str | None = None,
+    strategy: words.Strategy | None = None,
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -65,13 +68,13 @@ def plan(
     loss_fn: Callable | None = None,
     strict: bool = False,
     baselines: bool = True,
-    micro_batches: int | str | None = None,
-    schedule: str | Schedule = "auto",
+    micro_batches: words.MicroBatches | None = None,
+    schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
-    recompute: str = "auto",
-    offload: str = "none",
+    recompute: words.Recompute = "auto",
+    offload: words.Offload = "none",
     fixes: bool = True,
-    solver: str = "dual",
+    solver: words.Solver = "dual",
     name: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -151,28 +154,28 @@ def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, e
 @located
 def compile(
     model: nn.Module,
-    mesh,
-    example_inputs=None,
+    mesh: DeviceMesh,
+    example_inputs: Any = None,
     *,
-    inputs: str = "global",
-    outputs: str = "stage",
+    inputs: words.Inputs = "global",
+    outputs: words.Outputs = "stage",
     plan: Plan | str | Path | None = None,
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
-    optimizer: str = "adamw",
+    optimizer: words.Optimizer = "adamw",
     precision: str = "fp32",
-    strategy: str | None = None,
+    strategy: words.Strategy | None = None,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
     loss_fn: Callable | None = None,
-    weights=None,
+    weights: str | Path | None = None,
     strict: bool = False,
-    micro_batches: int | str | None = None,
-    offload: str = "none",
-    schedule: str | Schedule = "auto",
+    micro_batches: words.MicroBatches | None = None,
+    offload: words.Offload = "none",
+    schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
-) -> nn.Module:
+) -> ParallelModule:
     """Return a drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same
     global batch.
 
@@ -221,7 +224,9 @@ def compile(
     def compile_for(example):
         return _compile(model, mesh, example, **arguments)
 
-    return CompiledAtFirstCall(model, compile_for) if example_inputs is None else compile_for(example_inputs)
+    if example_inputs is None:
+        return cast(ParallelModule, CompiledAtFirstCall(model, compile_for))  # which it becomes
+    return compile_for(example_inputs)
 
 
 def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, **options):

@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
 
 from ..errors import AutoparError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARIES = sys.stdlib_module_names | {"torch", "autopar"}
@@ -61,11 +62,11 @@ def line_of_definition(function: object) -> str | None:
     return f"{_text(code.co_filename, code.co_firstlineno)}, {code.co_qualname}"
 
 
-def located(function: Callable[..., T]) -> Callable[..., T]:
+def located(function: Callable[P, T]) -> Callable[P, T]:
     """Return the function, with the line that calls it in the errors of autopar that say no other."""
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except AutoparError as error:

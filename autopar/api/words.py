@@ -1,0 +1,20 @@
+"""The words that the arguments of `autopar.plan` and `compile` take, as types. Where a name may be registered, or two
+be joined ("megatron_sp+zero1"), other text is as good; the words that autopar has are listed for editors."""
+
+from typing import Literal
+
+Inputs = Literal["global", "local"]
+Outputs = Literal["stage", "everywhere", "sharded"]
+Offload = Literal["none", "auto", "optimizer"]
+Recompute = Literal["auto", "none", "selective", "full"]
+Solver = Literal["dual", "ilp"]
+MicroBatches = int | Literal["auto"]
+Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "hf_tp"] | str
+Optimizer = Literal["adamw", "adam", "sgd", "sgd_momentum", "none"] | str
+Schedule = (
+    Literal[
+        "auto", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
+        "dualpipev", "v_half", "v_min",
+    ]
+    | str
+)  # fmt: skip
