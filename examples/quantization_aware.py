@@ -35,13 +35,12 @@ plain = autopar.convert(model, "output/int8-model")  # on one device, with integ
 unseen = next(batches(BATCH, SEQ, seed=1))
 with torch.no_grad():
     trained, converted = model(**unseen), plain(**unseen)
-    if is_first:  # as another program would: neither the compiled model nor a process group is needed
-        fresh, _ = models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu")
-        read = autopar.load_quantized(fresh, "output/int8-model")(**unseen)
-difference = (trained.logits - converted.logits).abs().max() / trained.logits.abs().max()  # reading gathers: all ranks
-if is_first:
-    print(f"loss {trained.loss.item():.4f}, of the exported model {converted.loss.item():.4f}")
-    print(f"logits differ by {difference.item():.1e} of the largest one")
-    print(f"read from the folder: equal {torch.equal(read.logits, converted.logits)}")
-    print(plain.get_submodule("h.0.mlp"))
+    difference = (trained.logits - converted.logits).abs().max() / trained.logits.abs().max()  # gathers: all ranks
+    if is_first:
+        print(f"loss {trained.loss.item():.4f}, of the exported model {converted.loss.item():.4f}")
+        print(f"logits differ by {difference.item():.1e} of the largest one")
+        fresh, _ = models.build(MODEL, batch=BATCH, seq=SEQ, device="cpu")  # from here on as another program would
+        read = autopar.load_quantized(fresh, "output/int8-model")
+        print(f"read from the folder: equal {torch.equal(read(**unseen).logits, converted.logits)}")
+        print(read.get_submodule("h.0.mlp"))
 dist.destroy_process_group()

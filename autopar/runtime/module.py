@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -301,7 +302,7 @@ class ParallelModule(OfSource):
             raise parallel_already("fully_shard")
         return super().register_forward_pre_hook(hook, **options)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         if name == "_ddp_params_and_buffers_to_ignore":  # and DistributedDataParallel
             raise parallel_already("DistributedDataParallel")
         return super().__getattr__(name)

@@ -7,6 +7,7 @@ What a user says of a compiled model (`model.temperature = 2.0`, `model.eval()`)
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import nn
 
@@ -56,7 +57,7 @@ class OfSource(nn.Module):
         """Return the name of the source's class, which libraries go by and `print` shows."""
         return self._source._get_name()
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:

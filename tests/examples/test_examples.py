@@ -88,7 +88,7 @@ def test_quantization_aware(tmp_path):
     text = printed("quantization_aware.py", tmp_path)
     assert losses(text)[40] < 3.2 < losses(text)[1]
     assert float(re.search(r"logits differ by (\S+)", text)[1]) < 1e-5
-    assert "read from the folder: equal True" in text and "QuantizedLinear: torch.int8" in text
+    assert "read from the folder: equal True" in text and "QuantizedLinear(256, 64, int8 per_channel" in text
 
 
 @pytest.mark.gloo
