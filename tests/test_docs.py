@@ -6,6 +6,9 @@ that are left out. `--update-golden` writes the blocks without `...` anew.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import shlex
 from functools import cache
@@ -13,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar import compiler
+from autopar import compiler, errors
 from autopar.cli.main import main
+from tests.helpers import gloo
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -25,7 +29,8 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^```\n\$ autopar (?P<command>[^\n]*)\n(?P<printed>.*?)^```$", re.MULTILINE | re.DOTALL)
 # A refused plan is planned again with each change that might let it fit; README.md has the first one too.
-LONG = [("planning.md", "--memory 40GiB"), ("planning.md", "--precision bf16")]
+LONG = [("planning.md", "--memory 40GiB"), ("planning.md", "--precision bf16"), ("guide.md", "--memory 3MiB")]
+GUIDE = ROOT / "docs/guide.md"
 
 
 def commands() -> list:
@@ -41,9 +46,6 @@ def commands() -> list:
 @cache
 def printed(command: str) -> tuple[str, ...]:
     """What a command prints, on stdout or, if it is refused, on stderr."""
-    import contextlib
-    import io
-
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         code = main(shlex.split(command))
@@ -85,6 +87,38 @@ def test_links_and_paths_are_there(path):
     linked = [path.parent / link for link in re.findall(r"\]\(([\w./-]+)\)", text)]
     named = [ROOT / name for name in re.findall(r"`((?:autopar|passes|models|tests|benchmarks|docs)/[\w./-]+)`", text)]
     assert [str(p) for p in (*linked, *named) if not p.exists()] == []
+
+
+def _run_the_guide(rank: int, folder: Path) -> str:
+    os.chdir(folder)
+    names: dict = {"__name__": "guide"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for block in re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE):
+            exec(block, names)
+    return out.getvalue()
+
+
+@pytest.mark.gloo
+def test_the_blocks_of_the_guide_run(tmp_path):
+    first, second = gloo.run(2, _run_the_guide, tmp_path)
+    assert first == second and first.startswith("plan of Sequential on mesh dp=2")
+    assert (
+        "going on after step 1 with batch 2" in first and "captures: args[0] (16, 32); train, args[0] (10, 32)" in first
+    )
+
+
+def test_the_guide_has_a_remedy_for_every_error():
+    known = [n for n, x in vars(errors).items() if isinstance(x, type) and issubclass(x, errors.AutoparError)]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", GUIDE.read_text(), re.MULTILINE)
+    assert sorted(name for name, _, _ in rows if hasattr(errors, name)) == sorted(known)
+
+
+def test_figures_of_the_comparison_are_those_of_the_benchmarks():
+    text = (ROOT / "docs/compared.md").read_text()
+    results = "".join((ROOT / "docs" / link).read_text() for link in re.findall(r"\]\((\.\./benchmarks/.*?)\)", text))
+    figures = re.findall(r"\d+\.\d\d\b|\d+%", text)
+    known = {*re.findall(r"\d+\.\d\d(?=x)|\d+%", results)}
+    assert len(figures) > 15 and [figure for figure in figures if figure not in known] == []
 
 
 def test_readme_is_short():

@@ -1,6 +1,6 @@
-"""Types are as mypy checks them (pyproject.toml has the rules): nothing is wrong in the folders of STRICT, in README's
-program and in examples/, and elsewhere no more lines than tests/golden/mypy_errors.txt counts. `pytest --update-golden`
-writes lower counts, never higher ones.
+"""Types are as mypy checks them (pyproject.toml has the rules): nothing is wrong in the folders of STRICT, in the
+programs of README, docs/guide.md and examples/, and elsewhere no more lines than tests/golden/mypy_errors.txt counts.
+`pytest --update-golden` writes lower counts, never higher ones.
 
 Lines are counted, not messages: mypy says of one wrong line as many things as a union of torch's has members.
 """
@@ -47,6 +47,11 @@ autopar.compile(nn.Linear(1, 1), mesh, inputs="globl")
 """
 
 
+def blocks(text: str) -> list[str]:
+    """Return the blocks of Python in a document."""
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 def messages(folder: Path) -> str:
     """Return what mypy says of autopar, of examples/ and of the programs above. `folder` gets links that give every
     module its name."""
@@ -56,9 +61,9 @@ def messages(folder: Path) -> str:
         (package / part.name).symlink_to(part)
     (folder / "examples").symlink_to(ROOT / "examples")
     programs.mkdir()
-    readme = re.search(r"^```python\n(import .*?\n)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.M)
-    assert readme is not None
-    (programs / "readme.py").write_text(readme[1] + NAMES_OF_README + readme[2])
+    imports, _, rest = blocks((ROOT / "README.md").read_text())[0].partition("\n\n")
+    (programs / "readme.py").write_text(f"{imports}\n{NAMES_OF_README}{rest}")
+    (programs / "guide.py").write_text("".join(blocks((ROOT / "docs/guide.md").read_text())))
     (programs / "revealed.py").write_text(REVEALED)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "/dev/null"]
     packages = ["-p", "autopar", "-p", "examples", "-p", "programs"]

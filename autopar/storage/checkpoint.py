@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,7 +52,7 @@ class Checkpoint:
 
     path: Path
     step: int
-    data: object
+    data: Any
     run: str = ""
     saved: str = ""
 
