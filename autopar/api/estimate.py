@@ -29,6 +29,7 @@ from ..planner.plan import Planned
 from ..planner.problem.problem import Problem
 from ..plans.plan import Plan
 from . import entry as api
+from . import words
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module, mesh, example_inputs, *, strategy: str | None = None, recompute: str = "auto",
-    micro_batches: int | None = None, schedule: str = "auto", stages_per_rank: int | None = None,
+    model: nn.Module, mesh, example_inputs, *, strategy: words.Strategy | None = None,
+    recompute: words.Recompute = "auto", micro_batches: int | None = None, schedule: words.Schedule = "auto",
+    stages_per_rank: int | None = None,
     report: Callable[[str], None] = lambda text: None, **planning,
 ) -> Estimate:  # fmt: skip
     """Estimate the cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis
