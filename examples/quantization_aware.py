@@ -11,7 +11,7 @@ import autopar
 from autopar import models
 from autopar.models.corpus import batches
 
-MODEL, SEQ, BATCH, STEPS = "gpt2-tiny", 64, 8, 40
+MODEL, SEQ, BATCH, STEPS = "gpt:hidden=64,layers=1,heads=4,vocab=256,seq=64", 64, 8, 40
 
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 stream = batches(BATCH, SEQ)
