@@ -30,6 +30,7 @@ from .frontend.export import Captured, Exported
 from .frontend.fake_parameters import Form
 from .frontend.output_gradients import differentiable_outputs
 from .frontend.precision import compute_dtype
+from .frontend.shorten import shorten
 from .frontend.unroll import repeated_blocks_of, unroll
 from .ir.compiler_pass import CAPTURE, Pass
 from .ir.graph import annotate, output_node
@@ -133,6 +134,7 @@ MODEL = (
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
     Pass("clean", clean),
 )
+FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks
 MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
@@ -166,9 +168,21 @@ def trace(
         model, example_inputs, loss_fn, forms, precision, adapt, loss_alone, with_gradients, around, device
     )
     with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
-        captured = pass_manager.run_all(pass_manager.with_added(MODEL, passes), model, call, _check_added)
+        if passes or pass_manager.is_watched():  # who looks at passes sees all blocks
+            captured = pass_manager.run_all(pass_manager.with_added(MODEL, passes), model, call, _check_added)
+        else:
+            captured = _joint(pass_manager.run_all(FORWARD, model, call), model, call)
     captured.passes = tuple(passes)
     return captured
+
+
+def _joint(exported: Exported, model: nn.Module, call: ModelCall) -> Captured:
+    """Return the joint graph of a forward, in less time where it has many equal blocks."""
+    if (short := shorten(exported, model)) is not None:
+        with contextlib.suppress(CaptureError):  # gradients may tell blocks apart
+            captured = pass_manager.run_all(JOINT, short.exported, call)
+            return pass_manager.run(UNROLL, captured, short.blocks, exported.ties)
+    return pass_manager.run_all(JOINT, exported, call)
 
 
 def _check_added(subject: Exported | Captured) -> None:

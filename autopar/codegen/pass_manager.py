@@ -120,9 +120,14 @@ def _check_of_user(step: Pass, subject, check: Callable) -> None:
         ) from error  # fmt: skip
 
 
+def is_watched() -> bool:
+    """Return whether anyone looks at what passes do."""
+    return bool(_observers) or level() >= 2
+
+
 def run(step: Pass, subject, *options, prefix: str = ""):
     """Return what a pass makes of a subject, and show it to whoever watches."""
-    watched = _observers or level() >= 2
+    watched = is_watched()
     before = count(subject) if watched else None  # now: most passes rewrite in place
     subject = _applied(step, subject, options)
     if watched:

@@ -203,7 +203,7 @@ def differentiate(exported: Exported) -> Captured:
     leaves = list(zip([n for n in graph.nodes if n.op == "placeholder"], placeholders))
     for node, (kind, name) in leaves:
         if kind in ("parameter", "buffer"):
-            name = exported.ties.get(_strip(name), _strip(name))
+            name = exported.ties.get(strip(name), strip(name))
             node.meta["role"] = Role(kind, name, name in exported.forms and exported.forms[name].trainable)
             if name == RANDOM_STATE:
                 node.meta["role"] = Role("random", "state")
@@ -222,10 +222,10 @@ def differentiate(exported: Exported) -> Captured:
         kind, name = described
         if kind == "output" and name in exported.returns.buffers:
             kind, name = "mutation", exported.returns.buffers[name]
-        elif kind == "mutation" and _strip(name) in exported.returns.buffers.values():
+        elif kind == "mutation" and strip(name) in exported.returns.buffers.values():
             continue  # written to, and then replaced
         if kind in ("gradient", "mutation"):
-            name = exported.ties.get(_strip(name), _strip(name))
+            name = exported.ties.get(strip(name), strip(name))
         elif kind in ("input_gradient", "input_mutation"):
             name = names[name]
         else:
@@ -311,7 +311,8 @@ def _merge_shared_placeholders(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _strip(name: str) -> str:
+def strip(name: str) -> str:
+    """Return the name that something has in the user's model, without that of the model in what is traced."""
     return name[len(ROOT) + 1 :] if name.startswith(ROOT + ".") else name
 
 
@@ -320,7 +321,7 @@ def module_path(node: fx.Node) -> str:
     unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values() if isinstance(entry, tuple) and isinstance(entry[0], str)]
-    return _strip(paths[-1]) if paths and paths[-1] != ROOT else ""
+    return strip(paths[-1]) if paths and paths[-1] != ROOT else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -125,7 +125,8 @@ def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> 
     return replace(captured, graph_module=modules[0], ties=ties, compact=compact)
 
 
-def _number(list_name: str, name: str) -> int | None:
+def block_number(list_name: str, name: str) -> int | None:
+    """Return the number of the block that a qualified name lies in, None if it lies in none."""
     match = re.match(rf"{re.escape(list_name)}\.(\d+)(?=\.|$)", name)
     return int(match.group(1)) if match else None
 
@@ -144,12 +145,12 @@ class _Zones:
 
     def number(self, name: str) -> int | None:
         """Return the number of the block that a qualified name lies in, in the short model; None if it lies in none."""
-        return _number(self.list_name, name)
+        return block_number(self.list_name, name)
 
     @staticmethod
     def of(graph: fx.Graph, list_name: str) -> _Zones | None:
         """Find the zones of a short joint graph, None if its blocks are not all found in their order."""
-        number = partial(_number, list_name)
+        number = partial(block_number, list_name)
         nodes = list(graph.nodes)
         leaves = {n: number(n.meta["role"].name) for n in nodes if n.op in ("placeholder", "get_attr")}
         operations = [n for n in nodes if n.op == "call_function"]

@@ -1,0 +1,208 @@
+"""A deep forward differentiated fast: of its equal blocks five are kept, and the joint graph of those is unrolled again.
+
+    exported = ...                       # the forward of the whole model
+    short = shorten(exported, model)     # that of blocks 0, 1, 2 and the last two, None where blocks are not alike
+    captured = ...                       # the joint graph of the short forward
+    whole = unroll(captured, short.blocks, exported.ties)
+
+Unlike the shortened model of unroll.py, which serves planning, nothing is taken on trust: the forward is that of all
+blocks, and each is compared with the next, node by node. What is left out is only their gradients' tracing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from torch import Tensor, fx, nn
+
+from .. import _torch
+from ..ir.graph import values_of
+from ..ops.counter_rng import STREAM, stream_of
+from .export import Exported, module_path, strip
+from .fake_parameters import Form, Forms
+from .flat_call import ROOT
+from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number
+
+Location = tuple[int, int]  # number of a block, and position among its nodes
+
+
+@dataclass(frozen=True)
+class Short:
+    """A forward with five of the equal blocks of a model."""
+
+    exported: Exported
+    blocks: RepeatedBlocks
+
+
+def shorten(exported: Exported, model: nn.Module) -> Short | None:
+    """Return an exported forward with blocks 0, 1, 2 and the last two, which have the numbers 0 to 4; None where the
+    model has no list of blocks that are alike but for a shift."""
+    found = [
+        (name, module) for name, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= FEWEST
+    ]  # fmt: skip
+    lists = [(name, module) for name, module in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
+    for name, module in lists:
+        forward = _Forward.of(exported, name, len(module))
+        if forward is not None and forward.is_periodic():
+            return Short(forward.short(), RepeatedBlocks(module, name, len(module)))
+    return None
+
+
+class _Forward:
+    """The nodes of a forward by block: `members` of blocks 1 to `count` - 2; the others belong to the first or the last
+    block, or to what lies before and after."""
+
+    def __init__(self, exported: Exported, name: str, count: int, members: dict[int, list[fx.Node]]):
+        self.exported, self.name, self.count, self.members = exported, name, count, members
+        self.location: dict[fx.Node, Location] = {
+            node: (block, at) for block, nodes in members.items() for at, node in enumerate(nodes)
+        }
+        graph = exported.graph_module.graph
+        last = max((i for i, n in enumerate(graph.nodes) if n in self.location and n.op == "call_function"), default=0)
+        self.tail = {n for i, n in enumerate(graph.nodes) if i > last and n not in self.location}
+        self.streams = 0  # random streams of a block
+
+    @staticmethod
+    def of(exported: Exported, name: str, count: int) -> _Forward | None:
+        """Find the blocks, None if they are not all there in their order."""
+        nodes = list(exported.graph_module.graph.nodes)
+        operations = [n for n in nodes if n.op == "call_function"]
+        first: dict[int, int] = {}
+        for at, node in enumerate(operations):
+            number = block_number(name, module_path(node))
+            if number is not None:
+                first.setdefault(number, at)
+        if list(first) != list(range(count)):
+            return None
+        leaves: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            if node.op == "get_attr" and (number := block_number(name, strip(str(node.target)))) is not None:
+                leaves.setdefault(number, []).append(node)
+        members = {b: [*leaves.get(b, []), *operations[first[b] : first[b + 1]]] for b in range(1, count - 1)}
+        return _Forward(exported, name, count, members)
+
+    def is_periodic(self) -> bool:
+        """Return whether blocks 1 to `count` - 2 are the same but for a shift, and read only themselves, the one before
+        and what all read; and what comes after reads the last of them alone."""
+        if len({len(nodes) for nodes in self.members.values()}) != 1:
+            return False
+        pairs = list(zip(self.members[1], self.members[2]))
+        self.streams = next((stream_of(b) - stream_of(a) for a, b in pairs if stream_of(a) is not None), 0)
+        for block in range(1, self.count - 2):
+            if not all(map(self._is_next, self.members[block], self.members[block + 1])):
+                return False
+        for node in {user for member in self.location for user in member.users} - self.location.keys():
+            if node.op == "output" or node not in self.tail:
+                return False
+            if any(self.location[a][0] != self.count - 2 for a in node.all_input_nodes if a in self.location):
+                return False
+        return True
+
+    def _is_next(self, one: fx.Node, two: fx.Node) -> bool:
+        """Return whether a node of a block has its like in the next one."""
+        if one.op != two.op or (one.op == "call_function" and one.target is not two.target):
+            return False
+        if one.op == "get_attr":
+            return self._form(one) == self._form(two)
+        forms = [[(tuple(v.shape), v.dtype, v.stride(), v.requires_grad) for v in values_of(n)] for n in (one, two)]
+        if forms[0] != forms[1] or self._constants(one) != self._constants(two):
+            return False
+        reads = zip(one.all_input_nodes, two.all_input_nodes, strict=True)
+        return len(one.all_input_nodes) == len(two.all_input_nodes) and all(self._is_shift(*pair) for pair in reads)
+
+    def _form(self, leaf: fx.Node) -> tuple:
+        """Return what a parameter or buffer of a block is, with its name inside of the block."""
+        name = strip(str(leaf.target))
+        inner = re.sub(rf"^{re.escape(self.name)}\.\d+", "", name)
+        value = attrgetter(str(leaf.target))(self.exported.graph_module)
+        return inner, tuple(value.shape), value.dtype, isinstance(value, nn.Parameter), value.requires_grad
+
+    def _constants(self, node: fx.Node) -> str:
+        """Return the arguments that are no nodes as text, with a random stream as it would be in block 0."""
+        args = list(node.args)
+        if stream_of(node) is not None:
+            args[STREAM[node.target]] -= self.location[node][0] * self.streams
+        return str(fx.node.map_arg((args, dict(node.kwargs)), lambda a: "node"))
+
+    def _is_shift(self, left: fx.Node, right: fx.Node) -> bool:
+        """Return whether what a node reads and what its like in the next block reads are a shift apart, or the same."""
+        a, b = self.location.get(left), self.location.get(right)
+        if a and b:
+            return b == (a[0] + 1, a[1])
+        if b:  # block 1 reads block 0, which lies with what is before the blocks
+            return not a and b[0] == 1
+        return left is right
+
+    def short(self) -> Exported:
+        """Return the forward without the blocks 3 to `count` - 3."""
+        exported, graph, made = self.exported, fx.Graph(), {}
+        dropped = {node for block in range(3, self.count - 2) for node in self.members[block]}
+
+        def read(node: fx.Node) -> fx.Node:
+            return made[self.members[2][self.location[node][1]] if node in dropped else node]
+
+        for node in exported.graph_module.graph.nodes:
+            if node in dropped:
+                continue
+            made[node] = graph.node_copy(node, read)
+            if node.op == "get_attr":
+                made[node].target = self._renamed(str(node.target))
+            if stack := node.meta.get("nn_module_stack"):
+                made[node].meta["nn_module_stack"] = {
+                    key: (self._renamed(entry[0]), *entry[1:]) if isinstance(entry, tuple) else entry
+                    for key, entry in stack.items()
+                }
+        forms = Forms(self._kept(exported.forms), self._kept(getattr(exported.forms, "buffers", {})), (), ())
+        ties = {self._renamed(n): self._renamed(first) for n, first in exported.ties.items() if self._is_kept(n)}
+        return replace(exported, graph_module=self._module(graph), forms=forms, ties=ties)
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        """Return a module for the short graph, with its tensors in the order of the whole one's."""
+        whole, root = self.exported.graph_module, nn.Module()
+        tensors = (*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False))
+        for name, tensor in tensors:
+            if self._is_kept(name):
+                _put(root, self._renamed(name), tensor)
+        constants = {str(n.target) for n in graph.nodes if n.op == "get_attr"} - {self._renamed(n) for n, _ in tensors}
+        for name in constants:
+            setattr(root, name, getattr(whole, name))
+        made = _torch.graph_module(root, graph)
+        for name, child in root.named_children():
+            setattr(made, name, child)
+        for name in constants:  # a graph module makes buffers of them
+            del made._buffers[name]
+            setattr(made, name, getattr(whole, name))
+        made.meta.update(whole.meta)
+        return made
+
+    def _kept(self, forms: Mapping[str, Form]) -> dict[str, Form]:
+        return {self._renamed(name): form for name, form in forms.items() if self._is_kept(name)}
+
+    def _is_kept(self, name: str) -> bool:
+        number = block_number(self.name, strip(name))
+        return number is None or number < 3 or number >= self.count - 2
+
+    def _renamed(self, name: str) -> str:
+        """Return a name with the number that its block has among the five."""
+        number = block_number(self.name, strip(name))
+        if number is None or number < 3:
+            return name
+        at = number - self.count + TRACED
+        return re.sub(rf"^((?:{ROOT}\.)?{re.escape(self.name)}\.)\d+", rf"\g<1>{at}", name)
+
+
+def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter or buffer under a qualified name, in modules that are made for it."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(leaf, tensor)
+    else:
+        root.register_buffer(leaf, tensor)
