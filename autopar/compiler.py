@@ -29,7 +29,7 @@ from .frontend.dtypes import check_types
 from .frontend.export import Captured, Exported
 from .frontend.fake_parameters import Form
 from .frontend.output_gradients import differentiable_outputs
-from .frontend.precision import compute_dtype
+from .frontend.precision import compute_dtype, reduce_type
 from .frontend.shorten import shorten
 from .frontend.unroll import repeated_blocks_of, unroll
 from .ir.compiler_pass import CAPTURE, Pass
@@ -69,7 +69,7 @@ class ModelCall:
     example_inputs: object
     loss_fn: Callable | None
     forms: Mapping[str, Form] | None
-    precision: str
+    precision: str | torch.dtype
     adapt: Sequence[Adaptation]
     loss_alone: bool
     with_gradients: bool
@@ -122,6 +122,10 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
     return (call.model,)
 
 
+def _localized(here: Local) -> tuple:
+    return here.plan.sharding, here.rank, here.plan.reduce_scatter, None, reduce_type(here.plan.reduce_dtype)
+
+
 MODEL = (
     Pass("export", _export, _itself, takes=CAPTURE),
     Pass("explicit_casts", _explicit_casts, _itself),
@@ -139,7 +143,7 @@ UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal bl
 MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
 RANK = (
-    Pass("localize", localize, lambda here: (here.plan.sharding, here.rank, here.plan.reduce_scatter)),
+    Pass("localize", localize, _localized),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
@@ -154,7 +158,7 @@ PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONC
 @paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
+    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
     passes: Sequence[Pass] = (),
 ) -> Captured:  # fmt: skip
     """Return the annotated joint graph of a model's call, in canonical ops. `forms`: shapes and dtypes of the
@@ -197,7 +201,7 @@ def _check_added(subject: Exported | Captured) -> None:
 
 
 def trace_to_plan(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str = "fp32",
+    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype = "fp32",
     adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
 ) -> Captured:  # fmt: skip
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see

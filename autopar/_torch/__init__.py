@@ -371,3 +371,11 @@ def overloads_of(op: object) -> list[torch._ops.OpOverload]:
     if isinstance(op, torch._ops.OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
     return [op] if isinstance(op, torch._ops.OpOverload) else []
+
+
+def unscale_through(wrap: Callable[[Callable], Callable]) -> None:
+    """Let torch.amp.GradScaler, wherever it unscales and checks the gradients of an optimizer, call what `wrap` makes
+    of the method that does so: (scaler, optimizer, 1 / scale, a zero, whether float16 may be) -> by device, 1.0 if a
+    gradient was not finite."""
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = wrap(scaler._unscale_grads_)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from ..codegen.split_batch import join, parts_of
-from ..errors import InputError, MeshError, MicroBatchError, StageError
+from ..errors import InputError, MeshError, MicroBatchError, StageError, StrategyError
 from ..frontend.call_signature import CallSignature, describe_call, split_example
+from ..frontend.precision import has_half
 from ..ir.graph import fingerprint
 from ..ir.mesh import Mesh
 from ..planner.batch import of_samples, samples_of
@@ -57,7 +58,7 @@ class AsynchronousPipeline:
 
     def __init__(self, model: nn.Module, mesh, example_inputs, schedule: str = STASHING, *,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], micro_batches: int | None = None,
-                 plan: Plan | None = None, hardware=None, memory=None, precision: str = "fp32",
+                 plan: Plan | None = None, hardware=None, memory=None, precision: str | torch.dtype = "fp32",
                  strategy: str | None = None, pin: Mapping[str, str] | None = None, loss_fn: Callable | None = None,
                  weights=None):  # fmt: skip
         axis = axis_of(Mesh.of(mesh))
@@ -86,6 +87,11 @@ class AsynchronousPipeline:
     def _load(self, optimizer: Callable) -> None:
         captures = self.module._captures
         self._captured, step, self._on = captures.table[0].traced.captured, captures.table[0].step, captures.stage
+        if has_half(self._captured.graph):
+            raise StrategyError(
+                "float16 needs a scaled loss, and an asynchronous pipeline steps before anything could scale it",
+                fix='precision="bf16"',
+            )
         program = step.program
         agree.everywhere(lambda: check_apart(program.leaves, self._captured.graph))
         self._micro, self.pp_rank = program.micro, self._on.pp_rank

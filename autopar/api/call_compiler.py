@@ -167,7 +167,7 @@ class CallCompiler:
             asked["strategy"] = first.strategy
         return options_of(
             self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
-            fixed=_by_node(captured, known), baselines=False,
+            fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
         )  # fmt: skip
 
 

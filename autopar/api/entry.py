@@ -23,7 +23,7 @@ from ..compiler import PASSES, trace_to_plan
 from ..errors import InputError, MeshError, MovedParameterError, StrategyError
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import forms_of
-from ..frontend.precision import compute_dtype
+from ..frontend.precision import precision_name, reduce_type
 from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
@@ -59,8 +59,9 @@ def plan(
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
     optimizer: words.Optimizer = "adamw",
-    precision: str = "fp32",
+    precision: str | torch.dtype = "fp32",
     strategy: words.Strategy | None = None,
+    reduce_dtype: str | torch.dtype | None = None,
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -84,9 +85,11 @@ def plan(
     profile's name, a device's own name, a TOML file (default h100, or the DeviceMesh's own device). `memory`: bytes or
     text such as "40GiB" (default the hardware's). `pin`: glob of a parameter's name -> layout, "tp:S(0)" or "R";
     `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
-    "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16", mixed precision as
-    autopar/frontend/precision.py says. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest.
-    `passes`: autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
+    "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16" or "fp16", mixed precision as
+    autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same. `reduce_dtype`: "bf16" or "fp16", in
+    which gradients are added up over devices, if it is narrower than theirs. `adapt`: LoRA, QLoRA, FakeQuant
+    (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the compiler's
+    pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
@@ -99,16 +102,17 @@ def plan(
     `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict,
-        baselines=baselines, micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank,
-        recompute=recompute, offload=offload, fixes=fixes, solver=solver, name=name, report=report,
+        reduce_dtype=reduce_dtype, strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, passes=passes,
+        loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches, schedule=schedule,
+        stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes, solver=solver, name=name,
+        report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None, pin=None,
-    strict=False, baselines=True, forbid=None, offload="none", **staged,
+    strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
     stages_per_rank, recompute, solver, and `refuses=False`, with which what does not fit is planned all the same."""
@@ -116,7 +120,7 @@ def search(
     request = PlanRequest.of(
         mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
-        styles=styles_of(model), **staged,
+        reduce_dtype=reduce_dtype, styles=styles_of(model), **staged,
     )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
@@ -163,8 +167,9 @@ def compile(
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
     optimizer: words.Optimizer = "adamw",
-    precision: str = "fp32",
+    precision: str | torch.dtype = "fp32",
     strategy: words.Strategy | None = None,
+    reduce_dtype: str | torch.dtype | None = None,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
@@ -204,7 +209,8 @@ def compile(
     if outputs not in ("stage", "everywhere", "sharded"):
         raise InputError(f"outputs is {outputs!r}", fix='use "stage", "everywhere" or "sharded"')
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
-    compute_dtype(precision)
+    precision = precision_name(precision)
+    reduce_type(reduce_dtype)
     if not hasattr(mesh, "get_group"):
         raise MeshError(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
@@ -212,9 +218,9 @@ def compile(
         )
     arguments = dict(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
-        precision=precision, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict, weights=weights,
-        adapt=adaptations, passes=added, micro_batches=micro_batches, offload=offload, schedule=schedule,
-        stages_per_rank=stages_per_rank,
+        precision=precision, reduce_dtype=reduce_dtype, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
+        weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches, offload=offload,
+        schedule=schedule, stages_per_rank=stages_per_rank,
     )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)

@@ -94,7 +94,8 @@ def _run(device_mesh, settings: dict, say) -> None:
     if warning := stale(hardware, "nccl" if settings["device"] == "cuda" else "gloo"):
         say(f"warning: {warning}")
     say("planning ...", flush=True)
-    planning = {k: settings[k] for k in ("hardware", "precision", "strategy", "memory", "offload", "pin", "adapt")}
+    names = ("hardware", "precision", "reduce_dtype", "strategy", "memory", "offload", "pin", "adapt")
+    planning = {k: settings[k] for k in names}
     staged = {"schedule": settings["schedule"] or "auto"} | {
         k: settings[k] for k in ("micro_batches", "stages_per_rank")
     }
@@ -105,6 +106,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     ]  # stages may be frozen
     optimizer = torch.optim.AdamW(trained, lr=settings["lr"])
     say(fit(summary(replace(model.plan, model=settings["model"])) + "\n"))
+    scaler = torch.amp.GradScaler(device_mesh.device_type, enabled=model.plan.precision == "fp16")
     done = _resume(model, optimizer, stream, settings, say)
     kind = dtype if settings["precision"] == "fp32" else settings["precision"]  # in which products are computed
     peak_flops = device_mesh.size() * hardware.flops_per_second.get(kind, math.inf)
@@ -117,9 +119,10 @@ def _run(device_mesh, settings: dict, say) -> None:
             with _followed(model, optimizer, call) if follows else nullcontext(lambda: 0) as most:
                 args, kwargs = call
                 loss = _loss_of(model(*args, **kwargs))
-                loss.backward()
+                scaler.scale(loss).backward()
                 seconds.append(_now() - start)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
             peak = max(peak, most())
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)

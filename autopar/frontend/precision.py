@@ -1,18 +1,20 @@
-"""What `precision="bf16"` means: the model computes in bfloat16, its parameters stay as they are.
+"""What `precision="bf16"` or "fp16" means: the model computes in bfloat16 or float16, its parameters stay as they are.
 
 * A parameter of a wider float type is cast where the forward first reads it, so what is gathered is the narrow copy.
 Its gradient
   is cast back where it is made, before it is reduced over devices (passes/canonicalize/upcast.py).
 * Float inputs of the model are cast; those of `loss_fn` alone are not.
 * Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32.
-  What torch has no kernel for in bfloat16, on CPUs at least (decompositions of matrices, pairwise distances, some
-  pooling), computes on float32 and gives bfloat16. Other ops compute in bfloat16, those with sums inside (softmax,
+  What torch has no kernel for in these types, on CPUs at least (decompositions of matrices, pairwise distances, some
+  pooling), computes on float32 and gives the narrow type. Other ops compute in it, those with sums inside (softmax,
   norms, products) accumulate in float32 in torch's kernels.
 * Persistent float buffers are cast like parameters. Others (rotary frequencies, say) are constants that models treat on
 their
   own, and stay. So do batch norms: their statistics would not move in steps below 2**-8 of their size.
 
-`precision="fp32"`, the default, casts nothing: a float64 or a bfloat16 model runs as it is.
+Gradients that float16 has no numbers for, too large or too small, are the business of torch.amp.GradScaler around the
+loop (autopar/runtime/optimizers.py). `precision="fp32"`, the default, casts nothing: a float64 or a bfloat16 model runs
+as it is.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .._torch import tree_flatten, tree_map
 from ..errors import StrategyError
+from ..ir.graph import values_of
 
-COMPUTE_DTYPE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+COMPUTE_DTYPE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SYNONYMS = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}  # as torch says
 
 LOSSES = {
     F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cosine_embedding_loss, F.cross_entropy, F.ctc_loss,
@@ -51,15 +55,41 @@ WIDE_INSIDE = (
 )
 
 
-def compute_dtype(precision: str) -> torch.dtype | None:
-    """Return the type that a precision computes in, None for the model's own types. Raises StrategyError for an unknown
-    one."""
-    if precision not in COMPUTE_DTYPE:
+def precision_name(precision: str | torch.dtype) -> str:
+    """Return the name in COMPUTE_DTYPE of a precision: that name, a synonym, or a type of torch. Raises StrategyError
+    for an unknown one."""
+    said = str(precision).removeprefix("torch.").lower()
+    name = SYNONYMS.get(said, said)
+    if name not in COMPUTE_DTYPE:
         raise StrategyError(
             f"no precision {precision!r} is known",
-            fix=f"use one of {', '.join(sorted(COMPUTE_DTYPE))}; fp32 runs a model in its own types",
+            fix=f"use one of {', '.join(sorted(COMPUTE_DTYPE))}, {', '.join(SYNONYMS)}, or torch's type of that name; "
+            "fp32 runs a model in its own types",
         )
-    return COMPUTE_DTYPE[precision]
+    return name
+
+
+def compute_dtype(precision: str | torch.dtype) -> torch.dtype | None:
+    """Return the type that a precision computes in, None for the model's own types. Raises StrategyError for an unknown
+    one."""
+    return COMPUTE_DTYPE[precision_name(precision)]
+
+
+def reduce_type(name: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the type that gradients are reduced in, None for their own: see `Plan.reduce_dtype`. Raises StrategyError
+    for one that is no narrow type."""
+    dtype = None if name is None else compute_dtype(name)
+    if name is not None and dtype is None:
+        raise StrategyError(
+            f"gradients cannot be reduced in {name!r}",
+            fix="use bf16 or fp16, or leave reduce_dtype out: their own type",
+        )
+    return dtype
+
+
+def has_half(graph: fx.Graph) -> bool:
+    """Return whether something in a graph is computed in float16, in which gradients vanish unless the loss is scaled."""
+    return any(v.dtype is torch.float16 for n in graph.nodes if n.op == "call_function" for v in values_of(n))
 
 
 def narrowed(tensor: object, dtype: torch.dtype | None):

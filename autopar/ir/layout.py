@@ -190,6 +190,12 @@ def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
     return True
 
 
+def is_partial_sum(layout: Layout, mesh: Mesh) -> bool:
+    """Return whether the devices of some axis hold terms, of sums alone."""
+    reductions = [reduction for axis, reduction in layout.partial if mesh.size(axis) > 1]
+    return bool(reductions) and all(reduction == "sum" for reduction in reductions)
+
+
 def is_even(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
     """Return whether all devices have local shapes of the same size."""
     return all(

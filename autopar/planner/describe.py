@@ -56,7 +56,7 @@ def describe_plan(planned: Planned) -> Plan:
         fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
-        offloaded=offloaded(problem, e),
+        offloaded=offloaded(problem, e), reduce_dtype=options.reduce_dtype,
     )  # fmt: skip
     return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 

@@ -10,23 +10,18 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..errors import StrategyError
+from ..frontend.precision import precision_name
 from ..hardware.profile import load as load_hardware
 from .plan import PlanOptions
 
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-             micro_batches=1, offload="none", on_host=()) -> PlanOptions:  # fmt: skip
+             micro_batches=1, offload="none", on_host=(), reduce_dtype=None) -> PlanOptions:  # fmt: skip
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
-    for what, value in (
-        ("optimizer", optimizer),
-        ("precision", precision),
-        ("strategy", "" if strategy is None else strategy),
-    ):
+    for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
         if not isinstance(value, str):
-            raise StrategyError(
-                f"{what} is a {type(value).__name__}, not text", fix="use a name, such as adamw, fp32 or fsdp"
-            )
+            raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name: adamw, or fsdp")
     if pin is not None and not (
         isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)
     ):
@@ -47,10 +42,10 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         )
     return PlanOptions(
         load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
-        memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision, strategy=strategy,
+        memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision_name(precision), strategy=strategy,
         pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
         fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
-        on_host=frozenset(on_host),
+        on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
     )  # fmt: skip
 
 

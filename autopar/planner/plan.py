@@ -17,7 +17,7 @@ from ..cost.memory import StateBytes
 from ..cost.redistribute import Redistributor
 from ..errors import AutoparError, StageError, StrategyError, UnsupportedOpError
 from ..frontend.export import Captured
-from ..frontend.precision import compute_dtype
+from ..frontend.precision import compute_dtype, reduce_type
 from ..hardware.profile import Hardware
 from ..ir.graph import describe
 from ..ir.layout import Layout
@@ -52,14 +52,15 @@ class PlanOptions:
     planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
     memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of
     parameters that are on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of
-    the baselines. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the
-    whole mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
-    another graph that runs with the same decisions, of fewer samples."""
+    the baselines. `reduce_dtype`: see `Plan`. `within`: the whole mesh, where the planned one is a stage's of a
+    pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of parameters that are
+    kept are gathered once. `overlay`: another graph that runs with the same decisions, of fewer samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None
     optimizer: str = "adamw"
     precision: str = "fp32"
+    reduce_dtype: str | None = None
     strategy: str | None = None
     pin: Mapping[str, str] = field(default_factory=dict)
     forbid: tuple[tuple[str, str], ...] = ()
@@ -88,6 +89,7 @@ class PlanOptions:
         """Raise StrategyError or MeshError for what can be known to be wrong before the model is traced."""
         Restriction.of(self.strategy, mesh)
         compute_dtype(self.precision)
+        reduce_type(self.reduce_dtype)
         passes.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         offload.check(self.offload, self.on_host, self.hardware)
@@ -225,9 +227,10 @@ def solvers_of(
     ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [
-        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut)
+        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut,
+               reduce_dtype=reduce_type(options.reduce_dtype))
         for once in ((True,) if is_cut and options.within is not None else ways)
-    ]
+    ]  # fmt: skip
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 
 

@@ -84,7 +84,7 @@ def check(data: object, name: str, key: str | bytes | None = None) -> Json:
             f"{name} has plan version {version!r:.40}, not {VERSION}", fix="plan again with this autopar"
         )
     body = {k: v for k, v in data.items() if k != "signature"}
-    if wrong := _mismatch(body, SCHEMA, ""):
+    if wrong := _mismatch(OPTIONAL | body, SCHEMA, ""):
         raise PlanFormatError(f"{name} lacks or misstates a field: {wrong}", fix="plan again")
     if body["hash"] != content_hash(body):
         raise PlanTampered(f"{name} was changed after it was written: its hash does not match", fix="plan again")
@@ -192,6 +192,11 @@ def lowering(value: object) -> bool:
     return text(value) and value in LOWERINGS
 
 
+def narrow(value: object) -> bool:
+    """a type that gradients are reduced in"""
+    return text(value) and value in ("bf16", "fp16")
+
+
 def rank(value: object) -> bool:
     """a number of dims, 64 at most"""
     return count(value) and value <= 64
@@ -208,9 +213,11 @@ SHARDING: Kind = {
     "on_host": [text],
     "layouts": [(rank, text)],
 }
+OPTIONAL: Json = {"reduce_dtype": "bf16"}  # what a file may leave out, and what it could be
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "optimizer": text, "strategy": text, "memory_limit_bytes": amount, "step_seconds": amount,
+    "precision": text, "reduce_dtype": narrow, "optimizer": text, "strategy": text,
+    "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "simulated_seconds": amount, "exposed_seconds": amount, "bound": amount, "gap": number, "peak_bytes": amount,
     "memory": Values(amount), "at_peak": Values(amount),

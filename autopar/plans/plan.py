@@ -138,6 +138,7 @@ class Plan:
     samples: int = 0
     meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
     offloaded: Offloaded = Offloaded()
+    reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -152,6 +153,8 @@ class Plan:
             "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
+        if self.reduce_dtype is None:
+            values.pop("reduce_dtype")
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
         return data
@@ -159,6 +162,11 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         return self.pipeline.micro_batches
+
+    @property
+    def precision_text(self) -> str:
+        """Return the precision, and what gradients are reduced in if that is another type."""
+        return self.precision + (f", gradients reduced in {self.reduce_dtype}" if self.reduce_dtype else "")
 
     @property
     def hash(self) -> str:

@@ -1,5 +1,5 @@
 """torch's optimizers on the parameters of compiled modules: which ones are right as they are, and what happens to the
-others.
+others. And torch.amp.GradScaler, which skips a step on all ranks or on none.
 
 Those of torch that update every element by itself step on the local parts of the parameters, as fast as on plain
 tensors. Others, and a user's own, step on DTensors. Some compute with whole parameters in a way that sharded ones do
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import (
@@ -39,6 +41,7 @@ from .. import _torch
 from ..errors import OptimizerError
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
+from ..processes import watch
 from ..storage.weights import shortened
 
 # What inherits from them may mix elements.
@@ -55,6 +58,7 @@ def follow(module: nn.Module) -> None:
     """See to the optimizers of a ParallelModule's parameters from here on."""
     if not _hooks:
         _hooks.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
+        _torch.unscale_through(_unscaled_together)
     _modules.add(module)
 
 
@@ -157,13 +161,16 @@ def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tu
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.state = defaultdict(dict)
-    stand_in.param_groups = [
-        group | {"params": [_local(p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
+    stand_in.param_groups = _local_groups(optimizer)
     for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
         if parameter in optimizer.state:
             stand_in.state[local] = {key: _local_value(value) for key, value in optimizer.state[parameter].items()}
     return (stand_in, None if closure is None else lambda: loss), {}
+
+
+def _local_groups(optimizer: Optimizer) -> list[dict]:
+    """Return the groups of an optimizer with the local parts of its parameters and their gradients."""
+    return [group | {"params": [_local(p) for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
@@ -208,3 +215,28 @@ def _after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
                     value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
                     stride=parameter.stride(),
                 )  # fmt: skip
+
+
+# gradients scaled by torch.amp.GradScaler
+# ----------------------------------------------------------------------------
+
+
+def _unscaled_together(unscale: Callable) -> Callable:
+    """Return GradScaler's method for optimizers of compiled modules too, which all ranks call together: gradients are
+    unscaled in their local parts, and a rank finds them infinite if any rank does, whatever parts it has itself."""
+
+    def unscaled(scaler, optimizer: Optimizer, inv_scale, found_inf, allow_fp16: bool) -> dict:
+        if not any(_has_some_of(optimizer, module) for module in _modules):
+            return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        local = SimpleNamespace(param_groups=_local_groups(optimizer))
+        found = unscale(scaler, local, inv_scale, found_inf, allow_fp16)
+        torch.autograd.graph.increment_version([p.grad for p in _parameters(optimizer) if p.grad is not None])
+        none = torch.full_like(found_inf, -1.0)  # a stage may have no gradient: that is no error if another has one
+        worst = torch.stack([none, *(here.to(none.device) for here in found.values())]).amax()
+        with watch.collective("whether gradients are finite"):
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if not found and worst < 0:
+            return {}  # which GradScaler refuses
+        return {device: worst.to(device) for device in found or [worst.device]}
+
+    return unscaled

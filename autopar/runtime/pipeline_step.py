@@ -4,6 +4,9 @@ one differentiable function.
 The call runs the whole schedule and keeps the gradients; `loss.backward()` scales and reduces them and hands them to
 autograd. So the training loop is that of any module. The loss is known on every rank; another output is where its stage
 is, and None elsewhere, or is sent from there to all ranks along the pipeline.
+
+In float16 small gradients would vanish before they are scaled: there a schedule begins with the gradient that the loss
+had in the last backward, which is the scale of torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from ..compiler import lower_pipeline
 from ..errors import InputError, StageError
 from ..frontend.effects import has_tensor
 from ..frontend.export import Captured
+from ..frontend.precision import has_half
 from ..frontend.user_lines import located
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_part, local_shape
@@ -77,6 +81,8 @@ class PipelineStep:
                 fix='pass outputs="everywhere" to autopar.compile, or return it',
             )
         self.device = torch.device(stage.device_mesh.device_type)
+        half = trains and has_half(captured.graph)
+        self.seed = torch.ones((), device=self.device) if half else None  # gradient of the loss
         self._bind(program, module, forms)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
@@ -262,7 +268,8 @@ class _Call:
             table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
             return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
         if role.kind == "tangent":
-            return torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
+            ones = torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
+            return ones if step.seed is None else ones * step.seed
         whole = self.parts[i][node.name]
         if role.kind != "input":
             return whole
@@ -288,6 +295,7 @@ class _PipelineLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step: PipelineStep, inputs: list[Tensor], *anchor_and_parameters):
+        ctx.seed = step.seed
         outputs, ctx.sums = step.run(inputs)
         ctx.step = step
         loss, differentiable = step.returns.loss, step.returns.differentiable
@@ -320,6 +328,9 @@ class _PipelineLoss(torch.autograd.Function):
         scale = tangents[ctx.loss]
         if scale is None:
             return None, None, None, *[None] * len(step.names)
+        if ctx.seed is not None:
+            step.seed = torch.where(scale.isfinite() & (scale > 0), scale, step.seed)
+            scale = scale / ctx.seed
         _, *nodes = [node for node, _ in ctx.next_functions]  # the first is the anchor's
         return None, None, None, *step.gradients(sums, scale, step.parameters, nodes)
 

@@ -35,13 +35,13 @@ from .pipeline import simulate_pipeline
 from .step import plan_and_capture, simulate_step
 
 # relative: sums in another order differ by some roundings
-TOLERANCE = {"fp64": 1e-7, "fp32": 1e-5, "bf16": 3e-2}
+TOLERANCE = {"fp64": 1e-7, "fp32": 1e-5, "bf16": 3e-2, "fp16": 1e-2}
 # errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
-FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2}
+FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 CAPTURED = 1e-3  # of the captured graph against the model itself, both on one device in the wider type
 ROUNDING_FACTOR = 10.0  # a sharded and an unsharded step round differently, by chance: as much as an order of magnitude
-NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WIDE = {"fp32": "fp64", "bf16": "fp32"}
+NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIDE = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,10 @@ def has_random(captured: Captured) -> bool:
 
 
 def _precision_of(captured: Captured, plan: Plan) -> str:
-    """Return the plan's precision, or what the model's own autocast computes in."""
-    is_low = any(
-        v.dtype is torch.bfloat16 for n in captured.graph.nodes if n.op == "call_function" for v in values_of(n)
-    )
-    return "bf16" if is_low else plan.precision
+    """Return what the model computes in, by its own autocast too; or what gradients are reduced in, else the plan's
+    precision."""
+    made = {v.dtype for n in captured.graph.nodes if n.op == "call_function" for v in values_of(n)}
+    return next((name for name in ("bf16", "fp16") if NARROW[name] in made), plan.reduce_dtype or plan.precision)
 
 
 def _with_rounding(
@@ -189,7 +188,7 @@ def _with_rounding(
     try:
         exact = one_device_step(wide, values)
         exact = exact._replace(buffers=buffers | exact.buffers)
-        check, _ = _compared(wide, plan, values, exact, precision, buffers)
+        check, _ = _compared(wide, replace(plan, reduce_dtype=None), values, exact, precision, buffers)
     except (RuntimeError, AutoparError):  # some kernels take one type alone: the report stays as it is
         return result
     loss, gradients, others = _errors(captured, exact, reference, result.precision)

@@ -136,7 +136,7 @@ def _interpret(module: fx.GraphModule, values: Mapping[str, Tensor]) -> dict[str
     return result
 
 
-WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
 
 def upcast_capture(captured: Captured, narrow: torch.dtype) -> Captured:

@@ -15,8 +15,7 @@ from torch import fx
 
 from ..._torch import graph_module
 from ...ir.graph import OutputRole, Role, outputs_of, tensor_of, values_of
-from ...ir.layout import Layout
-from ...ir.mesh import Mesh
+from ...ir.layout import Layout, is_partial_sum
 from ...plans.sharding import Sharding
 
 
@@ -27,7 +26,7 @@ def unreduced_layouts(graph: fx.Graph, sharding: Sharding) -> dict[str, Layout]:
     for value, role in outputs_of(graph):
         if role.kind == "gradient":
             layout = _layout_of(value, sharding)
-            if layout is not None and _is_sum(layout, sharding.mesh):
+            if layout is not None and is_partial_sum(layout, sharding.mesh):
                 found[role.name] = layout
     return found
 
@@ -39,11 +38,6 @@ def _layout_of(value: fx.Node, sharding: Sharding) -> Layout | None:
     values = producer.meta["val"]
     position = 0 if isinstance(values, torch.Tensor) else sum(isinstance(v, torch.Tensor) for v in values[:item])
     return sharding.nodes[producer.name].outputs[position]
-
-
-def _is_sum(layout: Layout, mesh: Mesh) -> bool:
-    reductions = [reduction for axis, reduction in layout.partial if mesh.size(axis) > 1]
-    return bool(reductions) and all(reduction == "sum" for reduction in reductions)
 
 
 def without_reductions(graph: fx.Graph, sharding: Sharding) -> Sharding:

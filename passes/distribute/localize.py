@@ -38,8 +38,8 @@ from ... import rules
 from ..._torch import graph_module, tree_flatten, tree_unflatten
 from ...errors import VerifyError
 from ...ir.casts import own_casts
-from ...ir.graph import OutputRole, describe, is_tensor, outputs_of, tensor_arguments, tensor_of, values_of
-from ...ir.layout import Layout, local_part, local_shape
+from ...ir.graph import OutputRole, describe, is_tensor, operand, outputs_of, tensor_arguments, tensor_of, values_of
+from ...ir.layout import Layout, is_partial_sum, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
 
@@ -51,11 +51,13 @@ RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: a
 
 
 def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native",
-             coordinate: Mapping[str, int | range] | None = None) -> fx.GraphModule:  # fmt: skip
+             coordinate: Mapping[str, int | range] | None = None,
+             reduce_dtype: torch.dtype | None = None) -> fx.GraphModule:  # fmt: skip
     """Build the graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see
     passes.distribute.emit.Emitter). `coordinate`: instead of the rank's, one that may span several places along an axis
-    whose shards never move: the graph of all of them as one."""
-    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate)
+    whose shards never move: the graph of all of them as one. `reduce_dtype`: in which gradients are added up over
+    devices, if it is narrower than they are."""
+    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate, reduce_dtype)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             localizer.placeholder(node)
@@ -75,7 +77,8 @@ def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatte
 class _Localizer:
     """The state of the walk: `own` has every tensor's local value in its producer's layout, `copies` all others."""
 
-    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None):
+    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None,
+                 reduce_dtype: torch.dtype | None = None):  # fmt: skip
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
         self.coordinate = coordinate or self.mesh.coordinate(rank)
         self.root = torch.nn.Module()
@@ -92,6 +95,11 @@ class _Localizer:
         for at, (value, role) in enumerate(self.outputs):
             if role.kind == "gradient":
                 self.gradients[value].append(at)
+        kinds: dict[fx.Node, set[str]] = defaultdict(set)
+        for value, role in self.outputs:
+            kinds[value].add(role.kind)
+        alone = {value for value, found in kinds.items() if found == {"gradient"} and len(value.users) == 1}
+        self.reduce_dtype = dict.fromkeys(alone, reduce_dtype)  # by gradient that nothing else reads
         self.given: dict[int, fx.Node] = {}  # outputs that are there already
         self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph).items() if n.name in self.on_host}
 
@@ -194,7 +202,7 @@ class _Localizer:
         phase = "forward" if role.is_forward else "backward"
         producer, index = tensor_of(value)
         layout = layout or self.own[producer.name, index][1]
-        local = self._copy(value, layout, phase, value)
+        local = self._copy(value, layout, phase, value, self.reduce_dtype.get(value))
         if role.kind == "gradient" and role.name in self.from_host:
             return self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
         return local
@@ -217,9 +225,10 @@ class _Localizer:
         self.builder.meta = {"phase": phase, "module": "", "source": "", "global": value, "layout": layout}
         return self.builder.call(aten._to_copy.default, local, device=device, name=name)
 
-    def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node) -> fx.Node:
-        """Return the local value of a global tensor in the layout `wanted`. Raises VerifyError if no collective leads
-        there."""
+    def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node,
+              reduce_dtype: torch.dtype | None = None) -> fx.Node:  # fmt: skip
+        """Return the local value of a global tensor in the layout `wanted`; a sum over devices is made in
+        `reduce_dtype`, if that is narrower. Raises VerifyError if no collective leads there."""
         producer, index = tensor_of(tensor)
         local, layout = self._on_device(producer, index, phase)
         redistribution = self.sharding.redistributor(layout, wanted)
@@ -234,15 +243,30 @@ class _Localizer:
             return copy
         value, name = tensor.meta["val"], tensor.name
         self.builder.meta = {**_origin(consumer), "phase": phase, "tensor": name}
-        for step in redistribution.steps:
-            before, local = local, self.emitter(step, local, value.shape, name)
-            if local is not before:  # moves over axes of one device make no node
-                local.meta |= {"global": value, "layout": step.after}
+        dtype = reduce_dtype or value.dtype
+        is_reduced = wanted != layout and is_partial_sum(layout, self.mesh)
+        if is_reduced and dtype.itemsize < value.dtype.itemsize:
+            local = self._reduced(local, redistribution, value, name, dtype)
+            local.meta |= {"global": value, "layout": wanted}
+        else:
+            for step in redistribution.steps:
+                before, local = local, self.emitter(step, local, value.shape, name)
+                if local is not before:  # moves over axes of one device make no node
+                    local.meta |= {"global": value, "layout": step.after}
         if redistribution.steps:
             self.copies[producer.name, index, wanted, phase] = local
             if (producer.name, index, wanted) in self.sharding.kept:
                 local.meta["kept"] = True
         return local
+
+    def _reduced(self, local: fx.Node, redistribution, value: torch.Tensor, name: str, dtype: torch.dtype) -> fx.Node:
+        """Return a local value after a redistribution in a narrow type; what was cast to its own type is taken as it
+        was before."""
+        is_cast = local.target is aten._to_copy.default and operand(local).meta["val"].dtype == dtype
+        narrow = operand(local) if is_cast else self.builder.call(aten._to_copy.default, local, dtype=dtype)
+        for step in redistribution.steps:
+            narrow = self.emitter(step, narrow, value.shape, name)
+        return self.builder.call(aten._to_copy.default, narrow, dtype=value.dtype)
 
     def _existing(self, producer: str, index: int, layout: Layout, phase: str) -> fx.Node | None:
         copy = self.copies.get((producer, index, layout, phase))

@@ -64,7 +64,7 @@ def test_pins_are_followed():
         (dict(pin={"up.weight": "tp:S(7)"}), StrategyError, "use a dim below 2"),
         (dict(pin={"up.weight": "tp:Q"}), StrategyError, "cannot read 'tp:Q' as a placement"),
         (dict(hardware="abacus"), HardwareError, "abacus"),
-        (dict(precision={}), StrategyError, "precision is a dict, not text"),
+        (dict(precision={}), StrategyError, "no precision {} is known"),
         (dict(pin="*=R"), StrategyError, "cannot read '\\*=R' as pins"),
         (dict(example_inputs="text"), InputError, "example_inputs must be a dict"),
     ],

@@ -67,6 +67,19 @@ def test_train_takes_a_users_model(tmp_path, name, mesh):
 
 
 @pytest.mark.gloo
+def test_train_in_float16():
+    """The loss is scaled; gradients are added up in bfloat16."""
+    process = autopar(
+        "train", "--model", "mlp-tiny:layers=1", "--mesh", "dp=2", "--batch", "4", "--seq", "4", "--steps", "4",
+        "--lr", "0.01", "--precision", "float16", "--reduce-dtype", "bf16", "--strategy", "ddp",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and "fp16, gradients reduced in bf16" in out, err
+    losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_train():
     model = ["--model", "gpt2-tiny:layers=1", "--batch", "4", "--seq", "16"]

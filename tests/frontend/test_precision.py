@@ -1,4 +1,5 @@
-"""precision="bf16": fp32 masters, bf16 compute, fp32 reduction; and models that are fp64 or bf16 themselves."""
+"""precision="bf16" and "fp16": fp32 masters, narrow compute, fp32 reduction; and models that are fp64 or bf16
+themselves."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar import compiler
 from autopar.api import entry as api
 from autopar.codegen.verify_graph import collectives
 from autopar.errors import StrategyError
-from autopar.frontend.precision import computing_in, narrowed
+from autopar.frontend.precision import computing_in, narrowed, precision_name
 from autopar.ir.graph import output_node
 from autopar.simulate.compare import verify_model
 from autopar.simulate.oracle import global_values, one_device_step
@@ -19,6 +21,7 @@ from autopar.simulate.step import plan_and_capture, simulate_step
 from ..runtime import tiny
 
 LLAMA = "llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=48,vocab=96"
+BATCH = tiny.Regressor.batch()
 MODELS = {"gpt2": lambda: tiny.gpt2(n_layer=1), "llama": lambda: tiny.own(LLAMA)}
 
 
@@ -147,8 +150,38 @@ def test_narrowed_leaves_what_is_not_wider():
         and narrowed("x", None) == "x"
     )
     assert narrowed(torch.ones(2, dtype=torch.float64), torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(StrategyError, match="no precision 'fp16'"):
-        api.plan(nn.Linear(2, 2), "dp=2", (torch.ones(2, 2),), precision="fp16")
+
+
+@pytest.mark.parametrize("precision, name", [
+    (torch.float32, "fp32"), ("float32", "fp32"), (torch.bfloat16, "bf16"), ("bfloat16", "bf16"), ("BF16", "bf16"),
+    (torch.float16, "fp16"), (torch.half, "fp16"), ("fp16", "fp16"), ("half", "fp16"),
+])  # fmt: skip
+def test_names(precision, name):
+    plan = api.plan(nn.Linear(2, 2), "dp=2", (torch.ones(2, 2),), precision=precision, baselines=False)
+    assert plan.precision == precision_name(precision) == name
+
+
+@pytest.mark.parametrize("precision", ["fp8", torch.float64, torch.int8, 16, None])
+def test_unknown_names(precision):
+    with pytest.raises(StrategyError, match=r"no precision (.|\n)*use one of bf16, fp16, fp32, float32, .*bfloat16"):
+        api.plan(nn.Linear(2, 2), "dp=2", (torch.ones(2, 2),), precision=precision)
+
+
+@pytest.mark.parametrize("name, mesh, strategy", [("gpt2", "tp=2", "megatron_sp"), ("llama", "dp=2", "fsdp")])
+def test_fp16_is_verified_against_the_model(name, mesh, strategy):
+    model, inputs = MODELS[name]()
+    report = verify_model(model, inputs, mesh, precision=torch.float16, strategy=strategy)
+    assert report.match and report.wide.match and report.precision == "fp16", str(report)
+    assert max(report.gradient_errors.values()) < 1e-2 and "fp16" in str(report.plan)
+
+
+@pytest.mark.parametrize("function, options", [
+    (autopar.explain, dict(pattern="*weight")), (autopar.estimate, {}), (autopar.verify, {}),
+])  # fmt: skip
+def test_functions_take_types(function, options):
+    call = dict(mesh="dp=2", example_inputs=dict(zip(("x", "target"), BATCH)), **options)
+    results = [str(function(tiny.Regressor(loss=True), precision=p, **call)) for p in (torch.bfloat16, "bf16", "fp32")]
+    assert results[0] == results[1] != results[2]
 
 
 def test_masters_follow_fp32_for_twenty_steps():

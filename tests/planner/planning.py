@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 
 import numpy as np
+import torch
 
 from autopar import compiler
 from autopar.cost.redistribute import Redistributor
@@ -62,7 +63,7 @@ class Instance:
 
     def __init__(self, model: str | Captured, mesh: str, hardware: Hardware | None = None, strategy: str | None = None,
                  folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16,
-                 shared_by: int = 1):  # fmt: skip
+                 shared_by: int = 1, reduce_dtype: torch.dtype | None = None):  # fmt: skip
         """`shared_by`: micro-batches of a step, which share the copies of parameters that are kept if they are
         several."""
         self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
@@ -72,7 +73,7 @@ class Instance:
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
         self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth),
                              self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,
-                             gathers_once=shared_by > 1)  # fmt: skip
+                             gathers_once=shared_by > 1, reduce_dtype=reduce_dtype)  # fmt: skip
         self.hyperedges = [
             HyperedgePrices(self.problem, self.pricer, hyperedge) for hyperedge in hyperedges_of(self.problem)
         ]

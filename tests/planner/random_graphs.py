@@ -144,13 +144,14 @@ class Checked:
 
 
 def check(
-    seed: int, most_plans: int, shared_by: int = 1, draw: Callable[[random.Random], Captured] = random_graph
-) -> Checked:
+    seed: int, most_plans: int, shared_by: int = 1, draw: Callable[[random.Random], Captured] = random_graph,
+    reduce_dtype: torch.dtype | None = None,
+) -> Checked:  # fmt: skip
     """A random graph, mesh, machine and price: all plans listed, the judge asked about some of them, the search and
     HiGHS held against the best. `shared_by`: micro-batches that share copies of parameters. Raises AssertionError."""
     rng = random.Random(seed)
     mesh, (prices, keep), machine = rng.choice(MESHES), rng.choice(PRICES), rng.choice([toy(), toy(link=1e8), WAITING])
-    instance = Instance(draw(rng), mesh, machine, folded=False, shared_by=shared_by)
+    instance = Instance(draw(rng), mesh, machine, folded=False, shared_by=shared_by, reduce_dtype=reduce_dtype)
     masks = thinned(instance, rng, most_plans)
     costs = every_cost(instance, masks, prices, keep)
     best = float(costs.min())

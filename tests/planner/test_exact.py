@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.solver.minimize import Search
@@ -48,6 +49,11 @@ def test_small_random_graphs(seed):
 def test_copies_that_micro_batches_share(seed):
     """The same where copies of parameters that are kept are made once a step, for all its passes."""
     check(seed, 20_000, shared_by=2 + seed % 3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gradients_that_are_reduced_in_a_narrow_type(seed):
+    check(seed, 20_000, reduce_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("seed", [7, 18, 36])

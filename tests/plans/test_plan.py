@@ -16,6 +16,7 @@ from autopar.errors import PlanFormatError, PlanIncompatible, PlanTampered
 from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
+from autopar.plans.diff import diff_text
 from autopar.plans.file import LARGEST_FILE_BYTES, VERSION, content_hash
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture
@@ -67,6 +68,18 @@ def test_every_field_is_covered_by_the_hash(plan):
     for key in data:
         if key != "hash":
             assert content_hash(data | {key: "something else"}) != data["hash"], key
+
+
+def test_a_type_that_gradients_are_reduced_in(plan, tmp_path):
+    """It is left out where there is none, so that plans are the files that they were."""
+    narrow = replace(plan, reduce_dtype="bf16")
+    narrow.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == narrow and narrow.hash != plan.hash
+    assert "reduce_dtype" not in plan.to_json() and diff_text(plan, narrow).count("reduce_dtype") == 1
+    for wrong in (None, "fp8", 3):
+        data = narrow.to_json() | {"reduce_dtype": wrong}
+        with pytest.raises(PlanFormatError, match="reduce_dtype is not a type that gradients are reduced in"):
+            Plan.from_json(data | {"hash": content_hash(data)})
 
 
 # files that are not plans

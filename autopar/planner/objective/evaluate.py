@@ -16,6 +16,7 @@ import torch
 from ...cost.collectives import CollectiveCost
 from ...cost.redistribute import MoveStep, Redistribution, Redistributor
 from ...cost.transfer_prices import TransferPrices
+from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
@@ -160,11 +161,13 @@ class Evaluation:
 class Pricer:
     """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
     `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
-    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept."""
+    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
+    travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
 
     def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
                  collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
-                 gathers_once: bool = False):  # fmt: skip
+                 gathers_once: bool = False, reduce_dtype: torch.dtype | None = None):  # fmt: skip
+        self.reduce_dtype = reduce_dtype
         self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self.prices = TransferPrices(redistribute, collectives)
@@ -177,9 +180,30 @@ class Pricer:
 
     def times(self, producer: int, slots, source: Layout) -> int:
         """Return in how many passes of a step a tensor is redistributed."""
+        return 1 if self.reduces_once and self._is_reduced(producer, slots, source) else self.micro_batches
+
+    def _is_reduced(self, producer: int, slots, source: Layout) -> bool:
+        """Return whether a tensor is a gradient, and its redistribution a sum."""
         is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
-        is_sum = source.partial and all(reduction == "sum" for _, reduction in source.partial)
-        return 1 if self.reduces_once and is_gradient and is_sum else self.micro_batches
+        return is_gradient and bool(source.partial) and all(reduction == "sum" for _, reduction in source.partial)
+
+    def moved_bytes(self, producer: int, output: int, slots, source: Layout) -> int:
+        """Return the global bytes of a tensor in the type in which it is redistributed."""
+        bytes_ = self.problem.tensor_bytes[producer, output]
+        if self.reduce_dtype is None or not self._is_reduced(producer, slots, source):
+            return bytes_
+        return min(bytes_, self.problem.vertices[producer].values[output].numel() * self.reduce_dtype.itemsize)
+
+    def cast_seconds(self, producer: int, output: int, source: Layout, target: Layout, bytes_: int) -> float:
+        """Return the seconds of the casts before and after a redistribution that moves `bytes_` global bytes."""
+        share = bytes_ / max(1, self.problem.tensor_bytes[producer, output])
+        if share == 1 or not any(self.redistribute.mesh.size(axis) > 1 for axis, _ in source.partial):
+            return 0.0
+        vertex = self.problem.vertices[producer]
+        is_narrow = output in vertex.casts and operand(vertex.casts[output]).meta["val"].dtype == self.reduce_dtype
+        cast = [target] if is_narrow else [source, target]  # of what was made in the type there is none before
+        read_and_written = (1 + share) * sum(self.local_bytes(producer, output, layout) for layout in cast)
+        return read_and_written / self.redistribute.memory_bytes_per_second
 
     def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
         """Return the seconds of one redistribution of a tensor of `bytes_` global bytes, inf if there is none."""
@@ -303,10 +327,15 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     targets = dict.fromkeys((*readers["forward"], *readers["backward"]))
     if not targets:
         return _Served((), (), (saved(source),) if saves and has_base and reads_base else ())
-    bytes_, slots = problem.tensor_bytes[producer, output], [u.slot for u in uses]
+    slots = [u.slot for u in uses]
+    bytes_ = pricer.moved_bytes(producer, output, slots, source)
     is_hidden, times = pricer.is_bucketed(producer, slots), pricer.times(producer, slots, source)
     byte_seconds = prices.byte_seconds if prices.saved and saves else 0.0
-    seconds = {target: pricer.seconds(source, target, bytes_, is_hidden) for target in targets}
+    seconds = {
+        target: pricer.seconds(source, target, bytes_, is_hidden)
+        + pricer.cast_seconds(producer, output, source, target, bytes_)
+        for target in targets
+    }
     early, late = (prices.hidden(phase) if is_hidden else 1.0 for phase in readers)
     priced = {
         target: Copy(

@@ -70,9 +70,7 @@ class HyperedgePrices:
         self.vertex = problem.vertices[hyperedge.example[0]]
         slots = [slot for _, slot, _ in hyperedge.consumers]
         self.is_hidden = pricer.is_bucketed(hyperedge.example[0], slots)
-        self.seconds = pricer.matrix(
-            self.sources, self.targets, problem.tensor_bytes[hyperedge.example], self.is_hidden
-        )
+        self.seconds = self._redistributions(slots)
         times = [pricer.times(hyperedge.example[0], slots, p) for p in self.sources]
         self.seconds = self.seconds * (np.array(times) / pricer.micro_batches)[:, None]
         self.is_possible = np.isfinite(self.seconds)
@@ -86,6 +84,18 @@ class HyperedgePrices:
         )
         self._copy_bytes[self._unmoved] = 0.0
         self._base_bytes = np.array([pricer.local_bytes(*hyperedge.example, p) for p in self.sources])
+
+    def _redistributions(self, slots: list[int]) -> np.ndarray:
+        """Return the seconds from every source to every target, inf where none leads there."""
+        pricer, tensor = self.pricer, self.hyperedge.example
+        bytes_ = [pricer.moved_bytes(*tensor, slots, p) for p in self.sources]
+        whole = self.problem.tensor_bytes[tensor]
+        seconds = pricer.matrix(self.sources, self.targets, whole, self.is_hidden)
+        for i, (p, moved) in enumerate(zip(self.sources, bytes_)):
+            if moved != whole:
+                casts = [pricer.cast_seconds(*tensor, p, q, moved) for q in self.targets]
+                seconds[i] = pricer.matrix((p,), self.targets, moved, self.is_hidden)[0] + casts
+        return seconds
 
     def modes(self, prices: Prices, keep_parameters: bool | None, reruns: Collection[int] = ()) -> list[PricedMode]:
         """Return the modes in which one copy of the hyperedge may be served, at these prices. `keep_parameters` says
