@@ -20,12 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .regions import no_autocast, without_dispatch_modes
-from .tracing import as_if_eager, hooks_of_all_modules, move_hooks, plain_checkpoints, transforms, without_prints
+from .tracing import (
+    as_if_eager,
+    functionalized,
+    hooks_of_all_modules,
+    move_hooks,
+    plain_checkpoints,
+    transforms,
+    without_prints,
+)
 
 __all__ = [
     "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
     "without_dispatch_modes",
-    "as_if_eager", "hooks_of_all_modules", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
+    "as_if_eager", "functionalized", "hooks_of_all_modules", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
 ]  # fmt: skip
 
 aten = torch.ops.aten

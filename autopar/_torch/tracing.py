@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -69,6 +70,23 @@ def plain_checkpoints():
         yield
     finally:
         checkpoint._checkpoint_without_reentrant_generator = before
+
+
+def functionalized(
+    function: Callable[[list[torch.Tensor]], list[torch.Tensor]], tensors: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], bool]:
+    """Return what a function returns, computed without writes, and whether it wrote to the tensors that it was
+    given."""
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    around = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+    with around, FunctionalTensorMode():
+        given: list[Any] = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
+        found: list[Any] = function(given)
+        for tensor in (*given, *found):
+            torch._sync(tensor)
+        is_written = any(torch._functionalize_has_data_mutation(x.elem) for x in given)  # type: ignore[attr-defined]
+        return [torch._from_functional_tensor(tensor.elem) for tensor in found], is_written
 
 
 def hooks_of_all_modules() -> list[dict]:

@@ -9,15 +9,16 @@ the place of such an op.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from .._torch import tree_flatten, tree_unflatten
+from .._torch import functionalized, tree_flatten, tree_unflatten
 from ..errors import CaptureError
 from .autocast import ambient, entered
 
@@ -28,7 +29,7 @@ _forwards: dict[object, Callable] = {}
 
 @contextmanager
 def recorded_backwards() -> Iterator[None]:
-    """Inside, autograd functions are traced as ops. Raises CaptureError for one whose outputs are not tensors."""
+    """Inside, autograd functions are traced as ops. Raises CaptureError for one whose outputs are not tensors or None."""
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls, *args, **kwargs):
@@ -60,7 +61,7 @@ class Context:
         """Keep tensors for the backward, which reads them as `saved_tensors`."""
         self.saved_tensors = tensors
 
-    def mark_dirty(self, *tensors: Tensor) -> None:
+    def mark_dirty(self, *tensors: Tensor) -> NoReturn:
         """Raise CaptureError: a function that writes to its inputs cannot be traced."""
         raise CaptureError("an autograd function that writes to its inputs cannot be traced", fix="return new tensors")
 
@@ -75,6 +76,7 @@ def _apply(cls, *args, **kwargs):
     flat, spec = tree_flatten((args, kwargs))
     positions = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     form: dict[str, bool] = {}
+    are_tensors: list[bool] = []  # of the outputs; the others are None
     around = ambient()  # it is off when the op is inlined
 
     def arguments(tensors):
@@ -96,20 +98,26 @@ def _apply(cls, *args, **kwargs):
             output = cls.forward(ctx, *given, **named)
         form["single"] = isinstance(output, Tensor)
         outputs = [output] if form["single"] else list(output)
-        if not all(isinstance(o, Tensor) for o in outputs):
+        if not all(isinstance(o, Tensor) or o is None for o in outputs):
             raise CaptureError(
-                f"the autograd function {cls.__name__} returns something else than tensors", fix="return tensors only"
+                f"the autograd function {cls.__name__} returns something else than tensors and None",
+                fix="return tensors only",
             )
-        return [o.clone() if any(o is t for t in tensors) else o for o in outputs]
+        are_tensors[:] = [o is not None for o in outputs]
+        return [o.clone() if any(o is t for t in tensors) else o for o in outputs if o is not None]
 
     def backward(ctx, grads: list[Tensor]) -> list[Tensor | None]:
         inputs = ctx.saved_tensors
         own = Context(tuple(i in positions and inputs[positions.index(i)].requires_grad for i in range(len(flat))))
         with torch.no_grad():
             forward(inputs, own)
-            given = cls.backward(own, *grads)
+            given = cls.backward(own, *_placed(grads, are_tensors))
         given = given if isinstance(given, tuple) else (given,)
         return [given[i] if i < len(given) else None for i in positions]
+
+    def functional(tensors: list[Tensor]) -> list[Tensor]:
+        outputs, is_written = functionalized(forward, tensors)  # it may write to what it made
+        return outputs if not is_written else Context().mark_dirty()
 
     name = f"{cls.__name__.lower()}_{next(_numbers)}"
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", lambda tensors: forward(tensors), mutates_args=(),
@@ -117,6 +125,12 @@ def _apply(cls, *args, **kwargs):
     op.register_fake(lambda tensors: forward(tensors))
     op.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[0]))
     target = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _forwards[target] = forward
+    _forwards[target] = functional
     outputs = target([flat[i] for i in positions])
-    return outputs[0] if form["single"] else tuple(outputs)
+    return outputs[0] if form["single"] else tuple(_placed(outputs, are_tensors))
+
+
+def _placed(tensors: Iterable[Tensor], is_tensor: Iterable[bool]) -> list[Tensor | None]:
+    """Return the tensors at the places where there are tensors, and None at the others."""
+    rest = iter(tensors)
+    return [next(rest) if here else None for here in is_tensor]

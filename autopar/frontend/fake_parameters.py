@@ -249,15 +249,24 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[se
     owned = {id(value): tensors[name] for t in where.tables for table, names in
              ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers)) for leaf, name in names.items()
              if name is not None and (value := table.get(leaf)) is not None}  # fmt: skip
+    calls = [(vars(m), vars(m).pop(_CALL)) for m in model.modules() if _CALL in vars(m)]  # layers run as they are
     with where.installed(tensors), _attributes_as_buffers(model, mode, owned) as with_gradient:
         _tracing += 1
         try:
             yield with_gradient | carried
         finally:
             _tracing -= 1
+            for own, call in calls:
+                own[_CALL] = call
 
 
+_CALL = "_compiled_call_impl"  # what nn.Module.__call__ calls in the place of the forward and its hooks
 _tracing = 0
+
+
+def is_tracing() -> bool:
+    """Return whether a model is being traced."""
+    return _tracing > 0
 
 
 class CallRefusal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, repeat
 
 from torch import nn
@@ -26,6 +28,22 @@ class Hooks:
     def now(self) -> list[object]:
         """Return the numbers of all hooks, each of which torch gives out once, and a forward or None a module."""
         return [*chain.from_iterable(self.tables), *map(dict.get, self.attributes, repeat("forward"))]
+
+    @contextmanager
+    def forwards_of(self, state: list[object]) -> Iterator[None]:
+        """Inside, modules have the forwards that they had then (see `now`)."""
+        before = self.now()
+        try:
+            self._set_forwards(state)
+            yield
+        finally:
+            self._set_forwards(before)
+
+    def _set_forwards(self, state: list[object]) -> None:
+        for own, forward in zip(self.attributes, state[-len(self.attributes) :], strict=True):
+            own["forward"] = forward
+            if forward is None:
+                del own["forward"]
 
 
 class Structure:

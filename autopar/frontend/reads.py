@@ -126,7 +126,10 @@ class Reads:
         self._note(owner, name, value, f"{path}.{name}")
 
     def _know(self, value: object, path: str) -> None:
-        """Know an object from here on, if it is one whose attributes can be watched."""
+        """Know an object from here on, if it is one whose attributes can be watched; of a compiled module its source,
+        which has them."""
+        if isinstance(value, nn.Module) and type(value).__module__.startswith("autopar.runtime."):
+            value = value._source
         if isinstance(value, (*PLAIN, torch.Tensor)) or identity(value) in self.known:
             return
         if isinstance(value, type):

@@ -94,8 +94,11 @@ class ForTrainer(Base):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss of the whole batch from inside of the model, or what a loss function says of this rank's."""
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        is_inside = self.compute_loss_func is None and self.label_smoother is None
+        counts: list[bool] = []  # whether the model was told the number of tokens, for a loss of its own
+        hook = lambda module, args, kwargs: counts.append("num_items_in_batch" in kwargs)  # noqa: E731
+        with model.register_forward_pre_hook(hook, with_kwargs=True):
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        is_inside = self.compute_loss_func is None and self.label_smoother is None and any(counts)
         if num_items_in_batch is None or not self.args.average_tokens_across_devices or not is_inside:
             return found
         # transformers takes the loss for this rank's part of the sum, which DDP would divide by the number of parts

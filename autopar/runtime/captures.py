@@ -88,6 +88,7 @@ class Captures:
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
         self.mesh, self.device_mesh = mesh, device_mesh
         self.hooks, self.structure = Hooks(module._source), Structure(module._source)
+        self.forward = vars(module._source).get("forward")  # when the model was compiled
         self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
         self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
         self.parameters = dict(module.named_parameters())
@@ -236,7 +237,8 @@ class Captures:
         call = f"{capture.call}; gradients of all outputs"
         self._rendezvous(call)
         start = time.perf_counter()
-        with self.modes.set_to(capture.flags), capture.ambient.entered(), capture.guards.installed():
+        around = self.modes.set_to(capture.flags), self.hooks.forwards_of(capture.hooks), capture.ambient.entered()
+        with around[0], around[1], around[2], capture.guards.installed():
             traced = self.compiler.retrace(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(
@@ -312,7 +314,9 @@ class Captures:
         return total
 
     def _modes_text(self) -> str:
-        return self.modes.text() + Ambient.now().text(self._trains(self._trainable()))
+        own = vars(self.module._source).get("forward")  # set by the user, or a layer's that is called by itself
+        by = "" if own is self.forward else f", {getattr(own, '__qualname__', 'another forward')}"
+        return self.modes.text() + Ambient.now().text(self._trains(self._trainable())) + by
 
     def _trainable(self) -> list[bool]:
         """Return for each parameter whether it trains now."""

@@ -13,7 +13,7 @@ from ..frontend.call_signature import Returns
 from ..frontend.fake_parameters import Forms, Tables
 from ..storage.model_folder import whole
 from ..storage.state_dict import translate_states
-from . import captures
+from . import captures, parts
 from .adapters import Adapters
 from .modes import Modes
 from .parameter_hooks import give_all_whole_gradients
@@ -50,8 +50,12 @@ def deep_copy(module, memo: dict):
     captured = replace(captured, guards=first.guards.copied(memo), returns=_returns(first.returns, memo))
     traced = replace(first.traced, captured=captured)
     made._captures.add(traced, first.plan, captures.lower_together(traced, first.plan))
+    mine = made._captures.last  # serves what the first one serves, whatever state the model was copied in
+    mine.call, mine.flags, mine.trainable = first.call, first.flags, first.trainable
+    mine.ambient, mine.gradients, mine.hooks = first.ambient, first.gradients, [memo.get(id(h), h) for h in first.hooks]
     made._captures.modes.set_adapters(old.modes.adapters)
     made._adapters = _adapters(module._adapters, made) if module._adapters is not None else None
+    parts.install(made)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,7 @@ from ..ir.mesh import NOT_DATA, Mesh
 from ..plans.pipeline import axis_of
 from ..processes import agree, watch
 from ..processes.dtensors import as_dtensor, layout_of, redistributed
+from .outputs import own_parts
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -29,7 +31,7 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:
     """Return `(args, kwargs)` of global shapes on the meta device, and the layouts that the user's own tensors fix, by
     input name: those of DTensors, and with inputs="local" of each rank's part."""
-    signature, tensors = CallSignature.of(*split_example(example_inputs))
+    signature, tensors = CallSignature.of(*split_example(own_parts(example_inputs)))
     axes = data_axes(mesh)
     fixed: dict[str, Layout] = {}
     whole = []
@@ -64,7 +66,14 @@ class Inputs:
 
     def match(self, args: tuple, kwargs: dict) -> list[torch.Tensor] | None:
         """Return the tensors of a call, or None if it has another form."""
+        if self.is_local:
+            args, kwargs = own_parts((args, kwargs))
         return self.signature.match(args, kwargs, self.parts)
+
+    def parts_of(self, name: str) -> int:
+        """Return how many parts of an input ranks pass."""
+        dims = self.fixed[name].dims if self.is_local else ()
+        return math.prod(self.mesh.size(axis) for axis in (dims[0] if dims else ()))
 
     def text(self) -> str:
         """Return the form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
@@ -148,7 +157,8 @@ class Inputs:
 
 
 class _Part(torch.autograd.Function):
-    """This rank's part of a tensor of the user; the gradient of the part becomes one in the form of the tensor."""
+    """This rank's part of a tensor of the user; the gradient of the part becomes one in the form of the tensor. Of the
+    rank's own samples it is that of the rank's loss, as under DDP, of which the whole batch's is the mean."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, inputs: Inputs, name: str):
@@ -161,7 +171,8 @@ class _Part(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor | None):
         if gradient is None:  # of an input that no output depends on
             return None, None, None
-        return ctx.inputs.as_passed(ctx.name, ctx.like, gradient), None, None
+        gradient = ctx.inputs.as_passed(ctx.name, ctx.like, gradient)
+        return gradient if isinstance(ctx.like, DTensor) else gradient * ctx.inputs.parts_of(ctx.name), None, None
 
 
 class WholeInputs(Inputs):

@@ -28,7 +28,7 @@ from ..schedule.played import Played
 from ..storage.model_folder import save_model
 from ..storage.state_dict import translate_states
 from ..storage.weights import Weights, persistent_buffers
-from . import captures, copies, optimizers
+from . import captures, copies, optimizers, parts
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .elsewhere import name_absent
@@ -99,6 +99,7 @@ class ParallelModule(OfSource):
         lora = next((a for a in compiler.adapt if isinstance(a, LoRA)), None)
         self._observers_are_frozen = False
         self._adapters = Adapters(self, lora, self._captures.modes.set_adapters) if lora else None
+        parts.install(self)
 
     def begin(self, source: nn.Module) -> None:
         """Become the module in front of `source`, without anything else of its own yet."""

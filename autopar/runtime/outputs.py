@@ -115,6 +115,11 @@ def plain(value: Any) -> Any:
     return known
 
 
+def own_parts(values):
+    """Return a structure with plain tensors in the place of outputs of this rank's samples."""
+    return tree_map(lambda value: plain(value) if isinstance(value, LocalTensor) else value, values)
+
+
 class _PlainGradient(torch.autograd.Function):
     """The identity, whose gradient is a plain tensor: beside a parameter (`loss + p.square().sum()`) it is a
     DTensor."""

@@ -6,24 +6,27 @@ What a user says of a compiled model (`model.temperature = 2.0`, `model.eval()`)
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
 
+from .source_forward import forward_of, set_forward, show_forward
 from .source_methods import method_of_source
+
+CONTAINER = ("__getitem__", "__len__", "__iter__", "__contains__")  # methods that Python looks up in the class
 
 
 def _class_for(kind: type[nn.Module], source: type[nn.Module]) -> type[nn.Module]:
-    """Return a class whose forward has the signature of the source's class: libraries choose by it what they pass."""
+    """Return a class for what is in front of a `source`: with its forward's signature, and `model[0]` if it has that."""
     if kind.__name__ == f"Parallel{source.__name__}":  # of a copy
         return kind
+    methods = {name: _of_source(name) for name in CONTAINER if hasattr(source, name)}
+    methods |= {"forward": forward_of(kind, source), "__doc__": kind.__doc__}
+    return type(f"Parallel{source.__name__}", (kind,), methods)
 
-    @functools.wraps(source.forward)
-    def forward(self, *args, **kwargs):
-        return kind.forward(self, *args, **kwargs)
 
-    return type(f"Parallel{source.__name__}", (kind,), {"forward": forward, "__doc__": kind.__doc__})
+def _of_source(name: str):
+    return lambda self, *args: getattr(self._source, name)(*args)
 
 
 class OfSource(nn.Module):
@@ -36,6 +39,7 @@ class OfSource(nn.Module):
         self.__dict__.update({name: vars(source)[name] for name in tables})
         self.__dict__["_own"] = frozenset({*vars(self), *own})
         self.__dict__["_source"] = source
+        show_forward(self)
 
     @property
     def training(self) -> bool:
@@ -71,14 +75,19 @@ class OfSource(nn.Module):
 
     def __setattr__(self, name: str, value) -> None:
         source = self.__dict__.get("_source")
-        if source is None or name in self._own or hasattr(type(self), name):
+        if name == "forward":
+            set_forward(self, value)
+        elif source is None or name in self._own or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(source, name, value)
 
     def __delattr__(self, name: str) -> None:
         source = self.__dict__.get("_source")
-        if source is None or name in vars(self):
+        if name == "forward":
+            delattr(source, name)
+            show_forward(self)
+        elif source is None or name in vars(self):
             super().__delattr__(name)
         else:
             delattr(source, name)

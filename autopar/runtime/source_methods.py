@@ -15,6 +15,7 @@ from torch import nn
 from .. import _torch
 from .._torch import TorchDispatchMode, tree_flatten
 from ..errors import SourceMethodError
+from ..frontend.fake_parameters import is_tracing
 from ..frontend.user_lines import line_now
 
 
@@ -22,12 +23,17 @@ def method_of_source(module: nn.Module, source: nn.Module, name: str, method: Ca
     """Return a method of `source` that calls the compiled `module` for the model. Raises SourceMethodError where it
     computes with parameters itself."""
 
+    if is_tracing():  # for a forward of the user's
+        return method
+
     def called(*args, **kwargs):
         with _torch.without_dispatch_modes(), _calling(source, None):  # it may be traced
             return module(*args, **kwargs)
 
     @functools.wraps(method)
     def run(*args, **kwargs):
+        if is_tracing():
+            return method(*args, **kwargs)
         with _calling(source, called), _WithoutParameters(module, f"{type(source).__name__}.{name}"):
             return method(*args, **kwargs)
 

@@ -26,12 +26,44 @@ class TripledGradient(torch.autograd.Function):
 
 
 class WritesInPlace(torch.autograd.Function):
+    """Fills parts of what it made, one after the other, as kernels that go by chunks do; an output may be None."""
+
+    @staticmethod
+    def forward(ctx, x, with_maximum):
+        y, maximum = torch.zeros_like(x), torch.full_like(x[:, 0], float("-inf"))
+        for start in range(0, x.shape[1], 4):
+            y[:, start : start + 4].add_(x[:, start : start + 4].exp()).mul_(2)
+            maximum.copy_(torch.maximum(maximum, y[:, start : start + 4].amax(1)))
+        ctx.save_for_backward(y)
+        return None, y, maximum if with_maximum else None
+
+    @staticmethod
+    def backward(ctx, _, grad, of_maximum):
+        (y,) = ctx.saved_tensors
+        result = torch.zeros_like(y)
+        for start in range(0, y.shape[1], 4):
+            result[:, start : start + 4] += grad[:, start : start + 4] * y[:, start : start + 4]
+        return result if of_maximum is None else result + 0.1 * of_maximum[:, None], None
+
+
+class WritesToItsInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        return x.exp().mul_(2)
+        x.mul_(2)
+        return x.exp()
 
     @staticmethod
     def backward(ctx, grad):
+        return grad
+
+
+class ReturnsANumber(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, 3.0
+
+    @staticmethod
+    def backward(ctx, grad, _):
         return grad
 
 
@@ -52,9 +84,24 @@ def test_a_backward_of_ones_own(mesh, strategy):
     assert report.match and set(report.gradient_errors) == {"layer.weight", "layer.bias"}
 
 
-def test_one_that_cannot_be_traced_is_refused():
-    with pytest.raises(CaptureError, match="could not be differentiated"):
-        verify_model(Model(WritesInPlace.apply), (torch.randn(6, 8),), "dp=2")
+@pytest.mark.parametrize("with_maximum", [False, True])
+@pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("tp=2", "megatron")])
+def test_writes_to_what_it_made(mesh, strategy, with_maximum):
+    def call(y):
+        _, z, maximum = WritesInPlace.apply(y, with_maximum)
+        return z + maximum[:, None] if with_maximum else z
+
+    assert verify_model(Model(call), (torch.randn(6, 8),), mesh, strategy=strategy).match
+
+
+@pytest.mark.parametrize("function, words", [(WritesToItsInput, "writes to its inputs"), (ReturnsANumber, "None")])
+def test_one_that_cannot_be_traced_is_refused(function, words):
+    def call(y):
+        result = function.apply(y.clone())
+        return result[0] if isinstance(result, tuple) else result
+
+    with pytest.raises(CaptureError, match=words):
+        verify_model(Model(call), (torch.randn(6, 8),), "dp=2")
 
 
 def test_torchs_own_apply_comes_back():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import types
 
 import pytest
 import torch
@@ -90,13 +92,18 @@ def _assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]
             )
 
 
+def _start_anew() -> None:
+    """Let Accelerate forget what it knows of the process."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state() if hasattr(state, "_reset_state") else state._shared_state.clear()
+
+
 @pytest.fixture
 def plain(tmp_path):
     """Return a function that trains in one process and returns what transformers logs."""
 
     def train(**options):
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state() if hasattr(state, "_reset_state") else state._shared_state.clear()
+        _start_anew()
         return _trained(transformers.Trainer, _model(), tmp_path / "plain", 1, **options)
 
     return train
@@ -175,6 +182,48 @@ def _with_accelerate(rank: int) -> None:
 @pytest.mark.gloo
 def test_accelerate():
     gloo.run(2, _with_accelerate)
+
+
+class OwnLoss(transformers.Trainer):
+    """Sets a forward that calls the model's layers, and computes the loss of what that returns, as TRL's do."""
+
+    def __init__(self, model, *args, **kwargs):
+        before = model.forward
+
+        @functools.wraps(type(model).forward)
+        def forward(self, *args, by_token=False, labels=None, **kwargs):
+            if not by_token:
+                return before(*args, labels=labels, **kwargs)
+            hidden = self.transformer(*args, **kwargs).last_hidden_state[:, :-1]
+            logits = torch.nn.functional.linear(hidden, self.get_output_embeddings().weight)
+            return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+
+        model.forward = types.MethodType(forward, model)
+        super().__init__(model, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs, by_token=True).sum() / num_items_in_batch
+        return loss * (self.accelerator.num_processes // self.get_tp_size())
+
+
+def _own_loss(rank: int, mesh: str, parts: int, folder, options) -> list[dict[str, float]]:
+    from autopar.integrations.trainer import ForTrainer
+
+    class Mine(ForTrainer, OwnLoss):
+        pass
+
+    _as_launched(rank)
+    return _trained(Mine, _compiled(mesh, parts), folder, parts, **options)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
+def test_a_trainer_with_a_forward_and_a_loss_of_its_own(tmp_path, mesh):
+    options = dict(max_steps=6, eval_strategy="no", gradient_accumulation_steps=2)
+    _start_anew()
+    expected = _trained(OwnLoss, _model(), tmp_path / "plain", 1, **options)
+    for found in gloo.run(2 if mesh == "dp=2" else 4, _own_loss, mesh, 2, tmp_path / "autopar", options):
+        _assert_same(found, expected)
 
 
 def _mistakes(rank: int, folder) -> None:

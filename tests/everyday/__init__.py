@@ -1,0 +1,1 @@
+"""Ordinary training scripts that run on many devices after one line."""

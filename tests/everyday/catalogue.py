@@ -1,0 +1,6 @@
+"""All scripts by name."""
+
+from __future__ import annotations
+
+from . import classify, generate, language, loops, pairs, shards  # noqa: F401  they add their scripts
+from .script import SCRIPTS  # noqa: F401

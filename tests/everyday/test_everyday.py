@@ -1,0 +1,51 @@
+"""Every script gives on many devices what it gives in one process: what it logs, gradients at each step, final values.
+
+pytest tests/everyday -m ""                            # all scripts on all meshes
+python -m tests.everyday.run --mesh dp=2 gan vae       # two of them, many on one start of the processes
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faithful.runner import EQUAL
+
+from .catalogue import SCRIPTS
+from .not_yet import NOT_YET
+from .run import outcomes
+
+QUICK = (
+    "classifier", "class_weights_and_label_smoothing", "tasks_weighted_by_their_uncertainty",
+    "focal_loss_with_penalties", "gan", "vae", "q_learning_with_a_target", "two_towers_in_batch_negatives",
+    "distillation_from_a_parallel_teacher", "momentum_encoder_with_a_queue", "matrix_factorization",
+    "accumulation_without_reduction", "clipping_and_schedules", "average_by_torch", "frozen_encoder_thawed_later",
+    "early_stopping", "saved_and_resumed", "low_rank_adapters", "distributed_sampler", "loss_inside_by_rank",
+)  # fmt: skip
+
+
+def _check(mesh: str, names, **options) -> None:
+    wrong = [f"{name}: {outcome}" for name, outcome in outcomes(mesh, names, **options) if outcome.kind != EQUAL]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.gloo
+def test_two_processes():
+    _check("dp=2", QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    "mesh, strategy", [("dp=2", None), ("dp=2", "fsdp"), ("dp=2,tp=2", None), ("dp=2,tp=2", "megatron")]
+)
+def test_all(mesh, strategy):
+    _check(mesh, [name for name in SCRIPTS if name not in NOT_YET], strategy=strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_not_yet():
+    holds = [name for name, outcome in outcomes("dp=2", NOT_YET) if outcome.kind == EQUAL]
+    assert not holds, f"{holds} hold now: take them out of tests/everyday/not_yet.py"
+    assert len(SCRIPTS) - len(NOT_YET) >= 40
