@@ -91,7 +91,8 @@ class _Forward:
         if len({len(nodes) for nodes in self.members.values()}) != 1:
             return False
         pairs = list(zip(self.members[1], self.members[2]))
-        self.streams = next((stream_of(b) - stream_of(a) for a, b in pairs if stream_of(a) is not None), 0)
+        drawn = ((stream_of(a), stream_of(b)) for a, b in pairs)
+        self.streams = next((b - a for a, b in drawn if a is not None and b is not None), 0)
         for block in range(1, self.count - 2):
             if not all(map(self._is_next, self.members[block], self.members[block + 1])):
                 return False
@@ -123,9 +124,9 @@ class _Forward:
 
     def _constants(self, node: fx.Node) -> str:
         """Return the arguments that are no nodes as text, with a random stream as it would be in block 0."""
-        args = list(node.args)
-        if stream_of(node) is not None:
-            args[STREAM[node.target]] -= self.location[node][0] * self.streams
+        args, stream = list(node.args), stream_of(node)
+        if stream is not None:
+            args[STREAM[node.target]] = stream - self.location[node][0] * self.streams
         return str(fx.node.map_arg((args, dict(node.kwargs)), lambda a: "node"))
 
     def _is_shift(self, left: fx.Node, right: fx.Node) -> bool:
@@ -139,7 +140,8 @@ class _Forward:
 
     def short(self) -> Exported:
         """Return the forward without the blocks 3 to `count` - 3."""
-        exported, graph, made = self.exported, fx.Graph(), {}
+        exported, graph = self.exported, fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
         dropped = {node for block in range(3, self.count - 2) for node in self.members[block]}
 
         def read(node: fx.Node) -> fx.Node:
