@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from ..ir.graph import values_of
-from ..ops.counter_rng import STREAM, stream_of
+from ..ops.counter_rng import stream_of
 from .export import Exported, module_path, strip
 from .fake_parameters import Form, Forms
 from .flat_call import ROOT
-from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number
+from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, constants_of
 
 Location = tuple[int, int]  # number of a block, and position among its nodes
 
@@ -110,7 +110,8 @@ class _Forward:
         if one.op == "get_attr":
             return self._form(one) == self._form(two)
         forms = [[(tuple(v.shape), v.dtype, v.stride(), v.requires_grad) for v in values_of(n)] for n in (one, two)]
-        if forms[0] != forms[1] or self._constants(one) != self._constants(two):
+        constants = [constants_of(n, self.location[n][0] * self.streams) for n in (one, two)]
+        if forms[0] != forms[1] or constants[0] != constants[1]:
             return False
         reads = zip(one.all_input_nodes, two.all_input_nodes, strict=True)
         return len(one.all_input_nodes) == len(two.all_input_nodes) and all(self._is_shift(*pair) for pair in reads)
@@ -121,13 +122,6 @@ class _Forward:
         inner = re.sub(rf"^{re.escape(self.name)}\.\d+", "", name)
         value = attrgetter(str(leaf.target))(self.exported.graph_module)
         return inner, tuple(value.shape), value.dtype, isinstance(value, nn.Parameter), value.requires_grad
-
-    def _constants(self, node: fx.Node) -> str:
-        """Return the arguments that are no nodes as text, with a random stream as it would be in block 0."""
-        args, stream = list(node.args), stream_of(node)
-        if stream is not None:
-            args[STREAM[node.target]] = stream - self.location[node][0] * self.streams
-        return str(fx.node.map_arg((args, dict(node.kwargs)), lambda a: "node"))
 
     def _is_shift(self, left: fx.Node, right: fx.Node) -> bool:
         """Return whether what a node reads and what its like in the next block reads are a shift apart, or the same."""

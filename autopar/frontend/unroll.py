@@ -203,11 +203,7 @@ class _Zones:
         )
 
     def _constants(self, node: fx.Node) -> str:
-        """Return the arguments that are not tensors as text, with a random stream as it would be in zone 0."""
-        args = list(node.args)
-        if stream_of(node) is not None:
-            args[STREAM[node.target]] -= self.location[node][0] * self.streams
-        return str(fx.node.map_arg((args, node.kwargs), lambda a: "node"))
+        return constants_of(node, self.location[node][0] * self.streams)
 
     def _shifted(self, left: fx.Node, right: fx.Node, zone: int) -> bool:
         """Return whether what a node of `zone` reads and what its like in the next zone reads are the same or a shift
@@ -230,6 +226,14 @@ class _Zones:
             ):
                 return False
         return True
+
+
+def constants_of(node: fx.Node, streams: int) -> str:
+    """Return the arguments that are no nodes as text, with a random stream as it would be so many streams before."""
+    args = list(node.args)
+    if stream_of(node) is not None:
+        args[STREAM[node.target]] -= streams
+    return str(fx.node.map_arg((args, dict(node.kwargs)), lambda a: "node"))
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:

@@ -50,6 +50,21 @@ def build(name: str):
     return huggingface(name)
 
 
+def traced_in_full(model, inputs, **options):
+    """The capture of a model of which every block was differentiated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "shorten", lambda exported, model: None)
+        return compiler.trace(model, inputs, **options)
+
+
+def assert_same_capture(found, whole) -> None:
+    assert fingerprint(found.graph) == fingerprint(whole.graph) and found.ties == whole.ties
+    assert output_node(found.graph).meta["roles"] == output_node(whole.graph).meta["roles"]
+    for ours, theirs in zip(found.graph.nodes, whole.graph.nodes, strict=True):
+        for key in ("role", "module", "phase", "source"):
+            assert ours.meta.get(key) == theirs.meta.get(key), (ours, key)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [
     "gpt2", "tied llama", "bert", "mistral", f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64",
@@ -59,7 +74,7 @@ def test_unrolled_is_whole(name, monkeypatch):
     model, inputs = build(name)
     assert repeated_blocks_of(model) is not None
     before = list(model.state_dict())
-    whole = compiler.trace(model, inputs)
+    whole = traced_in_full(model, inputs)
     traced = []
     trace = compiler.trace
 
@@ -70,11 +85,12 @@ def test_unrolled_is_whole(name, monkeypatch):
     monkeypatch.setattr(compiler, "trace", counting)
     unrolled = compiler.trace_to_plan(model, inputs, None, forms_of(model))
     assert len(traced) == 1 and traced[0] < len(list(model.parameters())) and list(model.state_dict()) == before
-    assert fingerprint(unrolled.graph) == fingerprint(whole.graph) and unrolled.ties == whole.ties
-    assert output_node(unrolled.graph).meta["roles"] == output_node(whole.graph).meta["roles"]
-    for ours, theirs in zip(unrolled.graph.nodes, whole.graph.nodes, strict=True):
-        for key in ("role", "module", "phase", "source"):
-            assert ours.meta.get(key) == theirs.meta.get(key), (ours, key)
+    assert_same_capture(unrolled, whole)
+    monkeypatch.setattr(compiler, "trace", trace)
+    shortened = compiler.trace(model, inputs)
+    assert shortened.compact is not None
+    assert_same_capture(shortened, whole)
+    assert [r.path for r in shortened.guards.reads] == [r.path for r in whole.guards.reads]
 
 
 class Block(nn.Module):
@@ -97,36 +113,61 @@ class Tall(nn.Module):
         self.blocks = nn.ModuleList([Block(i, scale) for i, scale in enumerate(scales)])
         if kind == "shared":
             self.blocks[6].linear.weight = self.blocks[2].linear.weight
+        if kind == "frozen":
+            self.blocks[5].linear.weight.requires_grad_(False)
+        if kind == "hook":
+            self.blocks[5].register_forward_hook(lambda block, args, output: output.tanh())
         if kind == "shape":
             self.blocks[4].linear = nn.Linear(8, 8, bias=False)
         self.others = nn.ModuleList([nn.Linear(8, 8) for _ in range(DEPTH)]) if kind == "two lists" else None
 
     def forward(self, x):
-        kept = []
+        kept, first = [], x.cos()
         for i, block in enumerate(self.blocks):
             x = block(x)
             if self.kind == "two lists":
                 x = x + self.others[i](x)
             if self.kind == "parity" and i % 2:
                 x = x.sin()
+            if self.kind == "one" and i == 5:
+                x = x * 2
+            if self.kind == "random":
+                x = nn.functional.dropout(x, 0.1 if i != 6 else 0.2)
+            if self.kind == "first":
+                x = x + first
             kept.append(x)
         if self.kind == "counted":
             x = x + kept[8]
+        if self.kind == "returned":
+            return x.square().mean(), kept[4]
         if self.kind == "all read":
             x = sum(kept)
         return x.square().mean()
 
 
+KINDS = ["equal", "settings", "shared", "shape", "two lists", "parity", "counted", "all read", "first"]
+IN_A_CALL = ["one", "random", "returned", "frozen", "hook"]  # what a trace of five blocks could not know of
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind", ["equal", "settings", "shared", "shape", "two lists", "parity", "counted", "all read"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_differs_is_traced_in_full(kind):
     torch.manual_seed(0)
     model, x = Tall(kind), torch.randn(4, 8)
-    whole = compiler.trace(copy.deepcopy(model), (x,))
+    whole = traced_in_full(copy.deepcopy(model), (x,))
     found = compiler.trace_to_plan(model, (x,), None, forms_of(model))
     assert fingerprint(found.graph) == fingerprint(whole.graph)
     if kind in ("settings", "shared", "shape", "two lists"):
         assert repeated_blocks_of(model) is None
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *IN_A_CALL])
+def test_what_differs_is_differentiated_in_full(kind):
+    torch.manual_seed(0)
+    model, x = Tall(kind), torch.randn(4, 8)
+    whole, found = traced_in_full(copy.deepcopy(model), (x,)), compiler.trace(model, (x,))
+    assert_same_capture(found, whole)
+    assert (found.compact is not None) == (kind in ("equal", "first", "counted"))
 
 
 def test_plan_of_an_unrolled_graph_fits_the_model():
@@ -134,4 +175,4 @@ def test_plan_of_an_unrolled_graph_fits_the_model():
 
     model, inputs = build("gpt2")
     plan = autopar.plan(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", baselines=False)
-    plan.check_fits(compiler.trace(model, inputs).graph, plan.mesh)
+    plan.check_fits(traced_in_full(model, inputs).graph, plan.mesh)
